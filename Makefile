@@ -1,0 +1,50 @@
+# The two commands: `make demo` and `make test`. Both make .venv themselves and reuse it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := demo
+LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
+	--mixed_precision no --dynamo_backend no
+TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_path $(DEMO)/tiny-wan \
+	--dataset_dir $(DEMO)/prepared --learning_rate 5e-3 --lr_scheduler cosine --lr_warmup_steps 10 \
+	--num_train_epochs 10 --max_sequence_length 64 --dataloader_num_workers 1
+
+.PHONY: demo test test-slow quality style clean
+
+demo: $(VENV)/installed
+	rm -rf $(DEMO)
+	$(BIN)/python scripts/make_demo_dataset.py --output_dir $(DEMO)/media --num_samples 95
+	$(BIN)/python scripts/make_tiny_pipeline.py --output_dir $(DEMO)/tiny-wan
+	$(BIN)/python scripts/prepare_dataset.py --dataset $(DEMO)/media --output_dir $(DEMO)/prepared \
+		--pretrained_model_name_or_path $(DEMO)/tiny-wan --target_fps 8 \
+		--bucket_tokens 60,110,150 --bucket_frames 1,9,17,25
+	$(TRAIN) --output_dir $(DEMO)/bucket --batching bucket --train_batch_size 3
+	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --capacity 640 --strip_length 16
+	$(BIN)/python scripts/sample_video.py $(DEMO)/bucket --output $(DEMO)/bucket.mp4 --max_sequence_length 64
+	$(BIN)/python scripts/sample_video.py $(DEMO)/pack --output $(DEMO)/pack.mp4 --max_sequence_length 64
+	$(BIN)/python scripts/report_training.py $(DEMO)/bucket $(DEMO)/pack --figure $(DEMO)/loss.png
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow
+
+quality: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info
+
+$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("hf_bucketing needs Python 3.10 or newer, this is " + sys.version.split()[0] \
+		+ "; name another with make PYTHON=python3.11") if sys.version_info < (3, 10) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@

@@ -1,0 +1,95 @@
+"""Where samples go: a bucket, or a named reason why not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import BucketingError
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Rejection(IntEnum):
+    """Why a sample has no bucket; `NONE` means that it has one."""
+
+    NONE = 0
+    ASPECT = 1
+    """No bucket's aspect ratio is near enough."""
+    TOO_SHORT = 2
+    """Fewer frames than any bucket of its kind (images: one frame, videos: more)."""
+    TOO_SMALL = 3
+    """Every bucket would enlarge the sample by more than `max_upscale`."""
+    UNREADABLE = 4
+    """Its metadata could not be read (negative sizes)."""
+    EMPTY = 5
+    """It holds no frame or no pixel (a size of zero)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignmentRule:
+    """How near a sample must come to its bucket.
+
+    Args:
+        metric (`"log"` or `"linear"`): Aspect ratios are compared as |ln(ratio ÷ bucket's ratio)|, which treats
+            portrait and landscape alike, or as |ratio − bucket's ratio|, as NovelAI does.
+        max_aspect_error (`float`, *optional*): Largest error in that metric. Defaults to ln 2 for `"log"`, which
+            rejects a sample of which more than half would be cropped away, and to NovelAI's 4 for `"linear"`, where
+            the error must stay below it.
+        max_upscale (`float`): Largest factor by which cover-resize may enlarge a sample; 1.0 means never.
+
+    Raises:
+        BucketingError: On an unknown metric or a limit that is not above 0.
+    """
+
+    metric: Literal["log", "linear"] = "log"
+    max_aspect_error: float | None = None
+    max_upscale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.metric not in ("log", "linear"):
+            raise BucketingError(f'metric must be "log" or "linear", got {self.metric!r}.')
+        if not self.max_upscale > 0 or (self.max_aspect_error is not None and not self.max_aspect_error > 0):
+            raise BucketingError(f"max_upscale and max_aspect_error must be above 0, got {self}.")
+
+    @property
+    def aspect_limit(self) -> float:
+        """The limit that holds: `max_aspect_error`, or the default of the metric."""
+        if self.max_aspect_error is not None:
+            return self.max_aspect_error
+        return math.log(2) if self.metric == "log" else 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Where each sample goes.
+
+    Attributes:
+        bucket_id (`int32`, shape `(n,)`): Position in the table, −1 for a rejected sample.
+        rejection (`int8`, shape `(n,)`): A [`Rejection`] per sample, 0 where there is none.
+        aspect_error (`float32`, shape `(n,)`): Distance to the bucket's aspect ratio in the rule's metric, NaN if
+            rejected.
+    """
+
+    bucket_id: npt.NDArray[np.int32]
+    rejection: npt.NDArray[np.int8]
+    aspect_error: npt.NDArray[np.float32]
+
+
+def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
+    """Return the columns of frames, heights and widths as `int64` arrays of one length."""
+    arrays = tuple(np.atleast_1d(np.asarray(column, np.int64)) for column in columns)
+    if len({array.shape for array in arrays}) != 1:
+        raise BucketingError(f"frames, heights and widths must be equally long, got {[a.shape for a in arrays]}.")
+    return arrays
+
+
+def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
+    """Return `UNREADABLE` where a size is negative, `EMPTY` where it is zero, else `NONE`."""
+    smallest = np.minimum.reduce(columns)
+    return np.select([smallest < 0, smallest == 0], [Rejection.UNREADABLE, Rejection.EMPTY], 0).astype(np.int8)

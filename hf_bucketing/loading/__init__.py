@@ -1,0 +1,14 @@
+"""From an epoch plan to batches: samplers, collators and transforms for a `torch.utils.data.DataLoader`."""
+
+from .check import check_loader
+from .collators import BucketCollator, PackCollator
+from .samplers import BucketBatchSampler, PackBatchSampler, PlannedBatchSampler
+
+__all__ = [
+    "BucketBatchSampler",
+    "BucketCollator",
+    "PackBatchSampler",
+    "PackCollator",
+    "PlannedBatchSampler",
+    "check_loader",
+]

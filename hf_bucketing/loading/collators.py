@@ -1,0 +1,177 @@
+"""Collators: rows of a data set become tensors, in a DataLoader worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..buckets import BucketTable
+from ..errors import BucketingError, ColumnError, MediaError
+from ..geometry import CropBox, LatentSpec, Size
+from ..media import MediaSource
+from ..open_table import OpenTable
+from .transforms import load_sample
+
+Row = Mapping[str, Any]
+
+
+class MediaCollator:
+    """Decode the rows of a batch, each at the size that [`target`][MediaCollator.target] names.
+
+    Crops and the first frame are drawn at random. With a `seed`, they are a function of the seed, the epoch (tell it
+    by `set_epoch`) and the row's `index` column alone, so a resumed run repeats them on any number of workers and
+    processes. Without one they follow torch's random state in the worker.
+
+    Args:
+        column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
+        caption_column (`str`, *optional*): Text column; None if there is none.
+        root (`str`, *optional*): Folder that relative paths start from.
+        random_crop (`bool`): Crop and start at random; if False, in the centre and at the first frame.
+        seed (`int`, *optional*): See above.
+    """
+
+    def __init__(
+        self,
+        *,
+        column: str = "video",
+        caption_column: str | None = "caption",
+        root: str | None = None,
+        random_crop: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        self.column = column
+        self.caption_column = caption_column
+        self.root = root
+        self.random_crop = random_crop
+        self.seed = seed
+        # Shared memory, so that persistent workers see the epoch change.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose crops are drawn; needed with a `seed`, before the loader is iterated."""
+        self._epoch.fill_(epoch)
+
+    def target(self, rows: Sequence[Row]) -> list[Size]:
+        """Return the target size of each row."""
+        raise NotImplementedError
+
+    def load(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return `pixel_values` as a list of `(3, F, H, W)` tensors, with `size`, `crop`, `caption` and `index`.
+
+        Raises:
+            ColumnError: If a needed column is missing.
+            MediaError: If a file cannot be decoded; the message names the row.
+        """
+        _require(rows[0], [self.column, "num_frames", "fps"])
+        if self.caption_column is not None:
+            _require(rows[0], [self.caption_column])
+        sizes = self.target(rows)
+        loaded = [self._load(row, size) for row, size in zip(rows, sizes, strict=True)]
+        batch: dict[str, Any] = {
+            "pixel_values": [pixels for pixels, _ in loaded],
+            "size": sizes,
+            "crop": [crop for _, crop in loaded],
+        }
+        if self.caption_column is not None:
+            batch["caption"] = [row[self.caption_column] for row in rows]
+        if "index" in rows[0]:
+            batch["index"] = [int(row["index"]) for row in rows]
+        return batch
+
+    def _load(self, row: Row, size: Size) -> tuple[torch.Tensor, CropBox]:
+        name = f"row {row['index']}" if "index" in row else "a row without an index column"
+        spare = int(row["num_frames"]) - size.frames
+        if spare < 0:
+            raise MediaError(f"{name} has {row['num_frames']} frames, too few for {size}; assign its bucket again.")
+        draws = self._draws(row) if self.random_crop else np.array([0.0, 0.5, 0.5])
+        try:
+            source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
+            start = min(int(draws[0] * (spare + 1)), spare)
+            return load_sample(source, size, fps=float(row["fps"]), start=start, position=(draws[1], draws[2]))
+        except MediaError as error:
+            raise MediaError(f"Cannot load {name}: {error}") from error
+
+    def _draws(self, row: Row) -> np.ndarray:
+        """Return three uniform numbers in [0, 1): start, vertical and horizontal crop position."""
+        if self.seed is None:
+            return torch.rand(3, dtype=torch.float64).numpy()
+        _require(row, ["index"])
+        return np.random.default_rng((self.seed, int(self._epoch), int(row["index"]))).random(3)
+
+
+class BucketCollator(MediaCollator):
+    """Make a batch of one bucket: cover-resize and crop every sample to the bucket's size, and stack them.
+
+    Called with rows of a data set that has `bucket_id`, `num_frames` and `fps` columns, returns a `dict` with
+    `pixel_values` (`float32`, `(B, 3, F, H, W)`, in [−1, 1]), `bucket_id`, and the lists `caption`, `size`, `crop` and
+    `index`.
+
+    Args:
+        table ([`BucketTable`] or [`OpenTable`]): The table that the `bucket_id` column belongs to.
+        **options: Those of [`MediaCollator`].
+    """
+
+    def __init__(self, table: BucketTable | OpenTable, **options: Any) -> None:
+        super().__init__(**options)
+        self.table = table
+
+    def target(self, rows: Sequence[Row]) -> list[Size]:
+        """Return the size of the rows' bucket for each row.
+
+        Raises:
+            ColumnError: If there is no `bucket_id` column.
+            BucketingError: If the rows are of several buckets, or of none.
+        """
+        _require(rows[0], ["bucket_id"])
+        ids = {int(row["bucket_id"]) for row in rows}
+        if len(ids) > 1:
+            raise BucketingError(
+                f"A batch holds the buckets {sorted(ids)}, which cannot be stacked; draw it with a BucketBatchSampler."
+            )
+        return [self.table.size(ids.pop())] * len(rows)
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return the batch; errors as in `load` and `target`."""
+        batch = self.load(rows)
+        return {**batch, "pixel_values": torch.stack(batch["pixel_values"]), "bucket_id": int(rows[0]["bucket_id"])}
+
+
+class PackCollator(MediaCollator):
+    """Make a list of samples, each at its own size, rounded up to whole tokens (frames: down to a valid number).
+
+    Called with rows of a data set that has `width`, `height`, `num_frames` and `fps` columns, returns a `dict` with
+    `pixel_values` (a list of `float32` tensors `(3, F, H, W)`, in [−1, 1]), `caption`, `size`, `crop` and `index`.
+
+    Args:
+        spec ([`LatentSpec`]): Strides and patch of the model.
+        **options: Those of [`MediaCollator`].
+    """
+
+    def __init__(self, spec: LatentSpec, **options: Any) -> None:
+        super().__init__(**options)
+        self.spec = spec
+
+    def target(self, rows: Sequence[Row]) -> list[Size]:
+        """Return each row's own size in whole tokens.
+
+        Raises:
+            ColumnError: If a size column is missing.
+            BucketingError: If a row has no frames or pixels.
+        """
+        _require(rows[0], ["num_frames", "height", "width"])
+        return [self.spec.snap(Size(*(int(row[key]) for key in ("num_frames", "height", "width")))) for row in rows]
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return the batch; errors as in `load` and `target`."""
+        return self.load(rows)
+
+
+def _require(row: Row, columns: Sequence[str]) -> None:
+    missing = [column for column in columns if column not in row]
+    if missing:
+        hint = ' Add one with dataset.add_column("index", range(len(dataset))).' if "index" in missing else ""
+        hint = hint or " MediaMetadata and BucketColumns compute columns of sizes and buckets."
+        raise ColumnError(f"A row lacks {missing}; it has {sorted(row)}.{hint}")

@@ -1,0 +1,105 @@
+"""Apply a column callable to a data set."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+from datasets import Dataset, Image, IterableDataset, Video, concatenate_datasets
+
+from ..errors import ColumnError
+
+AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
+
+
+class ColumnFunction(Protocol):
+    """A picklable batch function that names what it reads and writes.
+
+    Attributes:
+        input_columns (`tuple[str, ...]`): Columns that a batch must hold.
+        optional_columns (`tuple[str, ...]`): Columns that are read where they are.
+        output_columns (`tuple[str, ...]`): Columns that it returns.
+        vectorised (`bool`): Whether it takes Arrow columns, in batches as large as they come.
+    """
+
+    @property
+    def input_columns(self) -> tuple[str, ...]: ...
+    @property
+    def optional_columns(self) -> tuple[str, ...]: ...
+    @property
+    def output_columns(self) -> tuple[str, ...]: ...
+    @property
+    def vectorised(self) -> bool: ...
+    def __call__(self, batch: Any) -> dict[str, Any]: ...
+
+
+def map_columns(
+    dataset: AnyDataset,
+    function: ColumnFunction,
+    *,
+    batch_size: int | None = None,
+    num_proc: int | None = None,
+    overwrite: bool = False,
+) -> AnyDataset:
+    """Add the columns that a callable computes, from the cache where datasets has them already.
+
+    Only the new columns are written; the others, with all the bytes that they may hold, stay where they are. Media
+    columns that the callable reads come back as `Image(decode=False)` or `Video(decode=False)`, holding paths or
+    bytes: files are decoded once, in the collator, when their target size is known. The caller's format stays.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): Holds the callable's `input_columns`.
+        function (callable): Such as `MediaMetadata` or `BucketColumns`.
+        batch_size (`int`, *optional*): Rows per call; by default 1,000, or 100,000 for a vectorised callable.
+        num_proc (`int`, *optional*): Processes; a `Dataset` only.
+        overwrite (`bool`): Whether columns that exist already may be replaced.
+
+    Returns:
+        The data set with `function.output_columns` added.
+
+    Raises:
+        ColumnError: If the data set is empty, lacks an input column, or has an output column and `overwrite` is off.
+    """
+    columns: list[str] = _check_columns(dataset, function, overwrite=overwrite)
+    inputs = [*function.input_columns, *(name for name in function.optional_columns if name in columns)]
+    for column in inputs:
+        feature = (dataset.features or {}).get(column)
+        if isinstance(feature, (Image, Video)) and feature.decode:
+            dataset = dataset.cast_column(column, type(feature)(decode=False))
+    batch_size = batch_size or (100_000 if function.vectorised else 1000)
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(function, batched=True, batch_size=batch_size)
+    new: Dataset = (
+        dataset.with_format("arrow" if function.vectorised else None)
+        .map(
+            function,
+            batched=True,
+            batch_size=batch_size,
+            writer_batch_size=batch_size,
+            num_proc=num_proc,
+            remove_columns=columns,
+            desc=f"{type(function).__name__}: {', '.join(function.output_columns)}",
+        )
+        .with_format(None)
+    )
+    kept = dataset.with_format(None).remove_columns([name for name in function.output_columns if name in columns])
+    mapped: Dataset = concatenate_datasets([kept, new], axis=1, split=dataset.split)
+    caller_format: dict[str, Any] = dataset.format
+    if caller_format["type"] is not None or set(caller_format["columns"]) != set(columns):
+        shown = [name for name in mapped.column_names if name in caller_format["columns"] or name not in columns]
+        mapped.set_format(caller_format["type"], shown, **caller_format["format_kwargs"])
+    return mapped
+
+
+def _check_columns(dataset: AnyDataset, function: ColumnFunction, *, overwrite: bool) -> list[str]:
+    """Return the columns of the data set, or say what is missing or in the way."""
+    name = type(function).__name__
+    columns: list[str] = list(dataset.column_names or next(iter(dataset), {}))
+    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
+        raise ColumnError(f"The data set is empty; {name} needs rows with {', '.join(function.input_columns)}.")
+    missing = [column for column in function.input_columns if column not in columns]
+    if missing:
+        raise ColumnError(f"{name} reads {missing}, but the data set has the columns {columns}.")
+    present = [column for column in function.output_columns if column in columns]
+    if present and not overwrite:
+        raise ColumnError(f"The data set already has {present}, which {name} would replace; pass overwrite=True.")
+    return columns

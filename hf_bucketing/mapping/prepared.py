@@ -1,0 +1,90 @@
+"""A data set with its columns, bucket table and latent spec in one folder, as training reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, load_from_disk
+
+from ..buckets import BucketTable
+from ..errors import BucketingError
+from ..geometry import LatentSpec
+
+MANIFEST = "bucketing.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedDataset:
+    """Rows with media, caption, size and bucket columns, and what they were computed with.
+
+    Args:
+        dataset (`Dataset`): With the columns of `MediaMetadata` and `BucketColumns`. `save` adds an `index` column
+            of row numbers, which name a sample in logs and seed its crops and noise.
+        table ([`BucketTable`]): Which `bucket_id` belongs to.
+        spec ([`LatentSpec`]): Which `num_tokens` was counted with.
+        column (`str`): Media column.
+        caption_column (`str`, *optional*): Text column.
+        root (`str`, *optional*): Folder that relative paths in the media column start from.
+    """
+
+    dataset: Dataset
+    table: BucketTable
+    spec: LatentSpec
+    column: str
+    caption_column: str | None
+    root: str | None = None
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the folder; it appears under its name only when it is complete, and replaces an earlier one.
+
+        Raises:
+            BucketingError: If the folder exists and is not such a data set.
+        """
+        target = Path(folder)
+        if target.exists() and any(target.iterdir()) and not (target / MANIFEST).exists():
+            raise BucketingError(f"{target} exists and is no prepared data set; choose another folder.")
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        dataset = self.dataset
+        if "index" not in dataset.column_names:
+            dataset = dataset.add_column("index", np.arange(len(dataset)))
+        dataset.save_to_disk(str(partial))
+        manifest = {
+            "version": 1,
+            "table": json.loads(self.table.to_json()),
+            "spec": asdict(self.spec),
+            "column": self.column,
+            "caption_column": self.caption_column,
+            "root": None if self.root is None else os.path.relpath(self.root, target),
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> PreparedDataset:
+        """Read what [`save`][PreparedDataset.save] wrote.
+
+        Raises:
+            BucketingError: If the folder is no prepared data set.
+        """
+        path = Path(folder)
+        if not (path / MANIFEST).is_file():
+            raise BucketingError(f"{path} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["version"] != 1:
+            raise BucketingError(f"{path} has version {manifest['version']}; prepare it again with this release.")
+        return cls(
+            dataset=load_from_disk(str(path)),
+            table=BucketTable.from_json(json.dumps(manifest["table"])),
+            spec=LatentSpec(**manifest["spec"]),
+            column=manifest["column"],
+            caption_column=manifest["caption_column"],
+            root=None if manifest["root"] is None else os.path.normpath(path / manifest["root"]),
+        )

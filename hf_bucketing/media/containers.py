@@ -1,0 +1,168 @@
+"""Know video containers by their first bytes, and read from their headers how the video is turned for display.
+
+PyAV shows the display matrix of decoded frames only, and demuxed packets do not carry it. So the two families of
+containers that have one, mp4/mov and Matroska/WebM, are read here, a few bytes at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+ContainerName = Literal["mov", "matroska"]
+"""FFmpeg's names of the two families."""
+
+_Span = tuple[int, int]
+_Matrix = tuple[float, float, float, float]
+_Walk = Callable[[BinaryIO, int, int], Iterator[tuple[Any, int, int]]]
+
+_IDENTITY = (1.0, 0.0, 0.0, 1.0)
+_MAX_ELEMENTS = 10_000
+"""Per level. A file of more cannot keep a process busy; at worst its turn is missed, which decoding notices."""
+
+_MOV_STARTS = {b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"}
+_IMAGE_BRANDS = {b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis"}
+_EBML = b"\x1a\x45\xdf\xa3"
+_SEGMENT, _TRACKS, _TRACK, _TRACK_TYPE = 0x18538067, 0x1654AE6B, 0xAE, 0x83
+_VIDEO, _PROJECTION, _YAW, _ROLL = 0xE0, 0x7670, 0x7673, 0x7675
+
+
+class Turn(NamedTuple):
+    """How a stored frame becomes upright: first transpose, then reverse rows, then columns."""
+
+    transposed: bool = False
+    reverse_rows: bool = False
+    reverse_columns: bool = False
+
+
+def container_of(head: bytes) -> ContainerName | None:
+    """Return which container a file is by its first 12 bytes; `None` for images and everything else."""
+    if head.startswith(_EBML):
+        return "matroska"
+    if head[4:8] in _MOV_STARTS and head[8:12] not in _IMAGE_BRANDS:
+        return "mov"
+    return None
+
+
+def read_turn(file: BinaryIO, container: ContainerName | None, *, track_id: int, position: int) -> Turn:
+    """Read how a video is turned for display; not at all, where the header does not say.
+
+    Args:
+        file (binary file): The whole file, seekable.
+        container (`"mov"`, `"matroska"` or `None`): See `container_of`.
+        track_id (`int`): Of the video stream, as mp4 files number it.
+        position (`int`): Of the video stream among the video streams, from 0.
+    """
+    end = file.seek(0, 2)
+    if container == "mov":
+        return _turn(_mov_matrix(file, end, track_id))
+    if container == "matroska":
+        return _turn(_matroska_matrix(file, end, position))
+    return Turn()
+
+
+def _turn(matrix: _Matrix) -> Turn:
+    """Round to quarter turns: a stored pixel (x, y) is shown at (a·x + c·y, b·x + d·y), y downwards."""
+    a, b, c, d = matrix
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        return Turn(True, b < 0, c < 0)
+    return Turn(False, d < 0, a < 0)
+
+
+def _descend(walk: _Walk, file: BinaryIO, span: _Span, *path: Any) -> Iterator[_Span]:
+    """Yield the contents of all elements that a path of kinds leads to."""
+    for kind, start, end in walk(file, *span):
+        if kind == path[0]:
+            if len(path) == 1:
+                yield start, end
+            else:
+                yield from _descend(walk, file, (start, end), *path[1:])
+
+
+def _read(file: BinaryIO, span: _Span, limit: int) -> bytes:
+    file.seek(span[0])
+    return file.read(min(span[1] - span[0], limit))
+
+
+def _mov_matrix(file: BinaryIO, end: int, track_id: int) -> _Matrix:
+    """Multiply the matrix of a track (tkhd) and of the movie (mvhd), as FFmpeg does."""
+    moov = next(_descend(_boxes, file, (0, end), b"moov"), (0, 0))
+    movie = next(_descend(_boxes, file, moov, b"mvhd"), (0, 0))
+    a, b, c, d = _matrix_at(_read(file, movie, 128), (36, 48))
+    for span in _descend(_boxes, file, moov, b"trak", b"tkhd"):
+        header = _read(file, span, 128)
+        place = 20 if header[:1] == b"\x01" else 12  # version 1 has times of 8 bytes
+        if header[place : place + 4] == (track_id % 2**32).to_bytes(4, "big"):
+            e, f, g, h = _matrix_at(header, (40, 52))
+            return e * a + f * c, e * b + f * d, g * a + h * c, g * b + h * d
+    return _IDENTITY
+
+
+def _matrix_at(header: bytes, offsets: tuple[int, int]) -> _Matrix:
+    """Read a, b, c, d of the 3×3 matrix `a b u, c d v, x y w`; `offsets` are those of versions 0 and 1."""
+    offset = offsets[header[:1] == b"\x01"]
+    if len(header) < offset + 20:
+        return _IDENTITY
+    a, b, _, c, d = struct.unpack_from(">5i", header, offset)
+    return a / 65536, b / 65536, c / 65536, d / 65536
+
+
+def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield kind, start and end of the contents of each mp4 box."""
+    for _ in range(_MAX_ELEMENTS):
+        head = _read(file, (start, end), 16)
+        if len(head) < 8:
+            return
+        size, kind = struct.unpack_from(">I4s", head)
+        header = 8
+        if size == 1 and len(head) == 16:
+            size, header = int.from_bytes(head[8:], "big"), 16
+        size = size or end - start
+        if size < header:
+            return
+        yield kind, start + header, min(start + size, end)
+        start += size
+
+
+def _matroska_matrix(file: BinaryIO, end: int, position: int) -> _Matrix:
+    """Make a matrix of the roll in degrees (counter-clockwise) and the yaw, where 180 mirrors."""
+    tracks = next(_descend(_elements, file, (0, end), _SEGMENT, _TRACKS), (0, 0))
+    for track in _descend(_elements, file, tracks, _TRACK):
+        kind = next(_descend(_elements, file, track, _TRACK_TYPE), (0, 0))
+        if _read(file, kind, 1) != b"\x01":
+            continue
+        if position == 0:
+            roll, yaw = (
+                _float(b"".join(_read(file, span, 8) for span in _descend(_elements, file, track, *path)))
+                for path in ((_VIDEO, _PROJECTION, _ROLL), (_VIDEO, _PROJECTION, _YAW))
+            )
+            if abs(yaw) not in (0, 180):  # a direction of view in a spherical video
+                return _IDENTITY
+            mirror = -1 if yaw else 1
+            cosine, sine = math.cos(math.radians(roll)), mirror * math.sin(math.radians(roll))
+            return mirror * cosine, -sine, mirror * sine, cosine
+        position -= 1
+    return _IDENTITY
+
+
+def _float(value: bytes) -> float:
+    number = struct.unpack({4: ">f", 8: ">d"}[len(value)], value)[0] if len(value) in (4, 8) else 0.0
+    return number if math.isfinite(number) else 0.0
+
+
+def _elements(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield id, start and end of the contents of each Matroska element."""
+    for _ in range(_MAX_ELEMENTS):
+        head = _read(file, (start, end), 12)
+        id_length = 9 - head[0].bit_length() if head else 9
+        size_length = 9 - head[id_length].bit_length() if id_length < len(head) else 9
+        header = id_length + size_length
+        if size_length > 8 or header > len(head):
+            return
+        size = int.from_bytes(head[id_length:header], "big") - (1 << 7 * size_length)
+        if size == (1 << 7 * size_length) - 1:  # unknown: it ends with its parent
+            size = end - start - header
+        yield int.from_bytes(head[:id_length], "big"), start + header, min(start + header + size, end)
+        start += header + size

@@ -1,0 +1,26 @@
+"""Run samples of different sizes as one packed sequence through a stock diffusers transformer."""
+
+from .attention import packed_attention
+from .context import active_layout, use_layout
+from .enable import disable_packing, enable_packing
+from .layout import PackedLayout, SegmentSpans
+from .pack import PackedBatch, Packing, packed_forward
+from .processors import PackedWanAttnProcessor
+from .verify import VerificationCheck, VerificationReport, verify_packing
+
+__all__ = [
+    "PackedBatch",
+    "PackedLayout",
+    "PackedWanAttnProcessor",
+    "Packing",
+    "SegmentSpans",
+    "VerificationCheck",
+    "VerificationReport",
+    "active_layout",
+    "disable_packing",
+    "enable_packing",
+    "packed_attention",
+    "packed_forward",
+    "use_layout",
+    "verify_packing",
+]

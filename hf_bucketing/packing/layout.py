@@ -1,0 +1,155 @@
+"""Where each sample's tokens lie in a pack: the value that attention, positions, targets and losses read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..errors import PackingError
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentSpans:
+    """Which queries attend to which keys: segment `i` is `query[slice(*queries[i])]` and `key[slice(*keys[i])]`.
+
+    Args:
+        queries (tuple of `(start, stop)`): Ascending, without overlap.
+        keys (tuple of `(start, stop)`): As many as queries.
+        num_queries (`int`): Tokens on the query side, padding included.
+        num_keys (`int`): Tokens on the key side, padding included.
+    """
+
+    queries: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, int], ...]
+    num_queries: int
+    num_keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """The strips of a pack: each holds `strip_length` tokens of one sample, the last of a sample padded.
+
+    Args:
+        grids (tuple of `(t, h, w)`): Token grid of each sample, at least one.
+        text_lengths (tuple of `int`): Text tokens of each sample, one after the other without padding.
+        strip_length (`int`): Tokens per strip, which is one batch row of the model.
+        device (`torch.device`): Where the tensors below live.
+
+    Raises:
+        PackingError: If there is no sample, a count differs, or a length is impossible.
+
+    Example:
+        A sample of 2×3 tokens and one of a single token, in strips of four:
+
+        >>> layout = PackedLayout(grids=((1, 2, 3), (1, 1, 1)), text_lengths=(2, 1), strip_length=4)
+        >>> layout.segment_ids.tolist()
+        [0, 0, 0, 0, 0, 0, -1, -1, 1, -1, -1, -1]
+        >>> layout.row_segments.tolist()
+        [0, 0, 1]
+    """
+
+    grids: tuple[Grid, ...]
+    text_lengths: tuple[int, ...]
+    strip_length: int
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not self.grids or self.strip_length < 1:
+            raise PackingError(f"A pack needs a sample and a strip_length of at least 1, got {self.strip_length}.")
+        if len(self.text_lengths) != len(self.grids):
+            raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts: {len(self.text_lengths)}.")
+        if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
+            raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.grids)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample, without padding."""
+        return tuple(map(math.prod, self.grids))
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Strips of each sample."""
+        return tuple(-(-length // self.strip_length) for length in self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pack, padding included: rows × strip_length."""
+        return sum(self.rows) * self.strip_length
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Text tokens of the pack."""
+        return sum(self.text_lengths)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the real tokens of each sample start and stop in the pack."""
+        starts = _starts([rows * self.strip_length for rows in self.rows])
+        return tuple((start, start + length) for start, length in zip(starts, self.lengths, strict=True))
+
+    @cached_property
+    def text_spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the text tokens of each sample start and stop."""
+        starts = _starts(self.text_lengths)
+        return tuple((start, start + length) for start, length in zip(starts, self.text_lengths, strict=True))
+
+    @cached_property
+    def self_segments(self) -> SegmentSpans:
+        """Each sample's tokens attend to each other."""
+        return SegmentSpans(queries=self.spans, keys=self.spans, num_queries=self.num_tokens, num_keys=self.num_tokens)
+
+    @cached_property
+    def cross_segments(self) -> SegmentSpans:
+        """Each sample's tokens attend to its own text."""
+        return SegmentSpans(
+            queries=self.spans, keys=self.text_spans, num_queries=self.num_tokens, num_keys=self.num_text_tokens
+        )
+
+    @cached_property
+    def row_segments(self) -> torch.Tensor:
+        """The sample that each strip belongs to; `int64`, shape `(rows,)`."""
+        return _repeat(range(len(self)), self.rows).to(self.device)
+
+    @cached_property
+    def segment_ids(self) -> torch.Tensor:
+        """The sample that each token belongs to, −1 for padding; `int64`, shape `(num_tokens,)`."""
+        ids = torch.full((self.num_tokens,), -1)
+        for sample, (start, stop) in enumerate(self.spans):
+            ids[start:stop] = sample
+        return ids.to(self.device)
+
+    @cached_property
+    def text_segment_ids(self) -> torch.Tensor:
+        """The sample that each text token belongs to; `int64`, shape `(num_text_tokens,)`."""
+        return _repeat(range(len(self)), self.text_lengths).to(self.device)
+
+    def self_attention_mask(self) -> torch.Tensor:
+        """Return which tokens attend to which: `bool`, `(num_tokens, num_tokens)`; padding attends to nothing."""
+        return self._mask(self.segment_ids)
+
+    def cross_attention_mask(self) -> torch.Tensor:
+        """Return which tokens attend to which text tokens: `bool`, `(num_tokens, num_text_tokens)`."""
+        return self._mask(self.text_segment_ids)
+
+    def _mask(self, key_ids: torch.Tensor) -> torch.Tensor:
+        ids = self.segment_ids
+        return (ids[:, None] == key_ids[None]) & (ids >= 0)[:, None]
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)][:-1]
+
+
+def _repeat(values: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(values)).repeat_interleave(torch.tensor(list(counts)))

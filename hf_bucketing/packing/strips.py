@@ -1,0 +1,86 @@
+"""Latents to strips and back.
+
+C channels, F latent frames, H and W latent rows and columns, L tokens, R strips (batch rows), S strip_length;
+p_t, p_h, p_w are the sides of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import PackingError
+from .layout import Grid, PackedLayout
+
+
+def token_grid(latent: torch.Tensor, patch: Grid, *, sample: int) -> Grid:
+    """Return the grid `(t, h, w)` of a latent of shape `(C, F, H, W)`.
+
+    Raises:
+        PackingError: If the latent has other dimensions or does not divide into patches; names the sample.
+    """
+    if latent.ndim != 4:
+        raise PackingError(
+            f"Latent {sample} has shape {tuple(latent.shape)}; expected (channels, frames, height, width)."
+        )
+    sides = tuple(latent.shape[1:])
+    if any(side % part or not side for side, part in zip(sides, patch, strict=True)):
+        raise PackingError(
+            f"Latent {sample} of (frames, height, width) {sides} does not divide into patches of {patch}; "
+            "choose sizes with LatentSpec.snap."
+        )
+    t, h, w = (side // part for side, part in zip(sides, patch, strict=True))
+    return t, h, w
+
+
+def to_rows(tokens: torch.Tensor, strip_length: int) -> torch.Tensor:
+    """Cut `(L, …)` into `(R, S, …)`, the last row padded with zeros."""
+    padding = -tokens.shape[0] % strip_length
+    return F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding]).unflatten(0, (-1, strip_length))
+
+
+def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, strip_length: int) -> torch.Tensor:
+    """Cut latents of shape `(C, F, H, W)` into the strips of a pack, `(R, C, p_t, p_h, S·p_w)`.
+
+    Tokens come in the order in which a patch embedding over frames, rows and columns makes them.
+    """
+    return torch.cat([_strips_of(latent, patch, strip_length) for latent in latents])
+
+
+def _strips_of(latent: torch.Tensor, patch: Grid, strip_length: int) -> torch.Tensor:
+    p_t, p_h, p_w = patch
+    # (C, t, p_t, h, p_h, w, p_w) -> (t, h, w, C, p_t, p_h, p_w) -> (L, C, p_t, p_h, p_w)
+    blocks = latent.unflatten(3, (-1, p_w)).unflatten(2, (-1, p_h)).unflatten(1, (-1, p_t))
+    tokens = blocks.permute(1, 3, 5, 0, 2, 4, 6).flatten(0, 2)
+    # (R, S, C, p_t, p_h, p_w) -> (R, C, p_t, p_h, S, p_w) -> (R, C, p_t, p_h, S·p_w)
+    return to_rows(tokens, strip_length).permute(0, 2, 3, 4, 1, 5).flatten(4, 5)
+
+
+def to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """Turn strips `(R, C, p_t, p_h, S·p_w)` into tokens `(R·S, C, p_t, p_h, p_w)`, padding included.
+
+    Raises:
+        PackingError: If the strips are not those of the layout.
+    """
+    rows, width = sum(layout.rows), layout.strip_length
+    if strips.ndim != 5 or strips.shape[0] != rows or strips.shape[4] % width:
+        raise PackingError(
+            f"Expected strips of shape ({rows}, channels, p_t, p_h, {width}·p_w), got {tuple(strips.shape)}."
+        )
+    return strips.unflatten(4, (width, -1)).permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
+
+
+def from_strips(strips: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:
+    """Put strips together again: the inverse of [`to_strips`], for any number of channels.
+
+    Raises:
+        PackingError: If the strips are not those of the layout.
+    """
+    tokens = to_tokens(strips, layout)
+    latents = []
+    for (start, stop), grid in zip(layout.spans, layout.grids, strict=True):
+        blocks = tokens[start:stop].unflatten(0, grid).permute(3, 0, 4, 1, 5, 2, 6)
+        latents.append(blocks.flatten(5, 6).flatten(3, 4).flatten(1, 2))
+    return latents

@@ -1,0 +1,30 @@
+"""Reports about tables, columns and plans: text, JSON, and figures (which alone need matplotlib)."""
+
+from .buckets import BucketReport, BucketUse, describe_buckets
+from .config import ReportConfig, SizeColumns
+from .figures import draw_aspects, draw_figures, draw_occupancy, draw_strategies, draw_tokens
+from .histograms import Histogram, aspect_histogram, token_histogram
+from .report import Report, make_report
+from .strategies import StrategyReport, compare_strategies
+from .text import format_report
+
+__all__ = [
+    "BucketReport",
+    "BucketUse",
+    "Histogram",
+    "Report",
+    "ReportConfig",
+    "SizeColumns",
+    "StrategyReport",
+    "aspect_histogram",
+    "compare_strategies",
+    "describe_buckets",
+    "draw_aspects",
+    "draw_figures",
+    "draw_occupancy",
+    "draw_strategies",
+    "draw_tokens",
+    "format_report",
+    "make_report",
+    "token_histogram",
+]

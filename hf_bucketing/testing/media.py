@@ -1,0 +1,131 @@
+"""Generated clips and images of moving shapes, with captions that say what is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from ..errors import BucketingError
+from ..media import write_video
+
+COLORS = {
+    "red": (220, 50, 47),
+    "green": (60, 160, 60),
+    "blue": (50, 90, 210),
+    "yellow": (230, 200, 60),
+    "white": (235, 235, 235),
+}
+SHAPES = ("circle", "square", "diamond")
+DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+
+
+class Clip(NamedTuple):
+    """Size of a generated sample: frames, height and width in pixels, fps (0 for an image)."""
+
+    frames: int
+    height: int
+    width: int
+    fps: int = 0
+
+
+DEMO_CLIPS = (
+    Clip(33, 72, 128, 16),
+    Clip(33, 128, 72, 16),
+    Clip(17, 96, 96, 16),
+    Clip(17, 64, 112, 8),
+    Clip(25, 112, 64, 8),
+    Clip(9, 96, 144, 8),
+    Clip(1, 192, 128),
+    Clip(1, 160, 160),
+    Clip(1, 112, 224),
+)
+"""Nine sizes in landscape, portrait and square; images and clips of one, two and three seconds at two frame rates."""
+
+
+def render(
+    clip: Clip, *, shape: str, color: str, direction: str, offset: float = 0.0
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield frames of a coloured shape that crosses a dark background, `(height, width, 3)`."""
+    rows, columns = np.indices((clip.height, clip.width), dtype=np.float32)
+    radius = min(clip.height, clip.width) / 5
+    background = (30 + 40 * rows / clip.height)[..., None].repeat(3, -1)
+    step_y, step_x = DIRECTIONS[direction]
+    for frame in range(clip.frames):
+        travelled = offset + frame / max(clip.frames, 2)
+        y = clip.height * ((0.5 + step_y * travelled) % 1)
+        x = clip.width * ((0.5 + step_x * travelled) % 1)
+        inside = _inside(shape, np.abs(rows - y), np.abs(columns - x), radius)
+        yield np.where(inside[..., None], np.array(COLORS[color], np.float32), background).astype(np.uint8)
+
+
+def _inside(
+    shape: str, dy: npt.NDArray[np.float32], dx: npt.NDArray[np.float32], radius: float
+) -> npt.NDArray[np.bool_]:
+    if shape == "circle":
+        return dy**2 + dx**2 < radius**2
+    if shape == "square":
+        return np.maximum(dy, dx) < radius
+    return dy + dx < radius * 1.3
+
+
+def make_media_dataset(
+    folder: str | os.PathLike[str], *, num_samples: int, clips: Sequence[Clip] = DEMO_CLIPS, seed: int = 0
+) -> None:
+    """Write H.264 mp4 files, png and jpg images, and captions.
+
+    `folder/metadata.jsonl` lists all samples with `file_name` and `caption`; `folder/videos/` holds the videos with a
+    `metadata.jsonl` of their own, so that it also loads as a `videofolder`. The folder appears under its name only
+    when it is complete, and replaces an earlier one.
+
+    Args:
+        folder (path): Where to write.
+        num_samples (`int`): At least 1; sizes are taken in turn.
+        clips (sequence of [`Clip`]): Sizes, even for videos.
+        seed (`int`): Decides what is shown.
+
+    Raises:
+        BucketingError: If there is nothing to write, or the folder exists and is no such data set.
+    """
+    target = Path(folder)
+    if num_samples < 1 or not clips:
+        raise BucketingError(f"A data set needs a sample and a size, got num_samples={num_samples}, clips={clips}.")
+    if target.exists() and any(target.iterdir()) and not (target / "metadata.jsonl").exists():
+        raise BucketingError(f"{target} exists and holds no metadata.jsonl; choose another folder.")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    for name in ("videos", "images"):
+        (partial / name).mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(num_samples):
+        clip = clips[number % len(clips)]
+        shape, color, direction = (str(rng.choice(list(names))) for names in (SHAPES, COLORS, DIRECTIONS))
+        frames = render(clip, shape=shape, color=color, direction=direction, offset=float(rng.random()))
+        if clip.frames > 1:
+            name = f"videos/{number:04d}.mp4"
+            write_video(partial / name, frames, fps=clip.fps)
+            caption = f"a {color} {shape} moving {direction} on a dark background"
+        else:
+            name = f"images/{number:04d}.{'png' if number % 2 else 'jpg'}"
+            Image.fromarray(next(frames)).save(partial / name)
+            caption = f"a picture of a {color} {shape} on a dark background"
+        rows.append({"file_name": name, "caption": caption})
+    _write_metadata(partial, rows)
+    videos = [row for row in rows if row["file_name"].startswith("videos/")]
+    if videos:
+        _write_metadata(partial / "videos", [{**row, "file_name": Path(row["file_name"]).name} for row in videos])
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+
+
+def _write_metadata(folder: Path, rows: list[dict[str, str]]) -> None:
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

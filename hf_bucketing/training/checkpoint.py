@@ -1,0 +1,83 @@
+"""Checkpoints and outputs that appear under their final name only when they are complete."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from ..errors import BucketingError
+
+PROGRESS = "progress.json"
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Mapping[str, Any], *, limit: int | None) -> None:
+    """Save accelerate's state and the progress of the run as `folder/checkpoint-{global_step}`.
+
+    Args:
+        accelerator (`Accelerator`): With everything prepared or registered that is to be saved.
+        folder (`Path`): Output folder of the run.
+        progress (mapping): JSON values; holds `global_step`.
+        limit (`int`, *optional*): Checkpoints to keep, this one included; older ones are removed.
+    """
+    final = folder / f"checkpoint-{progress['global_step']}"
+    partial = folder / f".{final.name}.partial"
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (partial / PROGRESS).write_text(json.dumps(progress))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in list_checkpoints(folder)[: -limit if limit else 0]:
+            shutil.rmtree(old)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, the oldest first."""
+    found = [path for path in folder.glob("checkpoint-*") if (path / PROGRESS).is_file()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def load_checkpoint(accelerator: Accelerator, folder: Path, name: str) -> dict[str, Any] | None:
+    """Load a checkpoint and return its progress; None if `"latest"` is asked for and there is none yet.
+
+    Raises:
+        BucketingError: If a checkpoint named by its path does not exist or is incomplete.
+    """
+    checkpoints = list_checkpoints(folder)
+    if name == "latest":
+        if not checkpoints:
+            return None
+        path = checkpoints[-1]
+    else:
+        path = Path(name) if (Path(name) / PROGRESS).is_file() else folder / name
+    if not (path / PROGRESS).is_file():
+        raise BucketingError(
+            f"{path} is no complete checkpoint; {folder} has {[found.name for found in checkpoints] or 'none'}. "
+            'Name one of them, or "latest".'
+        )
+    accelerator.load_state(str(path))
+    progress: dict[str, Any] = json.loads((path / PROGRESS).read_text())
+    return progress
+
+
+def save_pipeline(pipeline: Any, folder: Path) -> None:
+    """Save a diffusers pipeline into `folder`, `model_index.json` last: with it, the pipeline is complete."""
+    partial = folder / ".pipeline.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    pipeline.save_pretrained(str(partial))
+    (folder / "model_index.json").unlink(missing_ok=True)
+    for part in sorted(partial.iterdir(), key=lambda path: path.name == "model_index.json"):
+        target = folder / part.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        part.rename(target)
+    partial.rmdir()

@@ -1,0 +1,80 @@
+"""Columns, sampler and collator of a training run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from ..errors import BucketingError
+from ..geometry import LatentSpec
+from ..loading import BucketBatchSampler, BucketCollator, PackBatchSampler, PackCollator, PlannedBatchSampler
+from ..loading.collators import MediaCollator
+from ..mapping import BucketColumns, PreparedDataset, map_columns
+from ..open_table import open_table
+from .config import TrainingConfig
+
+
+class TrainingData(NamedTuple):
+    """The loader of a run, not yet prepared, and its two parts that follow the epochs."""
+
+    loader: DataLoader[Any]
+    sampler: PlannedBatchSampler
+    collator: MediaCollator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the plan and of the crops."""
+        self.sampler.set_epoch(epoch)
+        self.collator.set_epoch(epoch)
+
+
+def make_data(config: TrainingConfig, spec: LatentSpec) -> TrainingData:
+    """Read the prepared data set and make its loader.
+
+    Args:
+        config ([`TrainingConfig`]): Names the folder and the way of batching.
+        spec ([`LatentSpec`]): Of the model that is trained.
+
+    Raises:
+        BucketingError: If the data set was prepared for another model, or holds no usable row.
+    """
+    prepared = PreparedDataset.load(config.dataset_dir)
+    if prepared.spec != spec:
+        raise BucketingError(
+            f"{config.dataset_dir} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
+            f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
+        )
+    dataset, seed = prepared.dataset, config.seed
+    options: dict[str, Any] = {
+        "column": prepared.column,
+        "caption_column": prepared.caption_column,
+        "root": prepared.root,
+        "seed": seed,
+    }
+    sampler: PlannedBatchSampler
+    collator: MediaCollator
+    if config.batching == "bucket":
+        sampler = BucketBatchSampler(
+            dataset["bucket_id"],
+            table=prepared.table,
+            batch_size=config.train_batch_size if config.capacity is None else None,
+            capacity=config.capacity,
+            spec=spec,
+            seed=seed,
+        )
+        collator = BucketCollator(prepared.table, **options)
+    else:
+        assert config.capacity is not None, "TrainingConfig checks it"
+        dataset = map_columns(dataset, BucketColumns(open_table(spec), spec), overwrite=True)
+        sampler = PackBatchSampler(
+            dataset["num_tokens"], capacity=config.capacity, multiple=config.strip_length, seed=seed
+        )
+        collator = PackCollator(spec, **options)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collator,
+        num_workers=config.dataloader_num_workers,
+        persistent_workers=config.dataloader_num_workers > 0,
+    )
+    return TrainingData(loader, sampler, collator)

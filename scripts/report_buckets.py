@@ -1,0 +1,85 @@
+r"""Report what a bucket table makes of a data set, and compare padding, bucketing and packing on it.
+
+python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 --capacity 640 --strip_length 16 \
+    --json demo/report.json --figures demo/report
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+
+from hf_bucketing import AssignmentRule, BucketingError, BucketTable, novelai_ladder
+from hf_bucketing.errors import exit_with_message
+from hf_bucketing.mapping import PreparedDataset
+from hf_bucketing.report import ReportConfig, SizeColumns, draw_figures, format_report, make_report
+from hf_bucketing.report.files import complete_file
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", metavar="DATASET", help="A folder that scripts/prepare_dataset.py wrote.")
+    tables = parser.add_mutually_exclusive_group()
+    tables.add_argument("--table", type=Path, help="Try this table instead: a file of BucketTable.to_json.")
+    tables.add_argument("--buckets", help='Try diffusers\' "height,width;height,width" instead.')
+    tables.add_argument("--novelai", action="store_true", help="Try NovelAI's 19 image buckets instead.")
+    parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Of --buckets: 1,17,49,81.")
+    defaults = ReportConfig()
+    parser.add_argument("--batch_size", type=int, default=defaults.batch_size, help="Samples per process and step.")
+    parser.add_argument("--capacity", type=int, help="Tokens per process and step of packing.")
+    parser.add_argument("--strip_length", type=int, default=defaults.strip_length, help="Tokens per strip of a pack.")
+    parser.add_argument("--num_processes", type=int, default=defaults.num_processes, help="Processes of a step.")
+    parser.add_argument("--max_upscale", type=float, default=defaults.rule.max_upscale, help="Of buckets.")
+    parser.add_argument("--max_area", type=int, help="Pixels per frame that padding and packing shrink samples to.")
+    parser.add_argument("--width", type=int, default=defaults.width, help="Hidden size of the model, for the cost.")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="Of the plans.")
+    parser.add_argument("--json", type=Path, help="Write the report to this file too.")
+    parser.add_argument("--figures", type=Path, help="Draw the figures into this folder.")
+    return parser.parse_args()
+
+
+def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketTable:
+    if args.novelai:
+        return novelai_ladder()
+    if args.buckets is not None:
+        return BucketTable.parse(args.buckets, frames=args.bucket_frames)
+    if args.table is None:
+        return prepared.table
+    if not args.table.is_file():
+        raise BucketingError(f"{args.table} is no file; write a table there with BucketTable.to_json.")
+    return BucketTable.from_json(args.table.read_text())
+
+
+def read_sizes(dataset: Dataset) -> SizeColumns:
+    """Return the size columns as BucketColumns reads them: no size is unreadable, no num_frames column an image."""
+    names = [name for name in ("num_frames", "height", "width") if name in dataset.column_names]
+    columns = dataset.select_columns(names).with_format("numpy")[:]
+    sizes = {name: np.nan_to_num(column.astype(np.float64), nan=-1) for name, column in columns.items()}
+    return SizeColumns(sizes.get("num_frames", np.ones(len(dataset))), sizes["height"], sizes["width"])
+
+
+def main() -> None:
+    args = parse_args()
+    prepared = PreparedDataset.load(args.dataset)
+    names = ("batch_size", "num_processes", "capacity", "strip_length", "max_area", "width", "seed")
+    rule = AssignmentRule(max_upscale=args.max_upscale)
+    config = ReportConfig(rule=rule, **{name: getattr(args, name) for name in names})
+    table = choose_table(args, prepared)
+    report = make_report(read_sizes(prepared.dataset), table, spec=prepared.spec, config=config)
+    print(format_report(report))
+    if args.json:
+        with complete_file(args.json) as partial:
+            partial.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        print(f"Report: {args.json}")
+    if args.figures:
+        print("Figures:", *draw_figures(report, args.figures))
+
+
+if __name__ == "__main__":
+    exit_with_message(main)

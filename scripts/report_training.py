@@ -1,0 +1,31 @@
+r"""Check training runs by their logs: every sample seen, equal steps, a falling loss; draw the loss curves.
+
+python scripts/report_training.py demo/bucket demo/pack --figure demo/loss.png
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from hf_bucketing.errors import exit_with_message
+from hf_bucketing.training.review import draw_losses, review_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="Output folders of train_text_to_video.py.")
+    parser.add_argument("--figure", type=Path, help="A PNG file for the loss curves.")
+    parser.add_argument("--min_fall", type=float, default=1 / 3, help="Least fall of the loss (default: a third).")
+    args = parser.parse_args()
+    reviews = [review_run(run, min_fall=args.min_fall) for run in args.runs]
+    if args.figure:
+        draw_losses(args.runs, args.figure)
+        print(f"Loss curves: {args.figure}")
+    for review in reviews:
+        print(review)
+    if not all(review.passed for review in reviews):
+        sys.exit("A check failed; see above.")
+
+
+if __name__ == "__main__":
+    exit_with_message(main)

@@ -1,0 +1,59 @@
+r"""Prove on a model of yours that packing computes what running its samples one by one computes.
+
+python scripts/verify_packing.py Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sizes 5,8,12 1,16,6 3,10,10 --device cuda
+"""
+
+import argparse
+import sys
+
+import torch
+from diffusers import AutoModel
+
+from hf_bucketing.errors import exit_with_message
+from hf_bucketing.packing import verify_packing
+from hf_bucketing.packing.families import family_of
+
+
+def grid(text: str) -> tuple[int, int, int]:
+    t, h, w = map(int, text.split(","))
+    return t, h, w
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pipeline", help="A pipeline with a transformer, on the hub or in a folder.")
+    parser.add_argument("--subfolder", default="transformer", help="Of the transformer (default: transformer).")
+    parser.add_argument("--sizes", type=grid, nargs="+", default=[(3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1)],
+                        help="Token grids frames,rows,columns of the samples.")  # fmt: skip
+    parser.add_argument("--text_length", type=int, default=64, help="Text tokens of a sample (default: 64).")
+    parser.add_argument("--strip_length", type=int, default=16, help="Tokens per strip (default: 16).")
+    parser.add_argument("--backend", default="auto", help="Of packed attention (default: auto).")
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu", help="Such as cuda (default: cpu).")
+    parser.add_argument("--seed", type=int, default=0, help="Of latents, texts and timesteps (default: 0).")
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    transformer = AutoModel.from_pretrained(args.pipeline, subfolder=args.subfolder).to(args.device, dtype)
+    family, generator = family_of(transformer), torch.Generator().manual_seed(args.seed)
+    channels, text_dim = family.in_channels(transformer), family.text_dim(transformer)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(args.device, dtype)
+
+    sides = [[side * part for side, part in zip(size, family.patch(transformer), strict=True)] for size in args.sizes]
+    report = verify_packing(
+        transformer,
+        [draw(channels, *size) for size in sides],
+        timesteps=torch.rand(len(sides), generator=generator).to(args.device) * 1000,
+        text=[draw(args.text_length, text_dim) for _ in sides],
+        strip_length=args.strip_length,
+        backend=args.backend,
+    )
+    print(f"{type(transformer).__name__} in {args.dtype} on {args.device}, token grids {args.sizes}")
+    print(report)
+    if not report.passed:
+        sys.exit("Packing does not compute the same on this model; do not train with it.")
+
+
+if __name__ == "__main__":
+    exit_with_message(main)

@@ -1,0 +1,91 @@
+"""Fixtures shared by all rooms: generated media, a tiny pipeline, and programs run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# What an earlier run left in datasets' cache must not hide what this one would compute.
+_cache = tempfile.TemporaryDirectory(prefix="hf_bucketing_cache_")
+os.environ["HF_DATASETS_CACHE"] = _cache.name
+
+# Speed is no test's business here, and CI must not fail by chance.
+hypothesis.settings.register_profile("hf_bucketing", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("hf_bucketing")
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty videos and images of nine sizes."""
+    from hf_bucketing.testing import make_media_dataset
+
+    folder = tmp_path_factory.mktemp("media") / "clips"
+    make_media_dataset(folder, num_samples=20)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A WanPipeline of small random weights."""
+    from hf_bucketing.testing import make_tiny_pipeline
+
+    folder = tmp_path_factory.mktemp("pipeline") / "tiny-wan"
+    make_tiny_pipeline(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The media with bucket columns, as scripts/prepare_dataset.py writes it."""
+    folder = tmp_path_factory.mktemp("prepared") / "prepared"
+    run_script(
+        "prepare_dataset.py",
+        *("--dataset", media_dir, "--pretrained_model_name_or_path", pipeline_dir, "--output_dir", folder),
+        *("--target_fps", 8, "--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25"),
+    )
+    return folder
+
+
+def run_script(name: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a script of this repository in a process of its own."""
+    return run([sys.executable, ROOT / "scripts" / name, *args], check=check)
+
+
+def launch_training(*args: object, num_processes: int = 2, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run the training script under `accelerate launch`, on CPU processes."""
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no"),
+        *("--dynamo_backend", "no", "--num_processes", num_processes, "--main_process_port", 0),
+        *(["--multi_gpu"] if num_processes > 1 else ["--cpu"]),
+        ROOT / "scripts" / "train_text_to_video.py",
+        *args,
+    ]
+    return run(command, check=check, env={"ACCELERATE_USE_CPU": "true"})
+
+
+def run(
+    command: list[object], *, check: bool = True, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command offline and return what it printed; fail with its output if it fails and `check` is on."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env=environment, check=False
+    )
+    if check and result.returncode:
+        pytest.fail(f"{' '.join(map(str, command))} exited with {result.returncode}:\n{result.stderr[-4000:]}")
+    return result
+
+
+@pytest.fixture
+def in_fresh_interpreter() -> Callable[[str], str]:
+    """Run code in a new interpreter and return what it printed."""
+    return lambda code: run([sys.executable, "-c", code]).stdout

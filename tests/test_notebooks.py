@@ -1,0 +1,39 @@
+"""The notebooks run from top to bottom, and are kept without their outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from .conftest import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@notebooks
+def test_notebooks_are_kept_without_outputs(path: Path) -> None:
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        assert not cell.outputs, cell.source
+        assert cell.execution_count is None, cell.source
+
+
+@notebooks
+def test_notebooks_run(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute()
+    assert all(cell.execution_count for cell in code_cells(notebook))
+    assert any(cell.outputs for cell in code_cells(notebook)), "a notebook shows something"
+    assert not list(tmp_path.iterdir()), "a notebook cleans up after itself"

@@ -1,0 +1,35 @@
+"""The package as pip sees it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, run
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_and_imports_in_an_empty_environment(tmp_path: Path) -> None:
+    run([sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path / "dist", ROOT])
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    run([sys.executable, "-m", "venv", tmp_path / "venv"])
+    python = tmp_path / "venv" / "bin" / "python"
+    run([python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel])
+    code = """
+import pathlib
+import hf_bucketing, hf_bucketing.mapping, hf_bucketing.loading, hf_bucketing.packing, hf_bucketing.losses
+assert "venv" in hf_bucketing.__file__, hf_bucketing.__file__
+assert (pathlib.Path(hf_bucketing.__file__).parent / "py.typed").exists()
+print(hf_bucketing.__version__, len(hf_bucketing.novelai_ladder()))
+"""
+    result = run([python, "-I", "-c", code])
+    assert result.stdout.split()[1] == "19"
+
+
+def test_the_version_is_the_changelogs_newest() -> None:
+    import hf_bucketing
+
+    newest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert newest.split()[1].strip("[]") == hf_bucketing.__version__

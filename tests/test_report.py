@@ -1,0 +1,236 @@
+"""Reports: every number against a small case computed by hand, invariants on any data, figures and the script."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_bucketing import AssignmentRule, BucketingError, BucketTable, LatentSpec, Size, cover_resize
+from hf_bucketing.report import (
+    ReportConfig,
+    SizeColumns,
+    StrategyReport,
+    aspect_histogram,
+    compare_strategies,
+    describe_buckets,
+    format_report,
+    make_report,
+    token_histogram,
+)
+
+SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))  # a token is 16 × 16 pixels
+TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 32, 64), Size(9, 32, 32), Size(9, 32, 64)))
+SAMPLES = SizeColumns(*zip(
+    *[(1, 64, 64)] * 7,    # bucket 0: a full step of 4, a short one of 2, and one is left
+    *[(1, 40, 100)] * 4,   # bucket 1: a full step
+    (18, 32, 40),          # bucket 2: left over, so it shares a mixed step with the one of bucket 0
+    (5, 64, 64), (1, 32, 32), (1, 20, 100), (1, -1, 64), (0, 64, 64),  # rejected, for five reasons
+    strict=True,
+))  # fmt: skip
+TWO = ReportConfig(batch_size=2, num_processes=2, width=1)
+
+
+def strategies(samples: list[tuple[int, int, int]], table: BucketTable = TABLE, **config) -> dict[str, StrategyReport]:
+    columns = SizeColumns(*zip(*samples, strict=True))
+    compared = compare_strategies(columns, table, spec=SPEC, config=ReportConfig(**{"width": 1, **config}))
+    assert [strategy.name for strategy in compared] == ["padding", "bucketing", "packing"]
+    return {strategy.name: strategy for strategy in compared}
+
+
+def test_a_table_is_described_as_computed_by_hand() -> None:
+    report = describe_buckets(SAMPLES, TABLE, spec=SPEC, config=TWO)
+    assert report.num_samples == 17
+    assert report.rejections == {"ASPECT": 1, "TOO_SHORT": 1, "TOO_SMALL": 1, "UNREADABLE": 1, "EMPTY": 1}
+    assert report.skipped == 5
+    assert report.aspect_error == pytest.approx((5 * math.log(1.25) / 12, 0, math.log(1.25)))
+    assert report.aspect_difference == pytest.approx((2.25 / 12, 0, 0.5))
+    assert report.kept_area == pytest.approx((7 + 5 * 0.8) / 12)
+    assert (report.num_steps, report.mixed_steps, report.enlarged) == (4, 1, 0)
+    assert [bucket.bucket_id for bucket in report.used] == [0, 1, 2]
+
+
+def test_each_bucket_is_described_as_computed_by_hand() -> None:
+    square, wide, clips, empty = describe_buckets(SAMPLES, TABLE, spec=SPEC, config=TWO).buckets
+    counts = [
+        (bucket.entries, bucket.batches, bucket.short_batches, bucket.mixed_samples, bucket.left_out)
+        for bucket in (square, wide, clips, empty)
+    ]
+    assert counts == [(7, 4, 2, 1, 0), (4, 2, 0, 0, 0), (1, 0, 0, 1, 0), (0, 0, 0, 0, 0)]
+    assert [bucket.num_tokens for bucket in (square, wide, clips, empty)] == [16, 8, 12, 24]
+    assert [bucket.cost for bucket in (square, wide)] == [24 * 16 + 4 * 16**2, 24 * 8 + 4 * 8**2]
+    assert (wide.kept_area, wide.scale, wide.enlarged) == pytest.approx((0.8, 0.8, 0))
+    assert (clips.kept_area, clips.kept_frames, clips.scale) == pytest.approx((0.8, 0.5, 1))
+    assert math.isnan(empty.kept_area)
+
+
+def test_enlarged_samples_are_counted() -> None:
+    config = replace(TWO, rule=AssignmentRule(max_upscale=2))
+    report = describe_buckets(SAMPLES, TABLE, spec=SPEC, config=config)
+    assert report.enlarged == report.buckets[0].enlarged == 1
+    assert report.buckets[0].scale == pytest.approx((7 + 2) / 8)
+
+
+def test_padding_computes_the_largest_frames_height_and_width_of_a_batch() -> None:
+    samples = [(1, 32, 64), (1, 32, 64), (1, 64, 32), (1, 64, 32), (5, 32, 32)]  # 8 tokens each
+    padding = strategies(samples, batch_size=5, num_processes=1)["padding"]
+    assert (padding.kept, padding.dropped, padding.num_steps) == (5, {}, 1)
+    assert (padding.real_tokens, padding.computed_tokens) == (5 * 8, 5 * 2 * 4 * 4)
+    assert (padding.token_use, padding.tokens_per_sample) == (0.25, 8)
+    assert padding.epoch_cost == 5 * (24 * 32 + 4 * 32**2)
+    assert padding.efficiency == pytest.approx((24 * 8 + 4 * 8**2) / (24 * 32 + 4 * 32**2))
+    assert padding.step_balance == 1
+
+
+def test_packing_computes_whole_strips_up_to_the_capacity() -> None:
+    samples = [(1, 32, 64), (1, 32, 64), (1, 64, 32), (1, 64, 32), (5, 32, 32)]
+    config = {"batch_size": 5, "num_processes": 1}
+    packing = strategies(samples, strip_length=16, capacity=50, **config)["packing"]
+    assert (packing.num_steps, packing.real_tokens, packing.computed_tokens) == (2, 40, 80)
+    assert packing.epoch_cost == 5 * (24 * 16 + 4 * 16**2)
+    packing = strategies(samples, strip_length=8, **config)["packing"]
+    assert (packing.num_steps, packing.token_use, packing.efficiency, packing.capacity) == (1, 1, 1, 5 * 8)
+    packing = strategies([*samples, (1, 128, 128)], strip_length=16, **config)["packing"]
+    assert packing.capacity == 64, "the largest sample, as five of median tokens have 40"
+
+
+def test_bucketing_computes_real_tokens_alone_and_names_what_it_drops() -> None:
+    samples = [(1, 32, 64), (1, 32, 64), (1, 64, 64), (1, 64, 64), (5, 32, 32), (1, 40, 70)]
+    bucketing = strategies(samples, batch_size=5, num_processes=1)["bucketing"]
+    assert (bucketing.kept, bucketing.dropped, bucketing.num_steps) == (5, {"TOO_SHORT": 1}, 2)
+    assert bucketing.real_tokens == bucketing.computed_tokens == 3 * 8 + 2 * 16
+    assert bucketing.cropped_area == pytest.approx(0.125 / 5), (
+        "40 × 70 pixels become 36.6 × 64, of which 32 rows are kept"
+    )
+    assert bucketing.capacity is None
+
+
+@pytest.mark.parametrize("name", ["padding", "bucketing", "packing"])
+def test_balance_compares_the_processes_of_each_step(name: str) -> None:
+    samples = [(1, 32, 64), (1, 64, 64)]  # 8 and 16 tokens, one for each process
+    result = strategies(samples, batch_size=1, num_processes=2, strip_length=8)[name]
+    small, large = 24 * 8 + 4 * 8**2, 24 * 16 + 4 * 16**2
+    assert result.num_steps == 1
+    assert result.mixed_steps == (name == "bucketing")
+    assert result.step_balance == pytest.approx((small + large) / 2 / large)
+    assert result.epoch_cost == large
+    assert result.efficiency == pytest.approx(result.step_balance)
+
+
+def test_lockstep_makes_the_processes_of_each_step_cost_the_same() -> None:
+    bucketing = strategies([(1, 32, 64), (1, 64, 64)] * 2, batch_size=1, num_processes=2)["bucketing"]
+    assert (bucketing.num_steps, bucketing.mixed_steps, bucketing.step_balance) == (2, 0, 1)
+    assert bucketing.epoch_cost == 24 * (8 + 16) + 4 * (8**2 + 16**2)
+
+
+def test_own_sizes_lose_the_rounding_alone() -> None:
+    result = strategies([(7, 30, 64), (7, 30, 64)], num_processes=1, batch_size=2)
+    for name in ("padding", "packing"):
+        assert result[name].tokens_per_sample == 2 * 2 * 4, "5 frames of 32 × 64 pixels"
+        assert result[name].cropped_area == pytest.approx(1 - 30 / 32)
+        assert result[name].cropped_frames == pytest.approx(2 / 7)
+    assert result["bucketing"].kept == 0
+
+
+def test_max_area_shrinks_what_padding_and_packing_take() -> None:
+    sizes = [(1, 1000, 4000), (1, 300, 300)]
+    free, bound = (strategies(sizes, num_processes=1, max_area=area)["packing"] for area in (None, 1_000_000))
+    assert free.real_tokens == 63 * 250 + 19 * 19
+    assert bound.real_tokens == 32 * 125 + 19 * 19, "500 × 2000 pixels, rounded up to whole tokens"
+    assert bound.cropped_area < 0.06
+
+
+def test_too_few_samples_are_reported_and_not_refused() -> None:
+    report = make_report(SizeColumns([1, 1], [8, 64], [8, 64]), TABLE, spec=SPEC, config=TWO)
+    bucketing = report.strategies[1]
+    assert report.buckets.rejections == {"TOO_SMALL": 1}
+    assert report.buckets.buckets[0].left_out == 1
+    assert (bucketing.kept, bucketing.num_steps, bucketing.epoch_cost) == (0, 0, 0)
+    assert bucketing.dropped == {"TOO_SMALL": 1, "remainder": 1}
+    assert report.strategies[0].kept == 2
+    assert report.to_dict()["strategies"][1]["token_use"] is None
+    assert "–" in format_report(report)
+
+
+SIZES = st.tuples(st.sampled_from([-1, 0, 1, 1, 1, 9, 17]), st.integers(0, 200), st.integers(0, 200))
+
+
+@given(st.lists(SIZES, min_size=1, max_size=80), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+def test_every_sample_is_counted_once(samples, batch_size: int, num_processes: int, seed: int) -> None:
+    columns = SizeColumns(*zip(*samples, strict=True))
+    config = ReportConfig(batch_size=batch_size, num_processes=num_processes, seed=seed, strip_length=16)
+    report = make_report(columns, TABLE, spec=SPEC, config=config)
+    buckets = report.buckets
+    assert sum(bucket.entries for bucket in buckets.buckets) + buckets.skipped == len(samples)
+    assert sum(bucket.batches for bucket in buckets.buckets) + buckets.mixed_steps * num_processes == (
+        buckets.num_steps * num_processes
+    )
+    for bucket in buckets.buckets:
+        full = (bucket.batches - bucket.short_batches) * batch_size
+        short = bucket.entries - full - bucket.mixed_samples - bucket.left_out
+        assert bucket.short_batches <= short <= bucket.short_batches * (batch_size - 1)
+    for strategy in report.strategies:
+        assert strategy.kept + sum(strategy.dropped.values()) == len(samples)
+        assert strategy.dropped.get("remainder", 0) < num_processes
+        if strategy.kept:
+            assert 0 < strategy.token_use <= 1
+            assert 0 < strategy.step_balance <= 1
+            assert 0 < strategy.efficiency <= 1 + 1e-9
+            assert 0 <= strategy.cropped_area < 1
+            assert 0 <= strategy.cropped_frames < 1
+    assert sum(report.aspects.counts["with a bucket"]) == len(samples) - buckets.skipped
+    assert sum(report.tokens.counts["at their own size"]) == sum(min(size) > 0 for size in samples)
+    json.dumps(report.to_dict(), allow_nan=False)
+    assert format_report(report)
+
+
+@given(st.integers(100, 3000), st.integers(100, 3000))
+def test_kept_area_is_what_cover_resize_and_crop_keep(height: int, width: int) -> None:
+    table = BucketTable(sizes=(Size(1, 512, 704),))
+    config = ReportConfig(num_processes=1, rule=AssignmentRule(max_aspect_error=9, max_upscale=99))
+    (bucket,) = describe_buckets(SizeColumns([1], [height], [width]), table, spec=SPEC, config=config).buckets
+    resized = cover_resize(height, width, target=bucket.size)
+    assert bucket.kept_area == pytest.approx(512 * 704 / math.prod(resized), rel=1 / 512)
+    assert bucket.scale == pytest.approx(max(512 / height, 704 / width))
+
+
+def test_histograms_count_in_bins_of_equal_ratio() -> None:
+    histogram = aspect_histogram(SAMPLES, TABLE, config=TWO, num_bins=4)
+    assert np.diff(np.log(histogram.edges)) == pytest.approx([math.log(5 * 1.05**2) / 4] * 4)
+    assert histogram.counts == {"with a bucket": (7 + 1, 0, 4, 0), "rejected": (2, 0, 0, 1)}
+    tokens = token_histogram(SAMPLES, TABLE, spec=SPEC, config=TWO, num_bins=2)
+    assert tokens.edges[0] == pytest.approx(4 / 1.05)
+    assert {name: sum(counts) for name, counts in tokens.counts.items()} == {
+        "at their bucket's size": 12,
+        "at their own size": 15,
+    }
+
+
+@pytest.mark.parametrize("change", [
+    {"batch_size": 3}, {"num_processes": 3}, {"capacity": 80}, {"strip_length": 8}, {"seed": 1}, {"width": 2},
+    {"max_area": 1000}, {"rule": AssignmentRule(max_upscale=2)}, {"rule": AssignmentRule(max_aspect_error=0.1)},
+], ids=str)  # fmt: skip
+def test_every_setting_changes_the_report(change) -> None:
+    before, after = (
+        make_report(SAMPLES, TABLE, spec=SPEC, config=config).to_dict() for config in (TWO, replace(TWO, **change))
+    )
+    assert {**before, "config": None} != {**after, "config": None}
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: ReportConfig(batch_size=0), "batch_size must be at least 1, got 0"),
+    (lambda: ReportConfig(capacity=0), "capacity must be at least 1"),
+    (lambda: ReportConfig(seed=-1), "seed must not be negative"),
+    (lambda: make_report(SizeColumns([], [], []), TABLE, spec=SPEC), "empty"),
+    (lambda: make_report(SizeColumns([1], [64, 64], [64, 64]), TABLE, spec=SPEC), "equally long"),
+    (lambda: make_report(SAMPLES, BucketTable.parse("40,40"), spec=SPEC), "does not divide into whole tokens"),
+    (lambda: make_report(SAMPLES, TABLE, spec=SPEC, config=replace(TWO, capacity=63)), "Raise the capacity"),
+])  # fmt: skip
+def test_impossible_reports_are_errors_that_say_why(make, message: str) -> None:
+    with pytest.raises(BucketingError, match=message):
+        make()

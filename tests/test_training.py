@@ -1,0 +1,182 @@
+"""Training as a user starts it: two processes, both ways of batching, resuming, and what stock diffusers loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_bucketing import BucketingError, LatentSpec
+from hf_bucketing.mapping import PreparedDataset
+from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.history import count_samples, losses_of, plans_of
+
+from .conftest import launch_training, run, run_script
+
+BATCHING = {
+    "bucket": ("--batching", "bucket", "--train_batch_size", 2),
+    "pack": ("--batching", "pack", "--capacity", 640, "--strip_length", 16),
+}
+batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
+
+
+def train(pipeline: Path, prepared: Path, output: Path, *flags: object, **options):
+    return launch_training(
+        *("--pretrained_model_name_or_path", pipeline, "--dataset_dir", prepared, "--output_dir", output),
+        *("--max_sequence_length", 32, "--dataloader_num_workers", 1, "--report_to", "none", "--learning_rate", 5e-3),
+        *flags,
+        **options,
+    )
+
+
+@batching
+def test_two_processes_see_every_sample_once_in_equal_steps(flags, pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    result = train(pipeline_dir, prepared_dir, tmp_path / "out", *flags, "--num_train_epochs", 2)
+    assert "Num processes = 2" in result.stderr
+    assert "100%" in result.stderr
+    plans = plans_of(tmp_path / "out")
+    epochs = count_samples(tmp_path / "out")
+    assert [epoch.epoch for epoch in epochs] == [0, 1]
+    for epoch in epochs:
+        plan = plans[epoch.epoch]
+        assert plan["num_processes"] == 2
+        assert epoch.seen == plan["kept"] >= 20 - 1
+        assert epoch.repeated == 0
+        assert epoch.steps == (plan["num_steps"],) * 2
+        if "bucket" in flags:
+            assert epoch.mixed_steps == plan["num_mixed_steps"]
+    assert len(losses_of(tmp_path / "out")) == sum(plan["num_steps"] for plan in plans.values())
+    sample_without_this_package(tmp_path / "out", tmp_path / "clip.mp4")
+
+
+def sample_without_this_package(pipeline: Path, clip: Path) -> None:
+    code = """
+import runpy, sys
+sys.argv[1:] = sys.argv[1:]
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+assert not any(name.startswith("hf_bucketing") for name in sys.modules)
+"""
+    script = Path(__file__).parent.parent / "scripts" / "sample_video.py"
+    flags = ("--num_frames", 5, "--num_inference_steps", 2, "--max_sequence_length", 32)
+    run([sys.executable, "-c", code, script, pipeline, "--output", clip, *flags])
+    from hf_bucketing.media import MediaSource, probe
+
+    assert probe(MediaSource.from_cell(str(clip)))[:3] == (112, 64, 5)
+
+
+@pytest.mark.slow
+@batching
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_resumed_run_repeats_the_losses_and_samples_of_an_uninterrupted_one(
+    flags, num_processes: int, pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
+    common = (*flags, "--gradient_accumulation_steps", 2, "--checkpointing_steps", 2, "--checkpoints_total_limit", 2)
+    options = {"num_processes": num_processes}
+    train(pipeline_dir, prepared_dir, tmp_path / "whole", *common, "--max_train_steps", 7, **options)
+    train(pipeline_dir, prepared_dir, tmp_path / "parts", *common, "--max_train_steps", 5, **options)
+    assert sorted(p.name for p in (tmp_path / "parts").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    resume = (*common, "--max_train_steps", 7, "--resume_from_checkpoint", "latest")
+    result = train(pipeline_dir, prepared_dir, tmp_path / "parts", *resume, **options)
+    assert "Resumed after optimizer step 4" in result.stderr
+    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), abs=1e-6)
+    for process in range(num_processes):
+        log = f"logs/samples-{process}.jsonl"
+        assert (tmp_path / "parts" / log).read_text() == (tmp_path / "whole" / log).read_text()
+    again = train(pipeline_dir, prepared_dir, tmp_path / "parts", *common, "--resume_from_checkpoint", "checkpoint-9",
+                  check=False, **options)  # fmt: skip
+    assert again.returncode
+    assert "no complete checkpoint" in again.stderr
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_bf16_and_a_tracker(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    flags = ("--max_train_steps", 3, *BATCHING["pack"])
+    train(pipeline_dir, prepared_dir, tmp_path / "plain", *flags)
+    more = ("--gradient_checkpointing", "--report_to", "tensorboard")
+    train(pipeline_dir, prepared_dir, tmp_path / "checkpointing", *flags, *more)
+    assert losses_of(tmp_path / "checkpointing") == pytest.approx(losses_of(tmp_path / "plain"), abs=1e-5)
+    assert list((tmp_path / "checkpointing" / "logs").rglob("events.out.tfevents*"))
+    result = train(pipeline_dir, prepared_dir, tmp_path / "bf16", *flags, "--mixed_precision", "bf16")
+    assert "mixed precision = bf16" in result.stderr
+    assert 0 < max(np.abs(np.subtract(losses_of(tmp_path / "bf16"), losses_of(tmp_path / "plain")))) < 0.1
+
+
+@pytest.mark.slow
+def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    def losses(name: str, *flags: object) -> list[float]:
+        train(pipeline_dir, prepared_dir, tmp_path / name, *BATCHING["bucket"], "--max_train_steps", 4, *flags,
+              num_processes=1)  # fmt: skip
+        return losses_of(tmp_path / name)
+
+    plain = losses("plain")
+    assert losses("again") == plain
+    for number, flags in enumerate([
+        ("--seed", 1), ("--weighting_scheme", "uniform"), ("--lr_scheduler", "cosine"), ("--max_grad_norm", 0.01),
+        ("--lr_scheduler", "constant_with_warmup", "--lr_warmup_steps", 3), ("--adam_weight_decay", 50.0),
+        ("--adam_beta1", 0.5), ("--adam_beta2", 0.5), ("--adam_epsilon", 0.1), ("--max_sequence_length", 16),
+        ("--capacity", 300),
+    ]):  # fmt: skip
+        assert losses(str(number), *flags) != plain, flags
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (("--batching", "pack"), "Packing needs capacity"),
+    (("--train_batch_size", 0), "train_batch_size must be at least 1"),
+    (("--dataset_dir", "nowhere"), "nowhere holds no bucketing.json"),
+])  # fmt: skip
+def test_mistakes_in_the_flags_end_in_one_line(
+    flags, message: str, pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
+    result = run_script(
+        "train_text_to_video.py",
+        *("--pretrained_model_name_or_path", pipeline_dir, "--dataset_dir", prepared_dir),
+        *("--output_dir", tmp_path / "out", "--report_to", "none", *flags),
+        check=False,
+    )
+    assert result.returncode == 1
+    assert message in result.stderr.strip().splitlines()[-1]
+    assert not (tmp_path / "out" / "model_index.json").exists()
+
+
+def test_more_processes_than_samples_are_an_error(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    data = PreparedDataset.load(prepared_dir)
+    dataclasses.replace(data, dataset=data.dataset.select([0])).save(tmp_path / "one")
+    result = train(pipeline_dir, tmp_path / "one", tmp_path / "out", *BATCHING["bucket"], check=False)
+    assert result.returncode
+    assert "do not fill one step of 2 processes" in result.stderr
+
+
+def test_a_file_that_breaks_after_preparing_stops_training_by_name(
+    pipeline_dir, prepared_dir, media_dir, tmp_path: Path
+) -> None:
+    shutil.copytree(media_dir, tmp_path / "media")
+    data = PreparedDataset.load(prepared_dir)
+    dataclasses.replace(data, root=str(tmp_path / "media")).save(tmp_path / "prepared")
+    (tmp_path / "media" / "videos" / "0004.mp4").write_bytes(b"broken")
+    result = train(pipeline_dir, tmp_path / "prepared", tmp_path / "out", *BATCHING["bucket"], check=False)
+    assert result.returncode
+    assert "0004.mp4" in result.stderr
+    assert not (tmp_path / "out" / "model_index.json").exists()
+
+
+def test_a_data_set_of_another_model_is_refused(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    from hf_bucketing.training.data import make_data
+
+    config = TrainingConfig(
+        pretrained_model_name_or_path=str(pipeline_dir), dataset_dir=str(prepared_dir), output_dir=str(tmp_path)
+    )
+    with pytest.raises(BucketingError, match="prepare it again"):
+        make_data(config, LatentSpec(temporal_stride=8, spatial_stride=32))
+
+
+@pytest.mark.parametrize("change", [
+    {"batching": "both"}, {"mixed_precision": "fp8"}, {"weighting_scheme": "cosmap"}, {"max_train_steps": 0},
+    {"seed": -1}, {"dataloader_num_workers": -1}, {"lr_warmup_steps": 5},
+])  # fmt: skip
+def test_impossible_settings_are_errors(change) -> None:
+    with pytest.raises(BucketingError):
+        TrainingConfig(pretrained_model_name_or_path="m", dataset_dir="d", output_dir="o", **change)
