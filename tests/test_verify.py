@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hf_bucketing import PackingError
-from hf_bucketing.packing import VerificationReport, attention, enable_packing, families, verify_packing
+from hf_bucketing.packing import SegmentSpans, VerificationReport, attention, enable_packing, families, verify_packing
 from hf_bucketing.packing.families import wan
-from hf_bucketing.packing.layout import SegmentSpans
 
 from .conftest import run_script
 from .packing_cases import Samples, make_model

@@ -2,7 +2,8 @@
 
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
-from .samplers import BucketBatchSampler, PackBatchSampler, PlannedBatchSampler
+from .planned import PlannedBatchSampler
+from .samplers import BucketBatchSampler, PackBatchSampler
 
 __all__ = [
     "BucketBatchSampler",

@@ -9,7 +9,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from torch.utils.data import DataLoader
 
 from ..errors import PlanError
-from .samplers import PlannedBatchSampler
+from .planned import PlannedBatchSampler
 
 
 def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:

@@ -3,9 +3,10 @@
 from .attention import packed_attention
 from .context import active_layout, use_layout
 from .enable import disable_packing, enable_packing
-from .layout import PackedLayout, SegmentSpans
+from .layout import PackedLayout
 from .pack import PackedBatch, Packing, packed_forward
 from .processors import PackedWanAttnProcessor
+from .segments import SegmentSpans
 from .verify import VerificationCheck, VerificationReport, verify_packing
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import PackingError
-from .layout import SegmentSpans
+from .segments import SegmentSpans
 
 logger = logging.getLogger(__name__)
 

@@ -11,25 +11,9 @@ from functools import cached_property
 import torch
 
 from ..errors import PackingError
+from .segments import SegmentSpans
 
 Grid = tuple[int, int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentSpans:
-    """Which queries attend to which keys: segment `i` is `query[slice(*queries[i])]` and `key[slice(*keys[i])]`.
-
-    Args:
-        queries (tuple of `(start, stop)`): Ascending, without overlap.
-        keys (tuple of `(start, stop)`): As many as queries.
-        num_queries (`int`): Tokens on the query side, padding included.
-        num_keys (`int`): Tokens on the key side, padding included.
-    """
-
-    queries: tuple[tuple[int, int], ...]
-    keys: tuple[tuple[int, int], ...]
-    num_queries: int
-    num_keys: int
 
 
 @dataclass(frozen=True, kw_only=True)
