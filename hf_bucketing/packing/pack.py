@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -27,6 +27,8 @@ class PackedBatch:
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
         text (`torch.Tensor` of shape `(num_text_tokens, text_dim)`): All texts, one after the other.
         layout ([`PackedLayout`]): Where each sample lies.
+        patch (`tuple` of three `int`): Latent frames, rows and columns per token.
+        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): What else the model is told per sample.
     """
 
     strips: torch.Tensor
@@ -34,6 +36,7 @@ class PackedBatch:
     text: torch.Tensor
     layout: PackedLayout
     patch: tuple[int, int, int]
+    conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
         """Return one `(channels, frames, height, width)` tensor per sample.
@@ -74,6 +77,7 @@ class Packing:
         timesteps: torch.Tensor,
         text: Sequence[torch.Tensor] | torch.Tensor,
         text_mask: torch.Tensor | None = None,
+        conditioning: Mapping[str, torch.Tensor] | None = None,
     ) -> PackedBatch:
         """Pack samples of any sizes.
 
@@ -83,6 +87,8 @@ class Packing:
             text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): Every token
                 is attended to, also padding: leave out what the model must not see.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for the tokens of `text` to keep.
+            conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
+                of the transformer's own forward, under its names; those that the family needs, and no others.
 
         Returns:
             [`PackedBatch`].
@@ -91,6 +97,7 @@ class Packing:
             PackingError: If counts or channels differ, a latent does not divide into patches, or a sample is beyond
                 the model's positions.
         """
+        conditioning = self._check_conditioning(conditioning or {}, count=len(latents))
         patch, channels = self.family.patch(self.transformer), self.family.in_channels(self.transformer)
         texts = _texts(text, text_mask)
         if not len(latents) == len(texts) == len(timesteps) or timesteps.ndim != 1 or not len(latents):
@@ -119,7 +126,20 @@ class Packing:
                 device=latents[0].device,
             ),
             patch=patch,
+            conditioning=conditioning,
         )
+
+    def _check_conditioning(
+        self, conditioning: Mapping[str, torch.Tensor], *, count: int
+    ) -> Mapping[str, torch.Tensor]:
+        names = self.family.conditioning(self.transformer)
+        if sorted(conditioning) != sorted(names) or any(len(values) != count for values in conditioning.values()):
+            got = {name: tuple(values.shape) for name, values in conditioning.items()}
+            raise PackingError(
+                f"This {type(self.transformer).__name__} needs conditioning {list(names) or 'none'}, each with "
+                f"{count} rows; got {got or 'none'}."
+            )
+        return conditioning
 
 
 def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
@@ -137,7 +157,8 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
     """
     packing = packing_of(transformer)
     with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout):
-        return transformer(**packing.family.forward_kwargs(batch), return_dict=False)[0]
+        output = transformer(**packing.family.forward_kwargs(batch), return_dict=False)[0]
+    return packing.family.output_strips(batch, output)
 
 
 def packing_of(transformer: torch.nn.Module) -> Packing:

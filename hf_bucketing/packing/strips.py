@@ -6,7 +6,7 @@ p_t, p_h, p_w are the sides of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,22 @@ def to_rows(tokens: torch.Tensor, strip_length: int) -> torch.Tensor:
     """Cut `(L, …)` into `(R, S, …)`, the last row padded with zeros."""
     padding = -tokens.shape[0] % strip_length
     return F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding]).unflatten(0, (-1, strip_length))
+
+
+def position_rows(layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Lay out position tables as the tokens of a pack lie.
+
+    Args:
+        layout ([`PackedLayout`]): Of the pack.
+        table (callable): Returns the tables of one sample, each `(L, …)`, for its grid; called once per distinct grid.
+
+    Returns:
+        `tuple` of `torch.Tensor` of shape `(R, S, …)`: As many as `table` returns.
+    """
+    tables = {
+        grid: [to_rows(part, layout.strip_length) for part in table(grid)] for grid in dict.fromkeys(layout.grids)
+    }
+    return tuple(torch.cat(parts) for parts in zip(*(tables[grid] for grid in layout.grids), strict=True))
 
 
 def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, strip_length: int) -> torch.Tensor:

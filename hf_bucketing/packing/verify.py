@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from ..losses import masked_mse, packed_mse
 from .enable import disable_packing, enable_packing
 from .families import family_of
-from .pack import Packing, packed_forward, unwrap
+from .pack import PackedBatch, Packing, packed_forward, unwrap
 
 _LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-4)}
 """Largest difference of outputs and losses, and of gradients relative to their norm, by dtype."""
@@ -55,13 +55,18 @@ class _Samples:
     latents: tuple[torch.Tensor, ...]
     timesteps: torch.Tensor
     text: tuple[torch.Tensor, ...]
+    conditioning: Mapping[str, torch.Tensor]
 
     def ordered(self, order: Sequence[int]) -> _Samples:
         return _Samples(
             latents=tuple(self.latents[sample] for sample in order),
             timesteps=self.timesteps[list(order)],
             text=tuple(self.text[sample] for sample in order),
+            conditioning={name: values[list(order)] for name, values in self.conditioning.items()},
         )
+
+    def pack(self, packing: Packing) -> PackedBatch:
+        return packing.pack(self.latents, timesteps=self.timesteps, text=self.text, conditioning=self.conditioning)
 
 
 def verify_packing(
@@ -70,6 +75,7 @@ def verify_packing(
     *,
     timesteps: torch.Tensor,
     text: Sequence[torch.Tensor] | torch.Tensor,
+    conditioning: Mapping[str, torch.Tensor] | None = None,
     strip_length: int = 64,
     backend: str = "auto",
 ) -> VerificationReport:
@@ -83,6 +89,7 @@ def verify_packing(
         latents (sequence of `(channels, frames, height, width)`): At least two, best of different sizes.
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
         text (sequence of `(length, text_dim)` or `torch.Tensor` of shape `(n, length, text_dim)`): One per sample.
+        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): See `Packing.pack`.
         strip_length (`int`): Tokens per strip; a second run uses twice as many.
         backend (`str`): See `enable_packing`.
 
@@ -93,7 +100,9 @@ def verify_packing(
         PackingError: If the family is unknown, packing is enabled already, or the inputs do not make a pack.
     """
     model = unwrap(transformer)
-    samples = _Samples(latents=tuple(latents), timesteps=timesteps, text=tuple(text))
+    samples = _Samples(
+        latents=tuple(latents), timesteps=timesteps, text=tuple(text), conditioning=dict(conditioning or {})
+    )
     output_limit, gradient_limit = _LIMITS.get(samples.latents[0].dtype, _HALF_LIMITS)
     with _packing(model, strip_length, backend):
         pass  # refuses what cannot run before the samples run alone
@@ -128,8 +137,16 @@ def _targets(latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _one_by_one(model: Any, samples: _Samples) -> tuple[list[torch.Tensor], float, list[torch.Tensor]]:
     family = family_of(model)
-    inputs = zip(samples.latents, samples.timesteps, samples.text, strict=True)
-    outputs = [model(**family.alone_kwargs(*one), return_dict=False)[0][0] for one in inputs]
+    outputs = [
+        family.run_alone(
+            model,
+            latent,
+            timestep=samples.timesteps[sample],
+            text=samples.text[sample],
+            conditioning={name: values[sample] for name, values in samples.conditioning.items()},
+        )
+        for sample, latent in enumerate(samples.latents)
+    ]
     pairs = zip(_like(outputs, samples), _targets(samples.latents), strict=True)
     loss = torch.cat([masked_mse(output[None], target[None]) for output, target in pairs]).mean()
     return [output.detach() for output in outputs], float(loss.detach()), _gradients(model, loss)
@@ -138,7 +155,7 @@ def _one_by_one(model: Any, samples: _Samples) -> tuple[list[torch.Tensor], floa
 def _packed(
     model: torch.nn.Module, packing: Packing, samples: _Samples
 ) -> tuple[list[torch.Tensor], float, list[torch.Tensor]]:
-    batch = packing.pack(samples.latents, timesteps=samples.timesteps, text=samples.text)
+    batch = samples.pack(packing)
     prediction = packed_forward(model, batch)
     target = batch.pack_like(_targets(samples.latents))
     loss = packed_mse(prediction[:, : target.shape[1]], target, batch.layout).mean()
@@ -147,7 +164,7 @@ def _packed(
 
 @torch.no_grad()
 def _outputs(model: torch.nn.Module, packing: Packing, samples: _Samples) -> list[torch.Tensor]:
-    batch = packing.pack(samples.latents, timesteps=samples.timesteps, text=samples.text)
+    batch = samples.pack(packing)
     return batch.unpack(packed_forward(model, batch))
 
 

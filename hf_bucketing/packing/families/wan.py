@@ -5,7 +5,7 @@ Wan attends to the zeros after its text (512 tokens): hand over the embeddings w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from ..attention import Backend
 from ..context import active_layout
 from ..layout import Grid
 from ..processors import PackedWanAttnProcessor
-from ..strips import to_rows
+from ..strips import position_rows
 from .base import Transformer
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class WanFamily:
 
         return detach
 
-    def alone_kwargs(self, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> dict[str, Any]:
-        """Make a batch of one."""
-        return {"hidden_states": latent[None], "timestep": timestep[None], "encoder_hidden_states": text[None]}
+    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+        """Return none: text is all that Wan text-to-video is told."""
+        return ()
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Give each strip its sample's timestep; all texts form one row."""
@@ -89,17 +89,35 @@ class WanFamily:
             "encoder_hidden_states": batch.text[None],
         }
 
+    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
+        """Return the output, which has the form of the input."""
+        return output
+
+    def run_alone(
+        self,
+        transformer: Transformer,
+        latent: torch.Tensor,
+        *,
+        timestep: torch.Tensor,
+        text: torch.Tensor,
+        conditioning: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run a batch of one."""
+        output: torch.Tensor = transformer(latent[None], timestep[None], text[None], return_dict=False)[0]
+        return output[0]
+
 
 def _positions(
     rope: WanRotaryPosEmbed, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each sample's own cosines and sines, in strips: two of `(rows, strip_length, 1, head_dim)`."""
-    layout = active_layout()
     p_t, p_h, p_w = rope.patch_size
-    alone = {}
-    for t, h, w in set(layout.grids):
+
+    def table(grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+        t, h, w = grid
         shape_only = args[0].new_empty(()).expand(1, 1, t * p_t, h * p_h, w * p_w)
-        tables = rope.forward(shape_only)  # not rope(…), which would come back here
-        alone[t, h, w] = [to_rows(table[0], layout.strip_length) for table in tables]
-    cosines, sines = (torch.cat([alone[grid][part] for grid in layout.grids]) for part in (0, 1))
+        cosines, sines = rope.forward(shape_only)  # not rope(…), which would come back here
+        return cosines[0], sines[0]
+
+    cosines, sines = position_rows(active_layout(), table)
     return cosines, sines

@@ -1,4 +1,4 @@
-"""Attention processors that run a pack, one per way of attending, named as diffusers names its own."""
+"""Wan's self- and cross-attention over a pack."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .attention import Backend, packed_attention
-from .context import active_layout
+from ..attention import Backend, packed_attention
+from ..context import active_layout
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanAttention

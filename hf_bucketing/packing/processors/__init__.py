@@ -1,0 +1,5 @@
+"""Attention processors that run a pack, one per way of attending, named as diffusers names its own."""
+
+from .wan import PackedWanAttnProcessor
+
+__all__ = ["PackedWanAttnProcessor"]
