@@ -58,7 +58,7 @@ def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_lea
                             num_keys=segments.num_keys)  # fmt: skip
         return original(query, key, value, wide, **options)
 
-    monkeypatch.setattr("hf_bucketing.packing.processors.packed_attention", leaking)
+    monkeypatch.setattr("hf_bucketing.packing.processors.wan.packed_attention", leaking)
     report = verify()
     assert not report.passed
     assert {"outputs", "gradients", "leak"} <= failed(report)
