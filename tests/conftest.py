@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 
 # What an earlier run left in datasets' cache must not hide what this one would compute.
@@ -73,16 +75,33 @@ def launch_training(*args: object, num_processes: int = 2, check: bool = True) -
 
 
 def run(
-    command: list[object], *, check: bool = True, env: dict[str, str] | None = None
+    command: list[object], *, check: bool = True, env: dict[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command offline and return what it printed; fail with its output if it fails and `check` is on."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
-    result = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, env=environment, check=False
-    )
-    if check and result.returncode:
-        pytest.fail(f"{' '.join(map(str, command))} exited with {result.returncode}:\n{result.stderr[-4000:]}")
-    return result
+    """Run a command offline and return what it printed; fail with its output if it fails and `check` is on.
+
+    One that hangs fails after `timeout` seconds, with the stacks of all Python processes that it started.
+    """
+    environment = {
+        **os.environ,
+        **{"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+        **(env or {}),
+    }
+    arguments = [str(part) for part in command]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for signal_number in (signal.SIGABRT, signal.SIGKILL):  # the first prints the stacks
+            for one in started:
+                if one.is_running():
+                    one.send_signal(signal_number)
+            psutil.wait_procs(started, timeout=3)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"{' '.join(arguments)} hung for {timeout} s:\n{stdout[-4000:]}\n{stderr[-16000:]}")
+    if check and process.returncode:
+        pytest.fail(f"{' '.join(arguments)} exited with {process.returncode}:\n{stderr[-4000:]}")
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
 @pytest.fixture
