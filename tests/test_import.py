@@ -12,16 +12,6 @@ import hf_bucketing
 
 PACKAGE = Path(hf_bucketing.__file__).parent
 HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL"}
-TORCH_FREE = [
-    "errors.py",
-    "geometry.py",
-    "assignment.py",
-    "nearest.py",
-    "buckets.py",
-    "open_table.py",
-    "ladders.py",
-    "sampling",
-]
 FLOORS = {
     **dict.fromkeys(["errors", "geometry", "assignment", "nearest", "buckets", "open_table", "ladders", "cost"], 0),
     "sampling": 1,

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
-from hf_bucketing.losses import global_mean, masked_mse, packed_mse
+from hf_bucketing.losses import (
+    global_mean,
+    masked_mse,
+    masked_snr,
+    min_snr_weights,
+    packed_mse,
+    reduction_weights,
+)
 from hf_bucketing.packing import PackedLayout
 from hf_bucketing.packing.strips import to_strips
 
@@ -26,6 +33,40 @@ def test_masked_mse_leaves_padding_out_even_when_it_is_nan() -> None:
     assert (output.grad[padding.expand_as(output)] == 0).all()
 
 
+def test_masked_snr_leaves_padding_out_even_when_it_is_nan() -> None:
+    output, target = torch.randn(2, 3, 2, 4).unbind(0)
+    lengths = torch.tensor([4, 1, 3])
+    pairs = [(output[i, :, :n], target[i, :, :n]) for i, n in enumerate(lengths)]
+    expected = [10 * torch.log10(t.square().sum() / (t - o).square().sum()) for o, t in pairs]
+    padding = torch.arange(4) >= lengths[:, None, None]
+    output = torch.where(padding, torch.nan, output).requires_grad_()
+    values = masked_snr(output, target, lengths)
+    assert torch.allclose(values, torch.stack(expected), atol=1e-4)
+    values.sum().backward()
+    assert torch.isfinite(output.grad).all()
+    assert (output.grad[padding.expand_as(output)] == 0).all()
+    assert torch.isfinite(masked_snr(target, target)).all()
+    assert torch.isfinite(masked_snr(target, torch.zeros_like(target))).all()
+
+
+@pytest.mark.parametrize(("prediction_type", "expected"), [
+    ("epsilon", [1.0, 1.0, 0.5]), ("v_prediction", [0.0, 0.5, 5 / 11]), ("sample", [0.0, 1.0, 5.0]),
+])  # fmt: skip
+def test_min_snr_limits_the_weight_of_the_error_in_the_clean_sample(prediction_type: str, expected) -> None:
+    weights = min_snr_weights(torch.tensor([0.0, 1.0, 10.0]), gamma=5.0, prediction_type=prediction_type)
+    assert weights.tolist() == pytest.approx(expected)
+    with pytest.raises(BucketingError):
+        min_snr_weights(torch.ones(1), prediction_type="flow")
+
+
+def test_reducing_by_token_weighs_samples_by_their_tokens() -> None:
+    values, tokens = torch.tensor([1.0, 4.0]), torch.tensor([30, 10])
+    assert float(global_mean(values, reduction_weights(tokens, "token"))) == pytest.approx(70 / 40)
+    assert float(global_mean(values, reduction_weights(tokens, "sample"))) == pytest.approx(2.5)
+    with pytest.raises(BucketingError, match="reduction"):
+        reduction_weights(tokens, "mean")
+
+
 def test_half_precision_is_computed_in_float32() -> None:
     output = torch.full((1, 4096), 300.0, dtype=torch.float16)
     assert masked_mse(output, torch.zeros_like(output)).tolist() == [90000.0]
@@ -41,7 +82,10 @@ def test_packed_mse_is_the_mean_over_each_samples_own_tokens() -> None:
     tokens = strips.unflatten(4, (5, -1)).movedim(4, 1).flatten(0, 1)
     tokens[layout.segment_ids < 0] = torch.nan
     poisoned = tokens.unflatten(0, (-1, 5)).movedim(1, 4).flatten(4, 5)
+    poisoned.requires_grad_()
     values = packed_mse(poisoned, to_strips(targets, patch, strip_length=5), layout)
+    values.sum().backward()
+    assert torch.isfinite(poisoned.grad).all()
     expected = [(output - target).square().mean() for output, target in zip(outputs, targets, strict=True)]
     assert torch.allclose(values, torch.stack(expected))
 

@@ -1,0 +1,82 @@
+"""Losses of padded batches `(B, …, T)` with lengths: per-sample values, padding left out."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import BucketingError
+
+
+def masked_mse(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the mean squared error of each sample of a batch; padding has no part in it, even when it is NaN.
+
+    Args:
+        output (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
+        target (`torch.Tensor` of shape `(B, …, T)`): As `output`.
+        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Real positions along the last dimension, from 1 to `T`;
+            without it all are.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`.
+
+    Raises:
+        BucketingError: If shapes differ.
+
+    Example:
+        >>> masked_mse(torch.tensor([[1.0, 3.0], [2.0, 9.0]]), torch.zeros(2, 2), torch.tensor([2, 1]))
+        tensor([5., 4.])
+    """
+    output, target, real = _real(output, target, lengths)
+    squared = (output - target).square().flatten(1).sum(1)
+    return squared / real
+
+
+def masked_snr(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the signal-to-noise ratio of each sample of a batch, in dB; a loss is its negative.
+
+    `10·log10(Σ target² ÷ Σ (target − output)²)` over the real positions; padding has no part in it, even when it is
+    NaN. A small constant keeps silent targets and perfect outputs finite.
+
+    Args:
+        output (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
+        target (`torch.Tensor` of shape `(B, …, T)`): As `output`.
+        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Real positions along the last dimension, from 1 to `T`;
+            without it all are.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`.
+
+    Raises:
+        BucketingError: If shapes differ.
+
+    Example:
+        A signal of power 100 with an error of power 1:
+
+        >>> masked_snr(torch.tensor([[11.0, 5.0]]), torch.tensor([[10.0, 0.0]]), torch.tensor([1]))
+        tensor([20.0000])
+    """
+    output, target, _ = _real(output, target, lengths)
+    signal, noise = (values.square().flatten(1).sum(1) for values in (target, target - output))
+    tiny = torch.finfo(signal.dtype).eps
+    return 10 * torch.log10((signal + tiny) / (noise + tiny))
+
+
+def _real(
+    output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return output and target, at least float32 and zero where there is padding, and each sample's real values."""
+    if output.shape != target.shape or (lengths is not None and lengths.shape != output.shape[:1]):
+        shape = None if lengths is None else tuple(lengths.shape)
+        raise BucketingError(
+            f"Expected output and target of one shape (B, …, T) and lengths of shape (B,), got {tuple(output.shape)}, "
+            f"{tuple(target.shape)} and {shape}."
+        )
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    output, target = output.to(dtype), target.to(dtype)
+    count = output[:1].numel() // output.shape[-1]
+    if lengths is None:
+        return output, target, torch.full(output.shape[:1], count * output.shape[-1], device=output.device)
+    real = torch.arange(output.shape[-1], device=output.device) < lengths[:, None]
+    real = real.view(len(output), *[1] * (output.ndim - 2), -1)
+    # Zero the inputs, not the error: a zero gradient times a NaN would be NaN.
+    return torch.where(real, output, 0), torch.where(real, target, 0), lengths * count

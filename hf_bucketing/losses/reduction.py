@@ -1,0 +1,73 @@
+"""From per-sample values to one mean over processes and accumulation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from ..errors import BucketingError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Reduction = Literal["sample", "token"]
+
+
+def reduction_weights(num_tokens: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """Return the weight of each sample's mean loss in the global mean.
+
+    Args:
+        num_tokens (`torch.Tensor` of shape `(n,)`): Tokens of each sample.
+        reduction (`"sample"` or `"token"`): Every sample counts alike, or every token does.
+
+    Returns:
+        `torch.Tensor` of shape `(n,)`: float64, as sums of token counts go beyond what float32 holds exactly.
+
+    Raises:
+        BucketingError: On another reduction.
+    """
+    if reduction not in ("sample", "token"):
+        raise BucketingError(f'reduction must be "sample" or "token", got {reduction!r}.')
+    weights = num_tokens.to(torch.float64)
+    return torch.ones_like(weights) if reduction == "sample" else weights
+
+
+def global_mean(
+    values: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    accelerator: Accelerator | None = None,
+    total: float | None = None,
+) -> torch.Tensor:
+    """Return a loss whose gradient is that of one weighted mean over all processes.
+
+    DDP averages gradients over processes and `accelerator.backward` divides by the accumulation steps; both are
+    undone here, so that a process or micro-batch of few samples does not weigh as much as one of many.
+
+    Args:
+        values (`torch.Tensor` of shape `(n,)`): This process's per-sample losses.
+        weights (`torch.Tensor` of shape `(n,)`, *optional*): One per value; 1 without it.
+        accelerator (`Accelerator`, *optional*): Without it there is one process and no accumulation.
+        total (`float`, *optional*): Sum of the weights over all processes and the accumulation window, for example
+            `plan.samples_in_steps(…)`. Without it, the weights of this micro-batch are summed over processes and the
+            micro-batches of a window count alike.
+
+    Returns:
+        `torch.Tensor`: A scalar for `accelerator.backward`.
+
+    Raises:
+        BucketingError: If weights and values differ in shape.
+    """
+    weights = torch.ones_like(values) if weights is None else weights
+    if values.ndim != 1 or weights.shape != values.shape:
+        raise BucketingError(
+            f"Expected values and weights of one shape (n,), got {tuple(values.shape)} and {tuple(weights.shape)}."
+        )
+    num_processes = 1 if accelerator is None else accelerator.num_processes
+    micro_batches = 1 if accelerator is None else accelerator.gradient_accumulation_steps
+    if total is None:
+        summed = weights.detach().sum()
+        summed = summed if accelerator is None else accelerator.reduce(summed, "sum")
+        return (values * weights).sum() * num_processes / summed
+    return (values * weights).sum() * num_processes * micro_batches / total
