@@ -64,12 +64,18 @@ def run_script(name: str, *args: object, check: bool = True) -> subprocess.Compl
 
 def launch_training(*args: object, num_processes: int = 2, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run the training script under `accelerate launch`, on CPU processes."""
+    return launch(ROOT / "scripts" / "train_text_to_video.py", *args, num_processes=num_processes, check=check)
+
+
+def launch(
+    script: Path, *args: object, num_processes: int = 2, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run a script under `accelerate launch`, on CPU processes."""
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no"),
         *("--dynamo_backend", "no", "--num_processes", num_processes, "--main_process_port", 0),
         *(["--multi_gpu"] if num_processes > 1 else ["--cpu"]),
-        ROOT / "scripts" / "train_text_to_video.py",
-        *args,
+        *(script, *args),
     ]
     return run(command, check=check, env={"ACCELERATE_USE_CPU": "true"})
 

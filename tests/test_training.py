@@ -15,7 +15,7 @@ from hf_bucketing.mapping import PreparedDataset
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.history import count_samples, losses_of, plans_of
 
-from .conftest import launch_training, run, run_script
+from .conftest import launch, launch_training, run, run_script
 
 BATCHING = {
     "bucket": ("--batching", "bucket", "--train_batch_size", 2),
@@ -103,6 +103,31 @@ def test_gradient_checkpointing_bf16_and_a_tracker(pipeline_dir, prepared_dir, t
     result = train(pipeline_dir, prepared_dir, tmp_path / "bf16", *flags, "--mixed_precision", "bf16")
     assert "mixed precision = bf16" in result.stderr
     assert 0 < max(np.abs(np.subtract(losses_of(tmp_path / "bf16"), losses_of(tmp_path / "plain")))) < 0.1
+
+
+@pytest.mark.slow
+def test_ddp_is_gone_before_its_process_group_is_destroyed(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    """The other way round, a process hangs at its end once in some hundred runs: see Trainer._finish."""
+    script = tmp_path / "count_ddp.py"
+    script.write_text("""
+import gc, sys
+import torch, accelerate
+from hf_bucketing.training import TrainingConfig, train
+
+original = accelerate.Accelerator.end_training
+
+def end_training(self):
+    alive = sum(isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in gc.get_objects())
+    print(f"{self.num_processes} processes, {alive} left", flush=True)
+    original(self)
+
+accelerate.Accelerator.end_training = end_training
+model, data, output = sys.argv[1:]
+train(TrainingConfig(pretrained_model_name_or_path=model, dataset_dir=data, output_dir=output, max_train_steps=2,
+                     train_batch_size=2, max_sequence_length=32, report_to="none", dataloader_num_workers=0))
+""")
+    result = launch(script, pipeline_dir, prepared_dir, tmp_path / "out")
+    assert result.stdout.count("2 processes, 0 left") == 2
 
 
 @pytest.mark.slow

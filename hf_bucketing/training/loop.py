@@ -212,6 +212,10 @@ class Trainer:
             save_pipeline(self.recipe.pipeline, self.folder)
             logger.info(f"Saved the pipeline to {self.folder}")
         self.log.close()
+        # DDP must go before its process group: as its last owner, DDP would destroy the group while it holds Python's
+        # interpreter lock and waits for gloo's threads, which may wait for that lock to release a tensor.
+        del self.transformer, self.optimizer, self.loader
+        self.accelerator.free_memory()
         self.accelerator.end_training()
 
 
