@@ -12,7 +12,7 @@ from pathlib import Path
 from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, Rejection, token_ladder
 from hf_bucketing.errors import exit_with_message
 from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
-from hf_bucketing.training.wan import WanRecipe
+from hf_bucketing.training.recipes import recipe_of
 
 
 def numbers(text: str) -> list[int]:
@@ -54,7 +54,7 @@ def make_table(args: argparse.Namespace, spec: LatentSpec) -> BucketTable:
 
 def main() -> None:
     args = parse_args()
-    spec = WanRecipe.read_spec(args.pretrained_model_name_or_path)
+    spec = recipe_of(args.pretrained_model_name_or_path).read_spec(args.pretrained_model_name_or_path)
     table = make_table(args, spec)
     rule = AssignmentRule(max_upscale=args.max_upscale, max_aspect_error=args.max_aspect_error)
     loaded = load_media_dataset(

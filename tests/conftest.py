@@ -46,6 +46,17 @@ def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def pipeline_dirs(pipeline_dir: Path) -> dict[str, Path]:
+    """A pipeline of small random weights for each training recipe."""
+    from hf_bucketing.testing import make_tiny_pipeline
+
+    folders = {family: pipeline_dir.with_name(f"tiny-{family}") for family in ("wan", "ltx", "latte")}
+    for family in ("ltx", "latte"):
+        make_tiny_pipeline(folders[family], family=family)
+    return folders
+
+
+@pytest.fixture(scope="session")
 def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The media with bucket columns, as scripts/prepare_dataset.py writes it."""
     folder = tmp_path_factory.mktemp("prepared") / "prepared"

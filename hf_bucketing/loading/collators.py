@@ -59,7 +59,7 @@ class MediaCollator:
         raise NotImplementedError
 
     def load(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return `pixel_values` as a list of `(3, F, H, W)` tensors, with `size`, `crop`, `caption` and `index`.
+        """Return `pixel_values` as a list of `(3, F, H, W)`, with `size`, `crop`, `fps`, `caption` and `index`.
 
         Raises:
             ColumnError: If a needed column is missing.
@@ -74,6 +74,7 @@ class MediaCollator:
             "pixel_values": [pixels for pixels, _ in loaded],
             "size": sizes,
             "crop": [crop for _, crop in loaded],
+            "fps": [float(row["fps"]) for row in rows],
         }
         if self.caption_column is not None:
             batch["caption"] = [row[self.caption_column] for row in rows]
@@ -106,8 +107,8 @@ class BucketCollator(MediaCollator):
     """Make a batch of one bucket: cover-resize and crop every sample to the bucket's size, and stack them.
 
     Called with rows of a data set that has `bucket_id`, `num_frames` and `fps` columns, returns a `dict` with
-    `pixel_values` (`float32`, `(B, 3, F, H, W)`, in [−1, 1]), `bucket_id`, and the lists `caption`, `size`, `crop` and
-    `index`.
+    `pixel_values` (`float32`, `(B, 3, F, H, W)`, in [−1, 1]), `bucket_id`, and the lists `caption`, `size`, `crop`,
+    `fps` (0 for images) and `index`.
 
     Args:
         table ([`BucketTable`] or [`OpenTable`]): The table that the `bucket_id` column belongs to.
@@ -143,7 +144,8 @@ class PackCollator(MediaCollator):
     """Make a list of samples, each at its own size, rounded up to whole tokens (frames: down to a valid number).
 
     Called with rows of a data set that has `width`, `height`, `num_frames` and `fps` columns, returns a `dict` with
-    `pixel_values` (a list of `float32` tensors `(3, F, H, W)`, in [−1, 1]), `caption`, `size`, `crop` and `index`.
+    `pixel_values` (a list of `float32` tensors `(3, F, H, W)`, in [−1, 1]), `caption`, `size`, `crop`, `fps`
+    (0 for images) and `index`.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.

@@ -1,14 +1,29 @@
-"""A Wan pipeline with small random weights."""
+"""Text-to-video pipelines with small random weights."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+    DDPMScheduler,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    LattePipeline,
+    LatteTransformer3DModel,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import ByT5Tokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from ..errors import BucketingError
 
@@ -16,32 +31,28 @@ _CHANNELS = 4
 _TEXT_DIM = 32
 
 
-def make_tiny_pipeline(folder: str | os.PathLike[str], *, seed: int = 0) -> None:
-    """Save a `WanPipeline` of the parts of Wan 2.1, each a few thousand weights.
+def make_tiny_pipeline(folder: str | os.PathLike[str], *, family: str = "wan", seed: int = 0) -> None:
+    """Save a pipeline of the parts of Wan 2.1, LTX-Video or Latte, each a few thousand weights.
 
     Its tokenizer works on bytes and needs no vocabulary file. The VAE's latents have mean 0 and deviation 1, as those
     of the trained one have. The folder appears under its name only when it is complete, and replaces an earlier one.
 
     Args:
         folder (path): Where to write.
+        family (`"wan"`, `"ltx"` or `"latte"`): Whose parts.
         seed (`int`): Of the weights.
 
     Raises:
-        BucketingError: If the folder exists and is no pipeline.
+        BucketingError: If the folder exists and is no pipeline, or the family is unknown.
     """
+    if family not in _MAKERS:
+        raise BucketingError(f"There is no tiny {family!r} pipeline; choose one of {', '.join(_MAKERS)}.")
     target = Path(folder)
     if target.exists() and any(target.iterdir()) and not (target / "model_index.json").exists():
         raise BucketingError(f"{target} exists and is no diffusers pipeline; choose another folder.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = ByT5Tokenizer()
-        pipeline = WanPipeline(
-            tokenizer=tokenizer,
-            text_encoder=_text_encoder(len(tokenizer)),
-            vae=_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            transformer=_transformer(),
-        )
+        pipeline = _MAKERS[family]()
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     pipeline.save_pretrained(str(partial))
@@ -50,37 +61,130 @@ def make_tiny_pipeline(folder: str | os.PathLike[str], *, seed: int = 0) -> None
     partial.rename(target)
 
 
-def _transformer() -> WanTransformer3DModel:
-    return WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=4,
-        attention_head_dim=24,
-        in_channels=_CHANNELS,
-        out_channels=_CHANNELS,
-        text_dim=_TEXT_DIM,
-        freq_dim=64,
-        ffn_dim=256,
-        num_layers=4,
-        cross_attn_norm=True,
-        rope_max_seq_len=128,
+def _wan() -> DiffusionPipeline:
+    tokenizer = ByT5Tokenizer()
+    config = UMT5Config(**_text_settings(tokenizer))
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=UMT5EncoderModel(config).eval(),
+        vae=_wan_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=4,
+            attention_head_dim=24,
+            in_channels=_CHANNELS,
+            out_channels=_CHANNELS,
+            text_dim=_TEXT_DIM,
+            freq_dim=64,
+            ffn_dim=256,
+            num_layers=4,
+            cross_attn_norm=True,
+            rope_max_seq_len=128,
+        ),
     )
 
 
-def _text_encoder(vocab_size: int) -> UMT5EncoderModel:
-    config = UMT5Config(
-        vocab_size=vocab_size, d_model=_TEXT_DIM, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0
+def _ltx() -> DiffusionPipeline:
+    tokenizer = ByT5Tokenizer()
+    return LTXPipeline(
+        tokenizer=tokenizer,
+        text_encoder=T5EncoderModel(T5Config(**_text_settings(tokenizer))).eval(),
+        vae=_ltx_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_image_seq_len=64, max_image_seq_len=1024, base_shift=0.95, max_shift=2.05
+        ),
+        transformer=LTXVideoTransformer3DModel(
+            in_channels=_CHANNELS,
+            out_channels=_CHANNELS,
+            num_attention_heads=4,
+            attention_head_dim=24,
+            cross_attention_dim=96,
+            num_layers=2,
+            caption_channels=_TEXT_DIM,
+        ),
     )
-    return UMT5EncoderModel(config).eval()
 
 
-def _vae() -> AutoencoderKLWan:
-    """Return a VAE whose latents of smooth random clips have mean 0 and deviation 1 by its configuration."""
+def _latte() -> DiffusionPipeline:
+    tokenizer = ByT5Tokenizer()
+    return LattePipeline(
+        tokenizer=tokenizer,
+        text_encoder=T5EncoderModel(T5Config(**_text_settings(tokenizer))).eval(),
+        vae=_image_vae(),
+        scheduler=DDPMScheduler(beta_schedule="linear", variance_type="learned_range", clip_sample=False),
+        transformer=LatteTransformer3DModel(
+            num_attention_heads=4,
+            attention_head_dim=24,
+            in_channels=_CHANNELS,
+            out_channels=2 * _CHANNELS,
+            num_layers=2,
+            cross_attention_dim=96,
+            attention_bias=True,
+            sample_size=8,
+            patch_size=2,
+            activation_fn="gelu-approximate",
+            num_embeds_ada_norm=1000,
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            norm_eps=1e-6,
+            caption_channels=_TEXT_DIM,
+            video_length=16,
+        ),
+    )
+
+
+def _text_settings(tokenizer: ByT5Tokenizer) -> dict[str, Any]:
+    shape = {"d_model": _TEXT_DIM, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    return {"vocab_size": len(tokenizer), **shape}
+
+
+def _wan_vae() -> AutoencoderKLWan:
     settings = {"base_dim": 8, "z_dim": _CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     ones = {"latents_mean": [0.0] * _CHANNELS, "latents_std": [1.0] * _CHANNELS}
     vae = AutoencoderKLWan(**settings, **ones).eval()
-    coarse = torch.rand(8, 3, 3, 6, 6) * 2 - 1
     with torch.no_grad():
-        clips = torch.nn.functional.interpolate(coarse, size=(5, 64, 64), mode="trilinear")
-        latents = vae.encode(clips).latent_dist.mode().transpose(0, 1).flatten(1)
+        latents = vae.encode(_smooth_clips()).latent_dist.mode().transpose(0, 1).flatten(1)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
     return vae
+
+
+def _ltx_vae() -> AutoencoderKLLTXVideo:
+    blocks, layers = (8,) * 4, (1,) * 5
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=_CHANNELS,
+        block_out_channels=blocks,
+        decoder_block_out_channels=blocks,
+        layers_per_block=layers,
+        decoder_layers_per_block=layers,
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        patch_size=2,
+    ).eval()
+    with torch.no_grad():
+        latents = vae.encode(_smooth_clips()).latent_dist.mode().transpose(0, 1).flatten(1)
+    vae.latents_mean.copy_(latents.mean(1))
+    vae.latents_std.copy_(latents.std(1))
+    return vae
+
+
+def _image_vae() -> AutoencoderKL:
+    vae = AutoencoderKL(
+        block_out_channels=(8,) * 4,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=_CHANNELS,
+        norm_num_groups=4,
+    ).eval()
+    with torch.no_grad():
+        latents = vae.encode(_smooth_clips()[:, :, 0]).latent_dist.mode()
+    vae.register_to_config(scaling_factor=1 / float(latents.std()))
+    return vae
+
+
+def _smooth_clips() -> torch.Tensor:
+    coarse = torch.rand(8, 3, 3, 6, 6) * 2 - 1
+    return torch.nn.functional.interpolate(coarse, size=(5, 64, 64), mode="trilinear")
+
+
+_MAKERS: dict[str, Callable[[], DiffusionPipeline]] = {"wan": _wan, "ltx": _ltx, "latte": _latte}

@@ -25,9 +25,8 @@ from .checkpoint import load_checkpoint, save_checkpoint, save_pipeline
 from .config import TrainingConfig
 from .data import make_data
 from .history import RunLog
-from .objective import FlowMatching
+from .recipes import recipe_of
 from .steps import BucketStep, PackStep, Step
-from .wan import WanRecipe
 
 logger = get_logger(__name__)
 
@@ -58,12 +57,11 @@ class Trainer:
         set_seed(config.seed)
         if not self.accelerator.is_local_main_process:
             _silence_progress_bars()
-        spec = WanRecipe.read_spec(config.pretrained_model_name_or_path)
+        recipe = recipe_of(config.pretrained_model_name_or_path)
+        spec = recipe.read_spec(config.pretrained_model_name_or_path)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             self.data = make_data(config, spec)
-        self.recipe = WanRecipe.load(
-            config.pretrained_model_name_or_path, max_sequence_length=config.max_sequence_length
-        )
+        self.recipe = recipe.load(config.pretrained_model_name_or_path, max_sequence_length=config.max_sequence_length)
         self.step = self._make_step()
         self._prepare()
         self.global_step = self.first_epoch = self.first_step = 0
@@ -73,11 +71,8 @@ class Trainer:
         if config.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
         recipe.to(self.accelerator.device, dtype=_frozen_dtype(self.accelerator))
-        objective = FlowMatching(
-            num_train_timesteps=recipe.num_train_timesteps,
-            shift=recipe.shift,
-            weighting_scheme=config.weighting_scheme,
-            seed=config.seed,
+        objective = recipe.objective(
+            weighting_scheme=config.weighting_scheme, snr_gamma=config.snr_gamma, seed=config.seed
         )
         if config.batching == "bucket":
             return BucketStep(recipe, objective)

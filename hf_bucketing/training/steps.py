@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ..losses import masked_mse, packed_mse
 from ..packing import Packing, packed_forward
-from .objective import FlowMatching
-from .wan import WanRecipe
+from .objectives import Objective
+from .recipes import Recipe
+
+_IMAGE_FPS = 1.0
+"""Frame rate of images, whose only frame lies at 0 seconds at any rate."""
 
 
 class Step(Protocol):
@@ -21,31 +23,45 @@ class Step(Protocol):
 class BucketStep:
     """One forward over a stack of samples of one size."""
 
-    def __init__(self, recipe: WanRecipe, objective: FlowMatching) -> None:
+    def __init__(self, recipe: Recipe, objective: Objective) -> None:
         self.recipe = recipe
         self.objective = objective
 
     def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> torch.Tensor:
-        """Return the mean squared error of each sample."""
+        """Return the loss of each sample."""
         latents = self.recipe.encode_latents(batch["pixel_values"])
         noised = self.objective(list(latents), indices=batch["index"], epoch=epoch)
-        text = self.recipe.encode_text(batch["caption"]).to(latents.dtype)
-        prediction = transformer(torch.stack(noised.latents), noised.timesteps, text, return_dict=False)[0]
-        return masked_mse(prediction, torch.stack(noised.targets))
+        prediction = self.recipe.predict(
+            transformer,
+            torch.stack(noised.latents),
+            timesteps=noised.timesteps,
+            text=self.recipe.encode_text(batch["caption"]).to(latents.dtype),
+            fps=_fps(batch, latents.device),
+        )
+        return self.objective.losses(prediction, noised)
 
 
 class PackStep:
     """One forward over a pack of samples, each of its own size."""
 
-    def __init__(self, recipe: WanRecipe, objective: FlowMatching, packing: Packing) -> None:
+    def __init__(self, recipe: Recipe, objective: Objective, packing: Packing) -> None:
         self.recipe = recipe
         self.objective = objective
         self.packing = packing
 
     def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> torch.Tensor:
-        """Return the mean squared error of each sample."""
+        """Return the loss of each sample."""
         latents = [self.recipe.encode_latents(pixels[None])[0] for pixels in batch["pixel_values"]]
         noised = self.objective(latents, indices=batch["index"], epoch=epoch)
-        text = self.recipe.encode_text(batch["caption"]).to(latents[0].dtype)
-        pack = self.packing.pack(noised.latents, timesteps=noised.timesteps, text=text)
-        return packed_mse(packed_forward(transformer, pack), pack.pack_like(noised.targets), pack.layout)
+        pack = self.packing.pack(
+            noised.latents,
+            timesteps=noised.timesteps,
+            conditioning=self.recipe.conditioning(fps=_fps(batch, latents[0].device)),
+            **self.recipe.encode_text(batch["caption"]).to(latents[0].dtype).pack_kwargs(),
+        )
+        return self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
+
+
+def _fps(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """Return the frame rate of each sample, `(n,)`."""
+    return torch.tensor([fps or _IMAGE_FPS for fps in batch["fps"]], device=device)

@@ -1,42 +1,33 @@
-"""The flow-matching objective: one noise level per sample, drawn from the sample's own seed."""
+"""Flow matching: the model predicts the velocity from the sample to the noise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import numpy as np
 import torch
 
-
-class Noised(NamedTuple):
-    """Noisy latents, what the model is to predict, and its timesteps.
-
-    Attributes:
-        latents (list of `(C, F, H, W)`): `(1 − σ)·x + σ·noise`.
-        targets (list of `(C, F, H, W)`): `noise − x`.
-        timesteps (`float32`, shape `(n,)`): `σ · num_train_timesteps`.
-    """
-
-    latents: list[torch.Tensor]
-    targets: list[torch.Tensor]
-    timesteps: torch.Tensor
+from ...losses import masked_mse, packed_mse
+from ...packing import PackedBatch
+from .base import Noised, generator_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowMatching:
     """Rectified flow (Liu et al., 2022; Lipman et al., 2022) with the resolution shift of SD3 (Esser et al., 2024).
 
+    The noisy latent is `(1 − σ)·x + σ·noise`, the target `noise − x`, the timestep `σ · num_train_timesteps`.
+
     Args:
         num_train_timesteps (`int`): Timestep at σ = 1.
-        shift (`float`): `σ → shift·σ / (1 + (shift − 1)·σ)`.
+        shift (`float`, or callable of a latent's `(F, H, W)`): `σ → shift·σ / (1 + (shift − 1)·σ)`.
         weighting_scheme (`"logit_normal"` or `"uniform"`): Distribution of σ before the shift.
         seed (`int`): With epoch and index, the only source of noise and σ.
     """
 
     num_train_timesteps: int = 1000
-    shift: float = 1.0
+    shift: float | Callable[[tuple[int, ...]], float] = 1.0
     weighting_scheme: Literal["logit_normal", "uniform"] = "logit_normal"
     seed: int = 0
 
@@ -44,19 +35,27 @@ class FlowMatching:
         """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
         noised, targets, sigmas = [], [], []
         for latent, index in zip(latents, indices, strict=True):
-            sequence = np.random.SeedSequence((self.seed, epoch, index, 1))
-            generator = torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-            sigma = self._draw_sigma(generator)
+            generator = generator_of(seed=self.seed, epoch=epoch, index=index)
+            sigma = self._draw_sigma(generator, tuple(latent.shape[1:]))
             noise = torch.randn(latent.shape, generator=generator).to(latent)
             noised.append((1 - sigma) * latent + sigma * noise)
             targets.append(noise - latent)
             sigmas.append(sigma)
         timesteps = torch.tensor(sigmas, device=latents[0].device, dtype=torch.float32) * self.num_train_timesteps
-        return Noised(noised, targets, timesteps)
+        return Noised(noised, targets, timesteps, list(latents))
 
-    def _draw_sigma(self, generator: torch.Generator) -> float:
+    def losses(self, prediction: torch.Tensor, noised: Noised) -> torch.Tensor:
+        """Return the mean squared error of each sample of a stack, `(B,)`."""
+        return masked_mse(prediction, torch.stack(noised.targets))
+
+    def packed_losses(self, prediction: torch.Tensor, noised: Noised, pack: PackedBatch) -> torch.Tensor:
+        """Return the mean squared error of each sample of a pack, `(n,)`."""
+        return packed_mse(prediction, pack.pack_like(noised.targets), pack.layout)
+
+    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...]) -> float:
         if self.weighting_scheme == "logit_normal":
             sigma = torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64))
         else:
             sigma = torch.rand((), generator=generator, dtype=torch.float64)
-        return float(self.shift * sigma / (1 + (self.shift - 1) * sigma))
+        shift = self.shift(size) if callable(self.shift) else self.shift
+        return float(shift * sigma / (1 + (shift - 1) * sigma))
