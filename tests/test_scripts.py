@@ -112,7 +112,7 @@ def test_mistakes_in_preparing_end_in_one_line(media_dir, pipeline_dir, tmp_path
         (media_dir, (*ladder, "--media_column", "clip"), "no column clip"),
         (media_dir, (*ladder, "--caption_column", "text"), "no caption column 'text'"),
         (broken, ladder, "0001.mp4"),
-        (media_dir, (*ladder, "--pretrained_model_name_or_path", tmp_path), "no pipeline with a VAE"),
+        (media_dir, (*ladder, "--pretrained_model_name_or_path", tmp_path), "no diffusers pipeline"),
         ("nobody/nothing", ladder, "datasets cannot load nobody/nothing"),
     ]
     for dataset, flags, message in cases:
