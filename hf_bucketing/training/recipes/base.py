@@ -127,6 +127,10 @@ class Recipe(ABC):
             `torch.Tensor` of shape `(B, C_out, f, h, w)`.
         """
 
+    def duration(self, frames: int) -> dict[str, int]:
+        """Return the argument of the pipeline's own call that asks for so many frames."""
+        return {"num_frames": frames}
+
     def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what else a pack of this model needs per sample, each `(n, …)`."""
         return {}

@@ -65,6 +65,10 @@ class LatteRecipe(Recipe):
         mask = tokens.attention_mask.to(encoder.device)
         return TextEmbeddings(encoder(tokens.input_ids.to(encoder.device), attention_mask=mask)[0], mask)
 
+    def duration(self, frames: int) -> dict[str, int]:
+        """Name the pipeline's argument, which is another than the others'."""
+        return {"video_length": frames}
+
     def predict(
         self,
         transformer: torch.nn.Module,

@@ -1,0 +1,143 @@
+"""The parts of a run that stand alone: adapters, optimizers, estimates, validation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from diffusers import DiffusionPipeline
+
+from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.training.adapters import add_lora, has_lora, save_lora
+from hf_bucketing.training.estimate import estimate_memory, find_capacity
+from hf_bucketing.training.optimizers import make_optimizer
+from hf_bucketing.training.recipes import Recipe, recipe_of
+from hf_bucketing.training.validation import Validation, parse_sizes
+
+WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8}
+
+
+def load(folder: Path) -> Recipe:
+    return recipe_of(str(folder)).load(str(folder))
+
+
+@pytest.mark.parametrize("family", ["wan", "ltx"])
+def test_adapters_are_saved_as_stock_diffusers_loads_them(family: str, pipeline_dirs, tmp_path: Path) -> None:
+    recipe = load(pipeline_dirs[family])
+    add_lora(recipe.pipeline, rank=3, alpha=6)
+    trained = {name for name, parameter in recipe.transformer.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert has_lora(recipe.transformer)
+    for name, parameter in recipe.transformer.named_parameters():
+        if name in trained:
+            torch.nn.init.normal_(parameter)
+    save_lora(recipe.pipeline, tmp_path)
+    pipeline = DiffusionPipeline.from_pretrained(pipeline_dirs[family])
+    plain = dataclasses.replace(recipe, pipeline=DiffusionPipeline.from_pretrained(pipeline_dirs[family]))
+    pipeline.load_lora_weights(str(tmp_path))
+    loaded = dataclasses.replace(recipe, pipeline=pipeline)
+    assert not has_lora(plain.transformer)
+    options = {"timesteps": torch.tensor([7.0]), "text": recipe.encode_text(["red"]), "fps": torch.tensor([8.0])}
+    latents = torch.randn(1, 4, 2, 4, 6)
+    with torch.no_grad():
+        outputs = [one.predict(one.transformer, latents, **options) for one in (recipe, loaded, plain)]
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
+    assert not torch.allclose(outputs[0], outputs[2], atol=1e-3)
+
+
+def test_adapters_that_cannot_be_are_errors(pipeline_dirs) -> None:
+    with pytest.raises(BucketingError, match="LattePipeline cannot load LoRA"):
+        add_lora(load(pipeline_dirs["latte"]).pipeline, rank=4)
+    with pytest.raises(BucketingError, match=r"lora_targets=\['nothing'\]"):
+        add_lora(load(pipeline_dirs["wan"]).pipeline, rank=4, targets=["nothing"])
+
+
+def test_the_optimizer_takes_what_is_trained_and_says_what_is_missing(monkeypatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    optimizer = make_optimizer(model.parameters(), name="adamw", **ADAMW)
+    assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(model.weight)]
+    assert optimizer.defaults["weight_decay"] == 0.1
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    with pytest.raises(BucketingError, match="pip install bitsandbytes"):
+        make_optimizer(model.parameters(), name="adamw_8bit", **ADAMW)
+    with pytest.raises(BucketingError, match="nothing would be trained"):
+        make_optimizer([model.bias], name="adamw", **ADAMW)
+
+
+def test_the_memory_estimate_counts_what_is_trained(pipeline_dirs) -> None:
+    recipe = load(pipeline_dirs["wan"])
+    options = {"num_tokens": 1000, "gradient_checkpointing": False, "half_precision": True}
+    full = estimate_memory(recipe.transformer, **options)
+    numbers = sum(parameter.numel() for parameter in recipe.transformer.parameters())
+    assert (full.weights, full.gradients, full.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
+    assert full.activations == 1000 * 96 * 34 * 4
+    assert full.total == full.weights + full.gradients + full.optimizer + full.activations
+    assert "total" in str(full)
+    saving = estimate_memory(recipe.transformer, **{**options, "gradient_checkpointing": True})
+    assert full.activations / 4 < saving.activations < full.activations / 2
+    add_lora(recipe.pipeline, rank=2)
+    assert estimate_memory(recipe.transformer, **options).optimizer < full.optimizer / 10
+
+
+def test_the_capacity_is_the_largest_that_fits() -> None:
+    tried = []
+
+    def try_step(capacity: int) -> None:
+        tried.append(capacity)
+        if capacity > 700:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    assert find_capacity(try_step, largest=1000, smallest=100) == 656
+    assert tried == [1000, 900, 810, 729, 656]
+    with pytest.raises(BucketingError, match="largest sample takes 800"):
+        find_capacity(try_step, largest=1000, smallest=800)
+
+    def broken(capacity: int) -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        find_capacity(broken, largest=1000, smallest=1)
+
+
+def test_validation_sizes_are_read_and_checked() -> None:
+    assert parse_sizes("1,64,64; 9,64,112", WAN) == [Size(1, 64, 64), Size(9, 64, 112)]
+    with pytest.raises(BucketingError, match="frames,height,width"):
+        parse_sizes("64x64", WAN)
+    with pytest.raises(BucketingError, match="nearest"):
+        parse_sizes("8,64,64", WAN)
+
+
+@pytest.mark.parametrize(("family", "frames"), [("wan", 5), ("ltx", 5), ("latte", 16)])
+def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeline_dirs, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    shown = {}
+
+    class Tracker:
+        name = "tensorboard"
+
+        def log_images(self, values, step, dataformats):
+            shown.update({(name, step, dataformats): images for name, images in values.items()})
+
+    accelerator.trackers = [Tracker()]
+    recipe = load(pipeline_dirs[family])
+    recipe.transformer.train()
+    validation = Validation(prompts=["a red square!"], sizes=[Size(frames, 32, 64)], num_inference_steps=2,
+                            guidance_scale=2.0, fps=8, seed=0, folder=tmp_path)  # fmt: skip
+    validation.render(recipe, accelerator, step=3)
+    name = f"{frames}x32x64-a-red-square"
+    info = probe(MediaSource.from_cell(str(tmp_path / "step-3" / f"{name}.mp4")))
+    assert (info.num_frames, info.height, info.width, info.fps) == (frames, 32, 64, 8.0)
+    first = shown.pop((name, 3, "NHWC"))
+    assert first.shape == (min(frames, 8), 32, 64, 3)
+    assert not shown
+    assert recipe.transformer.training
+    validation.render(recipe, accelerator, step=4)
+    assert np.abs(first.astype(int) - shown[name, 4, "NHWC"]).max() <= 1, "the same noise"
