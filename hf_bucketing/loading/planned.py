@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 
 from ..errors import PlanError
 from ..sampling import EpochPlan
+from ..sampling.plan import IntArray
 
 
 class PlannedBatchSampler(Sampler[list[int]]):
@@ -61,10 +62,10 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """
         key = (self.epoch if epoch is None else epoch, self.num_processes)
         if self._cached is None or self._cached[0] != key:
-            self._cached = (key, self._make_plan(*key))
+            self._cached = (key, self._make_plan(*key, None))
         return self._cached[1]
 
-    def _make_plan(self, epoch: int, num_processes: int) -> EpochPlan:
+    def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         raise NotImplementedError
 
     def _identity(self) -> str:
