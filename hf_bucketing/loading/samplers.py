@@ -12,7 +12,7 @@ from ..errors import PlanError
 from ..geometry import LatentSpec
 from ..open_table import OpenTable
 from ..sampling import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
-from ..sampling.bucket_plan import TailPolicy
+from ..sampling.deal import TailPolicy
 from ..sampling.plan import IntArray
 from .planned import PlannedBatchSampler, fingerprint
 
