@@ -13,7 +13,8 @@ from ..geometry import LatentSpec
 from ..open_table import OpenTable
 from ..sampling import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
 from ..sampling.bucket_plan import TailPolicy
-from .planned import PlannedBatchSampler, fingerprint
+from .planned import PlannedBatchSampler
+from .state import settings
 
 
 class BucketBatchSampler(PlannedBatchSampler):
@@ -78,8 +79,8 @@ class BucketBatchSampler(PlannedBatchSampler):
     def _make_plan(self, epoch: int, num_processes: int) -> EpochPlan:
         return plan_buckets(self.bucket_ids, self.config, epoch=epoch, num_processes=num_processes)
 
-    def _identity(self) -> str:
-        return fingerprint(self.bucket_ids, self.table.fingerprint, self.config)
+    def _identity(self) -> dict[str, object]:
+        return {"rows": self.bucket_ids, "table": self.table.fingerprint, **settings(self.config)}
 
 
 class PackBatchSampler(PlannedBatchSampler):
@@ -127,5 +128,5 @@ class PackBatchSampler(PlannedBatchSampler):
     def _make_plan(self, epoch: int, num_processes: int) -> EpochPlan:
         return plan_packs(self.num_tokens, self.config, epoch=epoch, num_processes=num_processes)
 
-    def _identity(self) -> str:
-        return fingerprint(self.num_tokens, "", self.config)
+    def _identity(self) -> dict[str, object]:
+        return {"rows": self.num_tokens, **settings(self.config)}
