@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from accelerate import PartialState
 from torch.utils.data import Sampler
 
 from ..errors import PlanError
 from ..sampling import EpochPlan
+from ..sampling.plan import IntArray
 from .state import VERSION, check_state, describe
 
 Legs = tuple[tuple[int, int], ...]
@@ -83,7 +83,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         return self._cached[1]
 
     def _plan_after(self, epoch: int, num_processes: int, legs: Legs) -> EpochPlan:
-        consumed: npt.NDArray[np.int64] | None = None
+        consumed: IntArray | None = None
         for processes, steps in legs:
             plan = self._make_plan(epoch, processes, consumed)
             if steps > plan.num_steps:
@@ -91,13 +91,13 @@ class PlannedBatchSampler(Sampler[list[int]]):
                     f"The saved sampler state has {steps} steps on {processes} processes, but epoch {epoch} has only "
                     f"{plan.num_steps} of them; it was not made by this sampler."
                 )
-            if steps == plan.num_steps:
-                return _empty_plan(num_processes)
             taken = plan.indices[: plan.offsets[steps * processes]]
             consumed = taken if consumed is None else np.concatenate([consumed, taken])
+            if steps == plan.num_steps:
+                return _empty_plan(num_processes, consumed=len(consumed))
         return self._make_plan(epoch, num_processes, consumed)
 
-    def _make_plan(self, epoch: int, num_processes: int, consumed: npt.NDArray[np.int64] | None) -> EpochPlan:
+    def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         """Plan an epoch, or what is left of it after the rows `consumed`."""
         raise NotImplementedError
 
@@ -165,11 +165,12 @@ class PlannedBatchSampler(Sampler[list[int]]):
         return steps if self.process_index is not None else steps * self.num_processes
 
 
-def _empty_plan(num_processes: int) -> EpochPlan:
+def _empty_plan(num_processes: int, *, consumed: int) -> EpochPlan:
     """Return the plan of an epoch of which nothing is left."""
     return EpochPlan(
         indices=np.zeros(0, np.int64),
         offsets=np.zeros(1, np.int64),
         bucket_ids=np.zeros(0, np.int32),
         num_processes=num_processes,
+        consumed=consumed,
     )

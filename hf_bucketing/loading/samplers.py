@@ -13,6 +13,7 @@ from ..geometry import LatentSpec
 from ..open_table import OpenTable
 from ..sampling import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
 from ..sampling.bucket_plan import TailPolicy
+from ..sampling.plan import IntArray
 from .planned import PlannedBatchSampler
 from .state import settings
 
@@ -76,8 +77,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             )
         return dict(zip(present.tolist(), (capacity // tokens).tolist(), strict=True)) or {0: 1}
 
-    def _make_plan(self, epoch: int, num_processes: int) -> EpochPlan:
-        return plan_buckets(self.bucket_ids, self.config, epoch=epoch, num_processes=num_processes)
+    def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
+        return plan_buckets(self.bucket_ids, self.config, epoch=epoch, num_processes=num_processes, consumed=consumed)
 
     def _identity(self) -> dict[str, object]:
         return {"rows": self.bucket_ids, "table": self.table.fingerprint, **settings(self.config)}
@@ -125,8 +126,8 @@ class PackBatchSampler(PlannedBatchSampler):
             seed=seed,
         )
 
-    def _make_plan(self, epoch: int, num_processes: int) -> EpochPlan:
-        return plan_packs(self.num_tokens, self.config, epoch=epoch, num_processes=num_processes)
+    def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
+        return plan_packs(self.num_tokens, self.config, epoch=epoch, num_processes=num_processes, consumed=consumed)
 
     def _identity(self) -> dict[str, object]:
         return {"rows": self.num_tokens, **settings(self.config)}

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ..errors import PlanError
 from .plan import MIXED, EpochPlan, IntArray, check_processes, rng_for
+from .rows import EpochRows, epoch_rows
 
 TailPolicy = Literal["short", "drop"]
 
@@ -57,7 +58,14 @@ class BucketPlanConfig:
         return np.array([self.batch_size[int(bucket)] for bucket in bucket_ids], np.int64)
 
 
-def plan_buckets(bucket_ids: npt.ArrayLike, config: BucketPlanConfig, *, epoch: int, num_processes: int) -> EpochPlan:
+def plan_buckets(
+    bucket_ids: npt.ArrayLike,
+    config: BucketPlanConfig,
+    *,
+    epoch: int,
+    num_processes: int,
+    consumed: npt.ArrayLike | None = None,
+) -> EpochPlan:
     """Plan an epoch of bucketed batches in which all processes take the same bucket in the same step.
 
     Args:
@@ -65,6 +73,8 @@ def plan_buckets(bucket_ids: npt.ArrayLike, config: BucketPlanConfig, *, epoch: 
         config ([`BucketPlanConfig`]): Batch sizes, tail policy and seed.
         epoch (`int`): Not negative; every epoch has its own order.
         num_processes (`int`): At least 1.
+        consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were; the
+            plan then holds what the epoch has left, which may be no step at all.
 
     Returns:
         [`EpochPlan`]: With drop reasons `rejected` and `remainder`. Steps stand in one uniform random order, which
@@ -82,9 +92,11 @@ def plan_buckets(bucket_ids: npt.ArrayLike, config: BucketPlanConfig, *, epoch: 
         (3, 10, {'remainder': 1}, [0, 0, 0, 0, 3, 3])
     """
     check_processes(num_processes)
-    rng = rng_for(config.seed, epoch, "buckets")
-    rows, present, counts = _shuffled_rows(np.asarray(bucket_ids), rng)
-    if not len(rows):
+    ids = np.asarray(bucket_ids)
+    chosen = epoch_rows(ids >= 0, consumed=consumed, seed=config.seed, epoch=epoch)
+    rng = rng_for(config.seed, epoch, "buckets", consumed=chosen.consumed)
+    rows, present, counts = _shuffled_rows(ids, chosen.rows, rng)
+    if not len(rows) and not chosen.consumed:
         raise PlanError(
             "No row has a bucket: the data set is empty or every row was rejected. "
             "Look at the counts of its rejection column, and choose a table that fits the data."
@@ -110,7 +122,7 @@ def plan_buckets(bucket_ids: npt.ArrayLike, config: BucketPlanConfig, *, epoch: 
         bucket.append(np.full(mixed, MIXED))
         rows = np.concatenate([rows, rows[left]])
     steps = rng.permutation(sum(map(len, first)))
-    if not len(steps):
+    if not len(steps) and not chosen.consumed:
         raise PlanError(
             f"{len(rows)} rows with a bucket do not fill one step of {num_processes} processes"
             + (' under tail="drop"; use tail="short" or smaller batches.' if config.tail == "drop" else ".")
@@ -118,15 +130,15 @@ def plan_buckets(bucket_ids: npt.ArrayLike, config: BucketPlanConfig, *, epoch: 
     return _assemble(
         rows,
         (np.concatenate(first)[steps], np.concatenate(size)[steps], np.concatenate(bucket)[steps]),
-        num_rows=np.size(bucket_ids),
-        num_assigned=int(counts.sum()),
+        chosen=chosen,
         num_processes=num_processes,
     )
 
 
-def _shuffled_rows(bucket_ids: IntArray, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the assigned rows, bucket by bucket and shuffled within; the buckets present; the rows of each."""
-    rows = np.flatnonzero(bucket_ids >= 0)
+def _shuffled_rows(
+    bucket_ids: IntArray, rows: IntArray, rng: np.random.Generator
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the given rows, bucket by bucket and shuffled within; the buckets present; the rows of each."""
     rng.shuffle(rows)
     present, counts = np.unique(bucket_ids[rows], return_counts=True)
     ranks = np.searchsorted(present, bucket_ids[rows])
@@ -144,18 +156,18 @@ def _assemble(
     rows: IntArray,
     steps: tuple[IntArray, IntArray, IntArray],
     *,
-    num_rows: int,
-    num_assigned: int,
+    chosen: EpochRows,
     num_processes: int,
 ) -> EpochPlan:
     first, size, bucket = steps
     per_step = size * num_processes
     indices = rows[np.repeat(first, per_step) + _ranges(per_step)]
-    reasons = {"rejected": num_rows - num_assigned, "remainder": num_assigned - len(indices)}
+    reasons = {**chosen.drop_reasons, "remainder": len(chosen.rows) - len(indices)}
     return EpochPlan(
         indices=indices,
         offsets=np.concatenate([[0], np.cumsum(np.repeat(size, num_processes))]),
         bucket_ids=np.repeat(bucket, num_processes).astype(np.int32),
         num_processes=num_processes,
         drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
+        consumed=chosen.consumed,
     )

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ..errors import PlanError
 from .plan import MIXED, EpochPlan, IntArray, check_processes, rng_for
+from .rows import epoch_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,14 @@ class PackPlanConfig:
                 raise PlanError(f"{name} must be at least 1, got {value}.")
 
 
-def plan_packs(num_tokens: npt.ArrayLike, config: PackPlanConfig, *, epoch: int, num_processes: int) -> EpochPlan:
+def plan_packs(
+    num_tokens: npt.ArrayLike,
+    config: PackPlanConfig,
+    *,
+    epoch: int,
+    num_processes: int,
+    consumed: npt.ArrayLike | None = None,
+) -> EpochPlan:
     """Plan an epoch of packs, the same number on every process.
 
     When the packs do not divide evenly among the processes, the largest are split; only if all hold one sample,
@@ -57,6 +65,8 @@ def plan_packs(num_tokens: npt.ArrayLike, config: PackPlanConfig, *, epoch: int,
         config ([`PackPlanConfig`]): Capacity, strategy and seed.
         epoch (`int`): Not negative; every epoch has its own order.
         num_processes (`int`): At least 1.
+        consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were; the
+            plan then holds what the epoch has left, which may be no step at all.
 
     Returns:
         [`EpochPlan`]: With bucket id −1 throughout and drop reasons `rejected` and `remainder`.
@@ -73,9 +83,10 @@ def plan_packs(num_tokens: npt.ArrayLike, config: PackPlanConfig, *, epoch: int,
     """
     check_processes(num_processes)
     tokens = np.asarray(num_tokens, np.int64)
-    rng = rng_for(config.seed, epoch, "packs")
-    rows = np.flatnonzero(tokens > 0)
-    if len(rows) < num_processes:
+    chosen = epoch_rows(tokens > 0, consumed=consumed, seed=config.seed, epoch=epoch)
+    rng = rng_for(config.seed, epoch, "packs", consumed=chosen.consumed)
+    rows = chosen.rows
+    if len(rows) < num_processes and not chosen.consumed:
         raise PlanError(
             f"{len(rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
             "Look at the counts of the data set's rejection column."
@@ -91,14 +102,15 @@ def plan_packs(num_tokens: npt.ArrayLike, config: PackPlanConfig, *, epoch: int,
     packs = _even_out(_first_fit(rows.tolist(), spans[rows].tolist(), config), num_processes, rng)
     order = rng.permutation(len(packs))
     lengths = np.array([len(packs[position]) for position in order], np.int64)
-    indices = np.concatenate([packs[position] for position in order])
-    reasons = {"rejected": len(tokens) - len(rows), "remainder": len(rows) - len(indices)}
+    indices = np.concatenate([packs[position] for position in order]) if packs else rows[:0]
+    reasons = {**chosen.drop_reasons, "remainder": len(rows) - len(indices)}
     return EpochPlan(
         indices=indices,
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         bucket_ids=np.full(len(packs), MIXED, np.int32),
         num_processes=num_processes,
         drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
+        consumed=chosen.consumed,
     )
 
 

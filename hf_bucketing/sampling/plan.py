@@ -13,9 +13,9 @@ import numpy.typing as npt
 from ..errors import PlanError
 
 IntArray = npt.NDArray[np.int64]
-Purpose = Literal["buckets", "packs"]
+Purpose = Literal["buckets", "packs", "lengths", "weights"]
 
-_STREAMS: dict[Purpose, int] = {"buckets": 1, "packs": 2}
+_STREAMS: dict[Purpose, int] = {"buckets": 1, "packs": 2, "lengths": 3, "weights": 4}
 
 MIXED = -1
 """The bucket id of a batch in a mixed step, whose processes hold different buckets."""
@@ -32,10 +32,13 @@ class EpochPlan:
         indices (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
         offsets (`int64`, shape `(num_batches + 1,)`): Batch `i` is `indices[offsets[i]:offsets[i + 1]]`, never empty.
         bucket_ids (`int32`, shape `(num_batches,)`): Bucket of each batch, −1 where it has none (packs) or where the
-            processes of its step hold different ones.
+            processes of its step hold different ones because they share what was left over.
         num_processes (`int`): Processes that share the batches.
-        repeated (`int`): Samples that stand in the plan a second time.
+        repeated (`int`): Occurrences in the plan of rows that it holds already.
         drop_reasons (mapping of `str` to `int`): Rows that are not in the plan, by reason.
+        consumed (`int`): Occurrences that the epoch had before this plan, which holds what it had left: a plan made
+            in the middle of an epoch, for another number of processes. `kept + dropped + consumed` is the number of
+            rows, unless rows repeat.
 
     Raises:
         PlanError: If the number of batches is no multiple of `num_processes`, or arrays and offsets do not fit.
@@ -55,6 +58,7 @@ class EpochPlan:
     num_processes: int
     repeated: int = 0
     drop_reasons: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    consumed: int = 0
 
     def __post_init__(self) -> None:
         if self.num_batches % self.num_processes:
@@ -88,7 +92,9 @@ class EpochPlan:
     @property
     def num_mixed_steps(self) -> int:
         """Steps whose processes hold different buckets; all of them in a plan of packs, which have no bucket."""
-        return int(np.count_nonzero(self.bucket_ids[:: self.num_processes] == MIXED))
+        by_step = self.bucket_ids.reshape(self.num_steps, self.num_processes)
+        first = by_step[:, :1]
+        return int(np.count_nonzero(((by_step != first) | (first == MIXED)).any(axis=1)))
 
     def summary(self) -> dict[str, Any]:
         """Return the counts of the plan as JSON values."""
@@ -117,11 +123,14 @@ class EpochPlan:
         return int(self.offsets[last] - self.offsets[first])
 
 
-def rng_for(seed: int, epoch: int, purpose: Purpose) -> np.random.Generator:
-    """Return the generator of one decision in one epoch; every process makes the same one."""
+def rng_for(seed: int, epoch: int, purpose: Purpose, *, consumed: int = 0) -> np.random.Generator:
+    """Return the generator of one decision in one epoch; every process makes the same one.
+
+    A plan of the rest of an epoch has another order than the plan of the whole, by how much was `consumed`.
+    """
     if seed < 0 or epoch < 0:
         raise PlanError(f"Seed and epoch must not be negative, got seed={seed}, epoch={epoch}.")
-    return np.random.default_rng((seed, epoch, _STREAMS[purpose]))
+    return np.random.default_rng((seed, epoch, _STREAMS[purpose], *([consumed] if consumed else [])))
 
 
 def check_processes(num_processes: int) -> None:
