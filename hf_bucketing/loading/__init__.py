@@ -3,6 +3,7 @@
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
 from .planned import PlannedBatchSampler
+from .resume import ResumableLoader, resume
 from .samplers import BucketBatchSampler, PackBatchSampler
 
 __all__ = [
@@ -11,5 +12,7 @@ __all__ = [
     "PackBatchSampler",
     "PackCollator",
     "PlannedBatchSampler",
+    "ResumableLoader",
     "check_loader",
+    "resume",
 ]

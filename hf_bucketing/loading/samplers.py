@@ -14,7 +14,8 @@ from ..open_table import OpenTable
 from ..sampling import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
 from ..sampling.deal import TailPolicy
 from ..sampling.plan import IntArray
-from .planned import PlannedBatchSampler, fingerprint
+from .planned import PlannedBatchSampler
+from .state import settings
 
 
 class BucketBatchSampler(PlannedBatchSampler):
@@ -79,8 +80,8 @@ class BucketBatchSampler(PlannedBatchSampler):
     def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         return plan_buckets(self.bucket_ids, self.config, epoch=epoch, num_processes=num_processes, consumed=consumed)
 
-    def _identity(self) -> str:
-        return fingerprint(self.bucket_ids, self.table.fingerprint, self.config)
+    def _identity(self) -> dict[str, object]:
+        return {"rows": self.bucket_ids, "table": self.table.fingerprint, **settings(self.config)}
 
 
 class PackBatchSampler(PlannedBatchSampler):
@@ -128,5 +129,5 @@ class PackBatchSampler(PlannedBatchSampler):
     def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         return plan_packs(self.num_tokens, self.config, epoch=epoch, num_processes=num_processes, consumed=consumed)
 
-    def _identity(self) -> str:
-        return fingerprint(self.num_tokens, "", self.config)
+    def _identity(self) -> dict[str, object]:
+        return {"rows": self.num_tokens, **settings(self.config)}
