@@ -105,6 +105,8 @@ class MediaCollator:
 class BucketCollator(MediaCollator):
     """Make a batch of one bucket: cover-resize and crop every sample to the bucket's size, and stack them.
 
+    Rows of several buckets, a catch-all batch, get the size of the table's base bucket.
+
     Called with rows of a data set that has `bucket_id`, `num_frames` and `fps` columns, returns a `dict` with
     `pixel_values` (`float32`, `(B, 3, F, H, W)`, in [−1, 1]), `bucket_id`, and the lists `caption`, `size`, `crop` and
     `index`.
@@ -123,20 +125,27 @@ class BucketCollator(MediaCollator):
 
         Raises:
             ColumnError: If there is no `bucket_id` column.
-            BucketingError: If the rows are of several buckets, or of none.
+            BucketingError: If the rows are of none, or of several buckets and the table has no base bucket.
         """
+        return [self.table.size(self._bucket(rows))] * len(rows)
+
+    def _bucket(self, rows: Sequence[Row]) -> int:
+        """Return the bucket of all rows, or the base bucket of the table for a catch-all batch of several."""
         _require(rows[0], ["bucket_id"])
         ids = {int(row["bucket_id"]) for row in rows}
-        if len(ids) > 1:
+        if len(ids) == 1:
+            return ids.pop()
+        if self.table.base is None:
             raise BucketingError(
-                f"A batch holds the buckets {sorted(ids)}, which cannot be stacked; draw it with a BucketBatchSampler."
+                f"A batch holds the buckets {sorted(ids)}, which cannot be stacked; draw it with a "
+                "BucketBatchSampler, or give the table a base bucket for batches that mix buckets."
             )
-        return [self.table.size(ids.pop())] * len(rows)
+        return self.table.base
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""
         batch = self.load(rows)
-        return {**batch, "pixel_values": torch.stack(batch["pixel_values"]), "bucket_id": int(rows[0]["bucket_id"])}
+        return {**batch, "pixel_values": torch.stack(batch["pixel_values"]), "bucket_id": self._bucket(rows)}
 
 
 class PackCollator(MediaCollator):

@@ -98,9 +98,11 @@ def plan_lockstep(
     )
     del groups
     steps = dealt.steps
-    if rng is not None:
+    if rng is None:
+        order = np.argsort(np.where(steps.bucket < 0, np.iinfo(np.int64).max, steps.bucket), kind="stable")
+    else:
         order = rng.permutation(len(steps.first))
-        steps = Steps(*(column[order] for column in steps))
+    steps = Steps(*(column[order] for column in steps))
     return lockstep_plan(
         dealt.rows,
         steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,17 +61,11 @@ def plan_lengths(
     """
     check_processes(num_processes)
     values = np.asarray(lengths)
-    usable: BoolArray = values > 0
-    oversize = usable & (values > (np.inf if config.capacity is None else config.capacity))
-    if config.oversize == "error" and oversize.any():
-        worst = int(np.where(oversize, values, 0).argmax())
-        raise PlanError(
-            f"Row {worst} is {values[worst]} long and exceeds capacity={config.capacity} "
-            f"({np.count_nonzero(oversize)} rows do). Raise the capacity, or choose "
-            'oversize="own_batch" or "drop".'
-        )
-    dropped = oversize if config.oversize == "drop" else None
-    chosen = epoch_rows(usable, oversize=dropped, weights=weights, consumed=consumed, seed=config.seed, epoch=epoch)
+    over = oversize_rows(values, config)
+    dropped = over if config.oversize == "drop" else None
+    chosen = epoch_rows(
+        values > 0, oversize=dropped, weights=weights, consumed=consumed, seed=config.seed, epoch=epoch
+    )
     if len(chosen.rows) < num_processes and not chosen.consumed:
         raise PlanError(
             f"{len(chosen.rows)} of {len(values)} rows have a length, fewer than the {num_processes} processes."
@@ -81,6 +76,23 @@ def plan_lengths(
     if not plan.num_steps and not chosen.consumed:
         raise PlanError(f"{len(chosen.rows)} rows do not fill one step of {num_processes} processes; drop_last=False?")
     return plan
+
+
+def oversize_rows(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> BoolArray:
+    """Return which rows are longer than the capacity.
+
+    Raises:
+        PlanError: If there is one and `config.oversize` is `"error"`; the message names the longest.
+    """
+    over: BoolArray = lengths > (np.inf if config.capacity is None else config.capacity)
+    if config.oversize == "error" and over.any():
+        worst = int(lengths.argmax())
+        raise PlanError(
+            f"Row {worst} is {lengths[worst]} long and exceeds capacity={config.capacity} "
+            f"({np.count_nonzero(over)} rows do). Raise the capacity, or choose "
+            'oversize="own_batch" or "drop".'
+        )
+    return over
 
 
 def length_buckets(lengths: npt.ArrayLike, config: LengthPlanConfig) -> FloatArray:
@@ -94,7 +106,7 @@ def length_buckets(lengths: npt.ArrayLike, config: LengthPlanConfig) -> FloatArr
     Raises:
         PlanError: If no row has a length.
     """
-    values = np.asarray(lengths)
+    values = np.asarray(lengths, np.float64)
     capacity = np.inf if config.capacity is None else config.capacity
     over = values[values > capacity] if config.oversize == "own_batch" else values[:0]
     inside = values[(values > 0) & (values <= capacity)]
@@ -105,7 +117,7 @@ def length_buckets(lengths: npt.ArrayLike, config: LengthPlanConfig) -> FloatArr
 
 
 def _in_buckets(
-    values: npt.NDArray[np.generic],
+    values: npt.NDArray[Any],
     config: LengthPlanConfig,
     *,
     chosen: EpochRows,
@@ -130,7 +142,7 @@ def _sizes_for(bounds: FloatArray, capacity: float) -> dict[int, int]:
 
 
 def _one_after_the_other(
-    values: npt.NDArray[np.generic],
+    values: npt.NDArray[Any],
     config: LengthPlanConfig,
     *,
     chosen: EpochRows,
@@ -147,7 +159,9 @@ def _one_after_the_other(
     else:
         even = split_largest(offsets, num_processes)
         if even is None:  # fewer samples than batches wanted: all single ones but fewer than num_processes
-            even = np.arange(len(rows) // num_processes * num_processes + 1)
+            spare = len(rows) % num_processes
+            rows = rows[:-spare] if rng is None else np.delete(rows, rng.permutation(len(rows))[:spare])
+            even = np.arange(len(rows) + 1)
         first, size = even[:-1], np.diff(even)
     if rng is not None:
         order = rng.permutation(np.arange(len(size)).reshape(-1, num_processes)).ravel()
@@ -173,7 +187,7 @@ def _whole_steps(
     return np.delete(offsets[: len(size)], out), np.delete(size, out)
 
 
-def _cut(lengths: npt.NDArray[np.generic], config: LengthPlanConfig) -> IntArray:
+def _cut(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> IntArray:
     """Return the bounds of batches of consecutive samples, each as large as the batch size or the capacity allows."""
     if config.batch_size is not None:
         return np.append(np.arange(0, len(lengths), config.batch_size), len(lengths))

@@ -56,13 +56,11 @@ def plan_packs(
     """
     check_processes(num_processes)
     tokens = np.asarray(num_tokens, np.int64)
-    spans = sample_spans(tokens, text_tokens, config)
-    usable = tokens > 0
-    oversize = usable & _oversize(spans, config)
-    if config.oversize == "error" and oversize.any():
-        raise _too_large(spans, oversize, config)
+    spans, oversize = sample_spans(tokens, config, text_tokens=text_tokens)
     dropped = oversize if config.oversize == "drop" else None
-    chosen = epoch_rows(usable, oversize=dropped, weights=weights, consumed=consumed, seed=config.seed, epoch=epoch)
+    chosen = epoch_rows(
+        tokens > 0, oversize=dropped, weights=weights, consumed=consumed, seed=config.seed, epoch=epoch
+    )
     if len(chosen.rows) < num_processes and not chosen.consumed:
         raise PlanError(
             f"{len(chosen.rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
@@ -85,11 +83,14 @@ def plan_packs(
     )
 
 
-def sample_spans(num_tokens: IntArray, text_tokens: npt.ArrayLike, config: PackPlanConfig) -> IntArray:
-    """Return the tokens that each sample takes in a pack, its text's too, in whole strips.
+def sample_spans(
+    num_tokens: IntArray, config: PackPlanConfig, *, text_tokens: npt.ArrayLike = 0
+) -> tuple[IntArray, BoolArray]:
+    """Return the tokens that each sample takes in a pack, its text's too, in whole strips; and which exceed a limit.
 
     Raises:
-        PlanError: If there are not as many texts as rows, or one has fewer than 0 tokens.
+        PlanError: If there are not as many texts as rows, one has fewer than 0 tokens, or a sample exceeds a limit and
+            `config.oversize` is `"error"`; the message names the largest.
     """
     text = np.asarray(text_tokens, np.int64)
     if text.ndim and text.shape != num_tokens.shape:
@@ -97,24 +98,19 @@ def sample_spans(num_tokens: IntArray, text_tokens: npt.ArrayLike, config: PackP
     if text.size and text.min() < 0:
         raise PlanError(f"A text has at least 0 tokens, got {text.min()}.")
     spans: IntArray = -(-(num_tokens + text) // config.multiple) * config.multiple
-    return spans
-
-
-def _oversize(spans: IntArray, config: PackPlanConfig) -> BoolArray:
     over: BoolArray = spans > config.capacity
     if config.cost_model is not None and config.max_cost is not None:
         over |= config.cost_model.cost(spans) > config.max_cost
-    return over
-
-
-def _too_large(spans: IntArray, oversize: BoolArray, config: PackPlanConfig) -> PlanError:
-    worst = int(np.where(oversize, spans, -1).argmax())
-    name = "capacity" if spans[worst] > config.capacity else "max_cost"
-    return PlanError(
-        f"Row {worst} takes {spans[worst]} tokens and exceeds {name}={getattr(config, name)} "
-        f"({np.count_nonzero(oversize)} rows do). Raise the {name}, "
-        'use smaller sizes, or choose oversize="own_pack" or "drop".'
-    )
+    over &= num_tokens > 0
+    if config.oversize == "error" and over.any():
+        worst = int(np.where(over, spans, -1).argmax())
+        name = "capacity" if spans[worst] > config.capacity else "max_cost"
+        raise PlanError(
+            f"Row {worst} takes {spans[worst]} tokens and exceeds {name}={getattr(config, name)} "
+            f"({np.count_nonzero(over)} rows do). Raise the {name}, use smaller sizes, or choose "
+            'oversize="own_pack" or "drop".'
+        )
+    return spans, over
 
 
 def _costs(spans: IntArray, config: PackPlanConfig) -> FloatArray:
