@@ -160,7 +160,7 @@ def _one_after_the_other(
         even = split_largest(offsets, num_processes)
         if even is None:  # fewer samples than batches wanted: all single ones but fewer than num_processes
             spare = len(rows) % num_processes
-            rows = rows[:-spare] if rng is None else np.delete(rows, rng.permutation(len(rows))[:spare])
+            rows = rows[: len(rows) - spare] if rng is None else np.delete(rows, rng.permutation(len(rows))[:spare])
             even = np.arange(len(rows) + 1)
         first, size = even[:-1], np.diff(even)
     if rng is not None:

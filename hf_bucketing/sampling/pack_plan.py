@@ -35,7 +35,7 @@ def plan_packs(
         epoch (`int`): Not negative; every epoch has its own order.
         num_processes (`int`): At least 1.
         text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, where the model attends to them
-            together with its own, as joint attention does; they count like those.
+            together with its own, as joint attention does; they count like those, but are not rounded.
         weights (array of `float`, shape `(n,)`, *optional*): How often each row comes per epoch; by default once.
         consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were; the
             plan then holds what the epoch has left, which may be no step at all.
@@ -86,7 +86,7 @@ def plan_packs(
 def sample_spans(
     num_tokens: IntArray, config: PackPlanConfig, *, text_tokens: npt.ArrayLike = 0
 ) -> tuple[IntArray, BoolArray]:
-    """Return the tokens that each sample takes in a pack, its text's too, in whole strips; and which exceed a limit.
+    """Return the tokens of each sample in a pack, its own in whole strips and its text's; and which exceed a limit.
 
     Raises:
         PlanError: If there are not as many texts as rows, one has fewer than 0 tokens, or a sample exceeds a limit and
@@ -97,7 +97,7 @@ def sample_spans(
         raise PlanError(f"Give text_tokens once or per row: expected shape {num_tokens.shape}, got {text.shape}.")
     if text.size and text.min() < 0:
         raise PlanError(f"A text has at least 0 tokens, got {text.min()}.")
-    spans: IntArray = -(-(num_tokens + text) // config.multiple) * config.multiple
+    spans: IntArray = -(-num_tokens // config.multiple) * config.multiple + text
     over: BoolArray = spans > config.capacity
     if config.cost_model is not None and config.max_cost is not None:
         over |= config.cost_model.cost(spans) > config.max_cost

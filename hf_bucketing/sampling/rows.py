@@ -108,8 +108,11 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     rng.shuffle(rows)
     rows = rows[np.argsort(fraction[rows], kind="stable")]
     part = fraction[rows]
-    _, first, group, size = np.unique(part, return_index=True, return_inverse=True, return_counts=True)
-    phase = (np.arange(len(rows)) - first[group] + rng.random(len(first))[group]) / size[group]
+    starts_group = np.append(True, part[1:] != part[:-1])[: len(part)]
+    first = np.flatnonzero(starts_group)
+    size = np.diff(np.append(first, len(part)))
+    shift = np.repeat(rng.random(len(first)) - first, size)
+    phase = (np.arange(len(rows)) + shift) / np.repeat(size, size)
     counts[rows] += (np.floor(phase + (epoch + 1) * part) - np.floor(phase + epoch * part)).astype(np.int64)
     return counts
 
