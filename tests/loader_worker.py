@@ -39,7 +39,9 @@ class Run(NamedTuple):
     optimizer: torch.optim.Optimizer
 
     @classmethod
-    def start(cls, *, kind="bucket", stateful=False, accumulation=1, dropout=0.5, num_workers=0, persistent=False) -> Run:
+    def start(
+        cls, *, kind="bucket", stateful=False, accumulation=1, dropout=0.5, num_workers=0, persistent=False
+    ) -> Run:
         accelerator = Accelerator(
             gradient_accumulation_steps=accumulation,
             dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful),

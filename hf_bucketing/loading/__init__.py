@@ -2,6 +2,8 @@
 
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
+from .faults import StandIns
+from .padding import PadCollator
 from .planned import PlannedBatchSampler
 from .resume import ResumableLoader, resume
 from .samplers import BucketBatchSampler, PackBatchSampler
@@ -11,8 +13,10 @@ __all__ = [
     "BucketCollator",
     "PackBatchSampler",
     "PackCollator",
+    "PadCollator",
     "PlannedBatchSampler",
     "ResumableLoader",
+    "StandIns",
     "check_loader",
     "resume",
 ]
