@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,15 @@ def make_sampler(kind: str):
     return PackBatchSampler(np.where(IDS < 0, 0, 10 + 7 * np.arange(len(IDS)) % 50), capacity=90)
 
 
+def collate(rows: list[int], *, fault: str | None) -> torch.Tensor:
+    """Make a batch; with a fault, the worker that meets row 30 dies or hangs."""
+    if fault is not None and 30 in rows:
+        if fault == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    return torch.tensor(rows)
+
+
 class Run(NamedTuple):
     """All that a training script holds."""
 
@@ -40,8 +51,9 @@ class Run(NamedTuple):
 
     @classmethod
     def start(
-        cls, *, kind="bucket", stateful=False, accumulation=1, dropout=0.5, num_workers=0, persistent=False
-    ) -> Run:
+        cls, *, kind="bucket", stateful=False, accumulation=1, dropout=0.5, num_workers=0, persistent=False,
+        fault=None, timeout=0,
+    ) -> Run:  # fmt: skip
         accelerator = Accelerator(
             gradient_accumulation_steps=accumulation,
             dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful),
@@ -53,7 +65,8 @@ class Run(NamedTuple):
         loader = DataLoader(
             range(len(IDS)),
             batch_sampler=make_sampler(kind),
-            collate_fn=torch.tensor,
+            collate_fn=partial(collate, fault=fault),
+            timeout=timeout,
             num_workers=num_workers,
             persistent_workers=persistent,
         )

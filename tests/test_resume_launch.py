@@ -82,7 +82,7 @@ def test_real_runs_on_two_three_one_and_four_processes_share_one_epoch(tmp_path:
             for row in [row for rows in _rows(tmp_path, process)[before[process] :] for row in rows]:
                 repeated += row in seen
                 seen.append(row)
-        assert repeated <= 4 * num_processes, "one batch on each process of the killed run"
+        assert repeated <= 4 * (num_processes, 2, 3, 1)[number], "one batch on each process of the killed run"
     assert len(set(np.flatnonzero(IDS >= 0)) - set(seen)) < 4
 
 
