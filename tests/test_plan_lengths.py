@@ -74,9 +74,10 @@ def test_boundaries_are_quantiles_even_widths_or_given() -> None:
     bounds = {name: LengthPlanConfig(batch_size=1, num_buckets=4, boundaries=name) for name in ("quantile", "uniform")}
     assert length_buckets(lengths, bounds["quantile"]).tolist() == [1, 3, 5, 21]
     assert length_buckets(lengths, bounds["uniform"]).tolist() == [6, 11, 16, 21]
-    assert length_buckets(lengths, LengthPlanConfig(batch_size=1, boundaries=[2, 8.5])).tolist() == [2, 8.5, 21]
+    assert length_buckets(lengths, LengthPlanConfig(batch_size=1, boundaries=[2, 8.5])).tolist() == [2, 8, 21]
     assert length_buckets(lengths, LengthPlanConfig(batch_size=1, boundaries=(2, 30))).tolist() == [2, 30]
     assert length_buckets(lengths, LengthPlanConfig(capacity=25, boundaries=(2, 30))).tolist() == [2, 25]
+    assert length_buckets(lengths / 2, LengthPlanConfig(capacity=25, boundaries=(-1, 2.3))).tolist() == [2.3, 10.5]
 
 
 def test_sorted_batches_hold_neighbours_and_mix_equal_lengths() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Subset
 
 from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
 from hf_bucketing.cost import CostModel
-from hf_bucketing.loading import BucketBatchSampler, BucketCollator, LengthBatchSampler, PackBatchSampler
+from hf_bucketing.loading import BucketBatchSampler, BucketCollator, LengthBatchSampler, PackBatchSampler, PadCollator
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 192)), base=0)
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -63,6 +64,29 @@ def test_every_option_changes_the_plan_and_refuses_the_state_of_another(make) ->
         make(**options).load_state_dict(sampler.state_dict(step=1))
         with pytest.raises(PlanError, match="The saved state does not fit"):
             samplers[0].load_state_dict(sampler.state_dict(step=1))
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+@pytest.mark.parametrize("make", VARIANTS)
+def test_accelerate_hands_each_process_its_batches_of_every_plan(make, num_processes: int) -> None:
+    for options in VARIANTS[make]:
+        sampler = make(**options, num_processes=num_processes)
+        for process in range(num_processes):
+            loader = prepare_data_loader(
+                DataLoader(range(90), batch_sampler=sampler, collate_fn=list),
+                num_processes=num_processes,
+                process_index=process,
+                put_on_device=False,
+            )
+            loader.set_epoch(1)
+            assert len(loader) == sampler.plan(1).num_steps
+            assert list(loader) == [batch.tolist() for batch in sampler.plan(1).batches(process_index=process)]
+            loader.set_epoch(2)
+            rest = make(**options, num_processes=num_processes + 1)
+            rest.load_state_dict(sampler.state_dict(step=2))
+            left = sampler.plan(2).samples_in_steps(2, sampler.plan(2).num_steps)
+            if not {"weights", "tail", "drop_last"} & options.keys():
+                assert abs(rest.plan(2).kept - left) <= num_processes, "nothing but a remainder is lost or found"
 
 
 def test_capacity_by_cost_solves_the_batch_size_of_each_bucket() -> None:
@@ -135,3 +159,13 @@ def test_lengths_of_a_subset_are_those_of_its_own_samples() -> None:
     seen = [float(sample[0]) for batch in loader for sample in batch]
     assert np.allclose(sorted(seen), sorted(LENGTHS[LENGTHS < 5]))
     assert max(len(batch) * max(map(len, batch)) for batch in loader) <= 12
+
+
+def test_batches_can_be_padded_to_the_bounds_of_their_buckets_within_the_capacity() -> None:
+    dataset = [torch.ones(length) for length in np.ceil(LENGTHS).astype(int)]
+    sampler = LengthBatchSampler(np.ceil(LENGTHS).astype(int), capacity=20, num_buckets=3, num_processes=1)
+    collator = PadCollator(["audio"], boundaries=sampler.boundaries)
+    shapes = [tuple(batch["audio"].shape) for batch in DataLoader(dataset, batch_sampler=sampler, collate_fn=collator)]
+    assert all(count * length <= 20 for count, length in shapes)
+    assert {length for _, length in shapes} == set(sampler.boundaries)
+    assert len(set(shapes)) <= 2 * len(sampler.boundaries), "a full and a short batch of each"

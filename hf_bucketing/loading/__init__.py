@@ -3,8 +3,10 @@
 from .bucket_sampler import BucketBatchSampler
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
+from .faults import StandIns
 from .length_sampler import LengthBatchSampler
 from .pack_sampler import PackBatchSampler
+from .padding import PadCollator
 from .planned import PlannedBatchSampler
 from .resume import ResumableLoader, resume
 
@@ -14,8 +16,10 @@ __all__ = [
     "LengthBatchSampler",
     "PackBatchSampler",
     "PackCollator",
+    "PadCollator",
     "PlannedBatchSampler",
     "ResumableLoader",
+    "StandIns",
     "check_loader",
     "resume",
 ]

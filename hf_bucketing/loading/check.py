@@ -30,14 +30,15 @@ def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
         raise PlanError("dispatch_batches joins batches of different sizes; set dispatch_batches=False.")
     if getattr(loader, "use_stateful_dataloader", False):
         raise PlanError(
-            "use_stateful_dataloader begins to draw the first epoch in prepare(), saves what was drawn instead of what "
-            "was trained on, and all processes write one file; iterate resume(accelerator, loader), which puts the "
-            "right place into save_state, or leave use_stateful_dataloader out."
+            "use_stateful_dataloader begins to draw the first epoch in prepare(), saves what was drawn instead of "
+            "what was trained on, and all processes write one file; iterate resume(accelerator, loader), which puts "
+            "the right place into save_state, or leave use_stateful_dataloader out."
         )
     sampler = planned_sampler(loader)
-    if getattr(sampler, "batch_size", None) is not None:
+    batch_size = getattr(sampler, "batch_size", None)
+    if batch_size is not None:
         raise PlanError(
-            f"The sampler has batch_size={sampler.batch_size}, by which accelerate drops each group of batches that "
+            f"The sampler has batch_size={batch_size}, by which accelerate drops each group of batches that "
             "holds a shorter one, up to 92 % of the data; delete the attribute."
         )
     shards = 1

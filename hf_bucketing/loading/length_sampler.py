@@ -10,7 +10,6 @@ import numpy.typing as npt
 from ..sampling import EpochPlan, LengthPlanConfig, length_buckets, plan_lengths
 from ..sampling.length_plan import oversize_rows
 from ..sampling.plan import IntArray
-from ..sampling.rows import FloatArray
 from .planned import PlannedBatchSampler
 from .state import settings
 
@@ -37,8 +36,8 @@ class LengthBatchSampler(PlannedBatchSampler):
 
     Example:
         >>> sampler = LengthBatchSampler([3, 9, 4, 8], capacity=20, num_buckets=2, num_processes=1, shuffle=False)
-        >>> list(sampler), sampler.boundaries.tolist()
-        ([[0, 2], [1, 3]], [4.0, 9.0])
+        >>> list(sampler), sampler.boundaries
+        ([[0, 2], [1, 3]], [4, 9])
     """
 
     def __init__(
@@ -59,9 +58,10 @@ class LengthBatchSampler(PlannedBatchSampler):
         oversize_rows(self.lengths, self.config)
 
     @property
-    def boundaries(self) -> FloatArray:
-        """Upper bound of each bucket, included, shape `(num_buckets,)`: pad to these for static shapes."""
-        return length_buckets(self.lengths, self.config)
+    def boundaries(self) -> list[float]:
+        """Upper bound of each bucket, included: what to pad to for static shapes; whole if the lengths are."""
+        bounds: list[float] = length_buckets(self.lengths, self.config).tolist()
+        return bounds
 
     def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         plan = plan_lengths(

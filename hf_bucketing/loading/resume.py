@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+from ..errors import BucketingError
 from ..sampling import EpochPlan
 from .check import check_loader, planned_sampler
 
@@ -62,7 +63,7 @@ class ResumableLoader:
     def __init__(self, accelerator: Accelerator, loader: DataLoader[Any]) -> None:
         if getattr(loader, "use_stateful_dataloader", False):
             # Its own state counts what was drawn, all processes write it to one file, and prepare() has begun to draw.
-            loader.use_stateful_dataloader = False  # type: ignore[attr-defined]
+            loader.use_stateful_dataloader = False
             self._reset: Any = loader.load_state_dict  # type: ignore[attr-defined]
         else:
             self._reset = None
@@ -115,12 +116,29 @@ class ResumableLoader:
         if self._generator is not None:
             seed = np.random.SeedSequence((self.sampler.state_dict()["seed"], self.epoch))
             self._generator.manual_seed(int(seed.generate_state(1, np.uint32)[0]))
-        for batch in self.loader:
+        for batch in self._batches():
             if self.accelerator.sync_gradients:
                 self._window = self.step
             self.step += 1
             yield batch
         self.set_epoch(self.epoch + 1)
+
+    def _batches(self) -> Iterator[Any]:
+        """Yield the loader's batches; say which process, step and rows it was when a worker dies or hangs."""
+        try:
+            yield from self.loader
+        except RuntimeError as error:
+            if "DataLoader" not in str(error):
+                raise
+            process = self.accelerator.process_index
+            # accelerate draws one batch ahead of the one at hand.
+            ahead = range(self.step, min(self.step + 2, self.plan.num_steps))
+            rows = [self.plan.batch(step * self.plan.num_processes + process).tolist() for step in ahead]
+            raise BucketingError(
+                f"Process {process} got no batch after step {self.step} of epoch {self.epoch}: {error} The worker was "
+                f"to load the rows {' or '.join(map(str, rows))}, or ones a few steps later. Look for a sample that "
+                "takes all memory or hangs, raise the loader's timeout, or use fewer workers."
+            ) from error
 
     def __len__(self) -> int:
         """Return the steps that are left of the epoch."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import PlanError
 from .rows import FloatArray
@@ -76,11 +77,11 @@ class LengthPlanConfig:
                 raise PlanError(f"Boundaries must be numbers that rise, got {self.boundaries!r}.")
             object.__setattr__(self, "boundaries", bounds)
 
-    def upper_bounds(self, lengths: FloatArray) -> FloatArray:
+    def upper_bounds(self, lengths: npt.NDArray[Any]) -> FloatArray:
         """Return the upper bound of each bucket, included; the last one is at least the largest of the lengths.
 
         Args:
-            lengths (`float64`, shape `(n,)`): At least one; those that are to be bucketed.
+            lengths (array of `int` or `float`, shape `(n,)`): At least one; those that are to be bucketed.
 
         Example:
             >>> LengthPlanConfig(batch_size=1, num_buckets=3, boundaries="uniform").upper_bounds(np.array([1.0, 4, 7]))
@@ -88,10 +89,10 @@ class LengthPlanConfig:
         """
         longest = lengths.max()
         if not isinstance(self.boundaries, str):
-            bounds = np.array(self.boundaries)
+            bounds = np.array(self.boundaries, np.float64)
             return bounds if bounds[-1] >= longest else np.append(bounds, longest)
         if self.boundaries == "uniform":
             return np.linspace(lengths.min(), longest, self.num_buckets + 1)[1:]
         # Bounds are lengths that occur, so that the sizes of batches follow from the longest sample of a bucket.
         bounds = np.quantile(lengths, np.linspace(0, 1, self.num_buckets + 1)[1:], method="inverted_cdf")
-        return np.unique(bounds)
+        return np.unique(bounds).astype(np.float64)

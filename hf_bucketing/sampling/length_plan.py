@@ -15,7 +15,7 @@ from .bucket_config import BucketPlanConfig
 from .bucket_plan import plan_lockstep
 from .length_config import LengthPlanConfig
 from .plan import MIXED, EpochPlan, IntArray, check_processes, rng_for
-from .rows import BoolArray, EpochRows, FloatArray, epoch_rows
+from .rows import BoolArray, EpochRows, epoch_rows
 
 _CHUNK = 2**18
 
@@ -95,25 +95,33 @@ def oversize_rows(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> BoolAr
     return over
 
 
-def length_buckets(lengths: npt.ArrayLike, config: LengthPlanConfig) -> FloatArray:
+def length_buckets(lengths: npt.ArrayLike, config: LengthPlanConfig) -> npt.NDArray[Any]:
     """Return the upper bound of each bucket, included: what its batches can be padded to for static shapes.
 
     Args:
-        lengths (array of `int` or `float`, shape `(n,)`): As for [`plan_lengths`].
+        lengths (array of `int` or `float`, shape `(n,)`): As for [`plan_lengths`]; whole numbers have whole bounds.
         config ([`LengthPlanConfig`]): Its boundaries. None exceeds the capacity, but for the one of the rows above
             the capacity, if those get batches of their own.
+
+    Returns:
+        `int64` or `float64` of shape `(num_buckets,)`, rising. Equal bounds are one bucket, so there may be fewer than
+        `config.num_buckets`.
 
     Raises:
         PlanError: If no row has a length.
     """
-    values = np.asarray(lengths, np.float64)
+    values = np.asarray(lengths)
     capacity = np.inf if config.capacity is None else config.capacity
     over = values[values > capacity] if config.oversize == "own_batch" else values[:0]
     inside = values[(values > 0) & (values <= capacity)]
     if not len(inside) + len(over):
         raise PlanError("No row has a length above 0 that the capacity can hold.")
-    bounds = np.unique(np.minimum(config.upper_bounds(inside), capacity)) if len(inside) else np.zeros(0)
-    return np.append(bounds, over.max()) if len(over) else bounds
+    bounds = np.minimum(config.upper_bounds(inside), capacity) if len(inside) else np.zeros(0)
+    bounds = np.append(bounds, over.max()) if len(over) else bounds
+    if np.issubdtype(values.dtype, np.integer):
+        bounds = np.floor(bounds).astype(np.int64)
+    bounds = np.unique(bounds)
+    return bounds[bounds > 0]
 
 
 def _in_buckets(
@@ -134,7 +142,7 @@ def _in_buckets(
     return plan_lockstep(ids, settings, chosen=chosen, num_processes=num_processes, rng=rng)
 
 
-def _sizes_for(bounds: FloatArray, capacity: float) -> dict[int, int]:
+def _sizes_for(bounds: npt.NDArray[Any], capacity: float) -> dict[int, int]:
     """Return how many samples of each bucket fit, at least one."""
     sizes = np.floor(capacity / bounds)
     sizes -= sizes * bounds > capacity  # the division may have been rounded up
