@@ -12,7 +12,7 @@ from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
+from hf_bucketing import BucketTable, LatentSpec, PlanError, Size
 from hf_bucketing.loading import BucketBatchSampler, PackBatchSampler, check_loader
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
@@ -98,20 +98,6 @@ def test_resuming_at_every_step_yields_exactly_the_rest(make, num_processes: int
                 if step < plan.num_steps:
                     following = make(num_processes=num_processes).plan(epoch + 1).batches(process_index=process)
                     assert list(loader) == [batch.tolist() for batch in following], "the next epoch is whole"
-
-
-@samplers
-def test_a_state_of_other_rows_settings_or_version_is_refused(make) -> None:
-    state = make().state_dict(step=2)
-    with pytest.raises(PlanError, match="fingerprint"):
-        make(seed=1).load_state_dict(state)
-    with pytest.raises(PlanError, match="version 2"):
-        make().load_state_dict({**state, "version": 2})
-    other = BucketBatchSampler(IDS[:-1], table=TABLE, batch_size=4)
-    with pytest.raises(PlanError, match="fingerprint"):
-        other.load_state_dict(bucket_sampler().state_dict())
-    with pytest.raises(PlanError, match="fingerprint"):
-        bucket_sampler(table=open_table(WAN)).load_state_dict(bucket_sampler().state_dict())
 
 
 @samplers

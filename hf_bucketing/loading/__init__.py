@@ -1,15 +1,25 @@
 """From an epoch plan to batches: samplers, collators and transforms for a `torch.utils.data.DataLoader`."""
 
+from .bucket_sampler import BucketBatchSampler
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
+from .faults import StandIns
+from .length_sampler import LengthBatchSampler
+from .pack_sampler import PackBatchSampler
+from .padding import PadCollator
 from .planned import PlannedBatchSampler
-from .samplers import BucketBatchSampler, PackBatchSampler
+from .resume import ResumableLoader, resume
 
 __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
+    "LengthBatchSampler",
     "PackBatchSampler",
     "PackCollator",
+    "PadCollator",
     "PlannedBatchSampler",
+    "ResumableLoader",
+    "StandIns",
     "check_loader",
+    "resume",
 ]

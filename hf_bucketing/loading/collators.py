@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..buckets import BucketTable
@@ -13,6 +14,7 @@ from ..errors import BucketingError, ColumnError, MediaError
 from ..geometry import CropBox, LatentSpec, Size
 from ..media import MediaSource
 from ..open_table import OpenTable
+from .faults import StandIns
 from .transforms import load_sample
 
 Row = Mapping[str, Any]
@@ -31,6 +33,13 @@ class MediaCollator:
         root (`str`, *optional*): Folder that relative paths start from.
         random_crop (`bool`): Crop and start at random; if False, in the centre and at the first frame.
         seed (`int`, *optional*): See above.
+        on_error (`"raise"` or `"replace"`): What an unreadable sample does: end the run, or give its place to another
+            one of its bucket (of as many tokens, or fewer where there is none, in a pack), drawn from the seed, the
+            epoch and its index. The batch then holds the other's index and caption.
+        stand_ins ([`StandIns`], *optional*): The data set, the log and the limits, for `"replace"`.
+
+    Raises:
+        BucketingError: If `on_error` is unknown, or not matched by `stand_ins`.
     """
 
     def __init__(
@@ -41,12 +50,20 @@ class MediaCollator:
         root: str | None = None,
         random_crop: bool = True,
         seed: int | None = None,
+        on_error: Literal["raise", "replace"] = "raise",
+        stand_ins: StandIns | None = None,
     ) -> None:
+        if on_error not in ("raise", "replace") or (on_error == "replace") != (stand_ins is not None):
+            raise BucketingError(
+                f'on_error must be "raise", or "replace" with stand_ins=StandIns(dataset, log=…); got {on_error!r} '
+                f"with stand_ins={stand_ins!r}."
+            )
         self.column = column
         self.caption_column = caption_column
         self.root = root
         self.random_crop = random_crop
         self.seed = seed
+        self.stand_ins = stand_ins
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -68,8 +85,12 @@ class MediaCollator:
         _require(rows[0], [self.column, "num_frames", "fps"])
         if self.caption_column is not None:
             _require(rows[0], [self.caption_column])
-        sizes = self.target(rows)
-        loaded = [self._load(row, size) for row, size in zip(rows, sizes, strict=True)]
+        found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
+        rows, sizes, loaded = (
+            [row for row, _, _ in found],
+            [size for _, size, _ in found],
+            [part for *_, part in found],
+        )
         batch: dict[str, Any] = {
             "pixel_values": [pixels for pixels, _ in loaded],
             "size": sizes,
@@ -81,6 +102,33 @@ class MediaCollator:
         if "index" in rows[0]:
             batch["index"] = [int(row["index"]) for row in rows]
         return batch
+
+    def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
+        """Return the positions of the rows that may stand in for an unreadable one."""
+        raise NotImplementedError
+
+    def _load_or_replace(self, row: Row, size: Size) -> tuple[Row, Size, tuple[torch.Tensor, CropBox]]:
+        """Load a row, or the first readable one of its stand-ins."""
+        if self.stand_ins is None:
+            return row, size, self._load(row, size)
+        _require(row, ["index"])
+        epoch, index = int(self._epoch), int(row["index"])
+        others: list[int] | None = None
+        while True:
+            try:
+                loaded = self._load(row, size)
+            except MediaError as error:
+                if others is None:
+                    candidates = self.candidates(row, self.stand_ins)
+                    others = self.stand_ins.choose(candidates, index=index, seed=self.seed or 0, epoch=epoch)
+                if not others:
+                    raise MediaError(f"{error} No readable sample was found to stand in for row {index}.") from error
+                failed, row = int(row["index"]), self.stand_ins.dataset[others.pop(0)]
+                size = self.target([row])[0]
+                self.stand_ins.report(epoch=epoch, index=failed, reason=str(error), stand_in=int(row["index"]))
+            else:
+                self.stand_ins.in_a_row = 0
+                return row, size, loaded
 
     def _load(self, row: Row, size: Size) -> tuple[torch.Tensor, CropBox]:
         name = f"row {row['index']}" if "index" in row else "a row without an index column"
@@ -106,6 +154,8 @@ class MediaCollator:
 class BucketCollator(MediaCollator):
     """Make a batch of one bucket: cover-resize and crop every sample to the bucket's size, and stack them.
 
+    Rows of several buckets, a catch-all batch, get the size of the table's base bucket.
+
     Called with rows of a data set that has `bucket_id`, `num_frames` and `fps` columns, returns a `dict` with
     `pixel_values` (`float32`, `(B, 3, F, H, W)`, in [−1, 1]), `bucket_id`, and the lists `caption`, `size`, `crop`,
     `fps` (0 for images) and `index`.
@@ -124,20 +174,31 @@ class BucketCollator(MediaCollator):
 
         Raises:
             ColumnError: If there is no `bucket_id` column.
-            BucketingError: If the rows are of several buckets, or of none.
+            BucketingError: If the rows are of none, or of several buckets and the table has no base bucket.
         """
+        return [self.table.size(self._bucket(rows))] * len(rows)
+
+    def _bucket(self, rows: Sequence[Row]) -> int:
+        """Return the bucket of all rows, or the base bucket of the table for a catch-all batch of several."""
         _require(rows[0], ["bucket_id"])
         ids = {int(row["bucket_id"]) for row in rows}
-        if len(ids) > 1:
+        if len(ids) == 1:
+            return ids.pop()
+        if self.table.base is None:
             raise BucketingError(
-                f"A batch holds the buckets {sorted(ids)}, which cannot be stacked; draw it with a BucketBatchSampler."
+                f"A batch holds the buckets {sorted(ids)}, which cannot be stacked; draw it with a "
+                "BucketBatchSampler, or give the table a base bucket for batches that mix buckets."
             )
-        return [self.table.size(ids.pop())] * len(rows)
+        return self.table.base
+
+    def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
+        """Return the rows of the same bucket."""
+        return np.flatnonzero(stand_ins.column("bucket_id") == int(row["bucket_id"]))
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""
         batch = self.load(rows)
-        return {**batch, "pixel_values": torch.stack(batch["pixel_values"]), "bucket_id": int(rows[0]["bucket_id"])}
+        return {**batch, "pixel_values": torch.stack(batch["pixel_values"]), "bucket_id": self._bucket(rows)}
 
 
 class PackCollator(MediaCollator):
@@ -165,6 +226,12 @@ class PackCollator(MediaCollator):
         """
         _require(rows[0], ["num_frames", "height", "width"])
         return [self.spec.snap(Size(*(int(row[key]) for key in ("num_frames", "height", "width")))) for row in rows]
+
+    def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
+        """Return the rows of as many tokens, or those of fewer if there is no other."""
+        tokens, own = stand_ins.column("num_tokens"), int(row["num_tokens"])
+        alike = np.flatnonzero(tokens == own)
+        return alike if len(alike) > 1 else np.flatnonzero((tokens > 0) & (tokens < own))
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,9 +13,9 @@ import numpy.typing as npt
 from ..errors import PlanError
 
 IntArray = npt.NDArray[np.int64]
-Purpose = Literal["buckets", "packs"]
+Purpose = Literal["buckets", "packs", "lengths", "weights"]
 
-_STREAMS: dict[Purpose, int] = {"buckets": 1, "packs": 2}
+_STREAMS: dict[Purpose, int] = {"buckets": 1, "packs": 2, "lengths": 3, "weights": 4}
 
 MIXED = -1
 """The bucket id of a batch in a mixed step, whose processes hold different buckets."""
@@ -32,10 +32,13 @@ class EpochPlan:
         indices (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
         offsets (`int64`, shape `(num_batches + 1,)`): Batch `i` is `indices[offsets[i]:offsets[i + 1]]`, never empty.
         bucket_ids (`int32`, shape `(num_batches,)`): Bucket of each batch, −1 where it has none (packs) or where the
-            processes of its step hold different ones.
+            processes of its step hold different ones because they share what was left over.
         num_processes (`int`): Processes that share the batches.
-        repeated (`int`): Samples that stand in the plan a second time.
+        repeated (`int`): Occurrences in the plan of rows that it holds already.
         drop_reasons (mapping of `str` to `int`): Rows that are not in the plan, by reason.
+        consumed (`int`): Occurrences that the epoch had before this plan, which holds what it had left: a plan made
+            in the middle of an epoch, for another number of processes. `kept + dropped + consumed` is the number of
+            rows, unless rows repeat.
 
     Raises:
         PlanError: If the number of batches is no multiple of `num_processes`, or arrays and offsets do not fit.
@@ -55,6 +58,7 @@ class EpochPlan:
     num_processes: int
     repeated: int = 0
     drop_reasons: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    consumed: int = 0
 
     def __post_init__(self) -> None:
         if self.num_batches % self.num_processes:
@@ -87,19 +91,82 @@ class EpochPlan:
 
     @property
     def num_mixed_steps(self) -> int:
-        """Steps whose processes hold different buckets; all of them in a plan of packs, which have no bucket."""
-        return int(np.count_nonzero(self.bucket_ids[:: self.num_processes] == MIXED))
+        """Steps whose processes hold different buckets; all of them in a plan without buckets."""
+        by_step = self.bucket_ids.reshape(self.num_steps, self.num_processes)
+        first = by_step[:, :1]
+        return int(np.count_nonzero(((by_step != first) | (first == MIXED)).any(axis=1)))
 
-    def summary(self) -> dict[str, Any]:
-        """Return the counts of the plan as JSON values."""
-        return {
+    def summary(
+        self,
+        *,
+        num_tokens: npt.ArrayLike | None = None,
+        costs: npt.ArrayLike | None = None,
+        capacity: float | None = None,
+    ) -> dict[str, Any]:
+        """Return the counts of the plan as JSON values, and what its steps cost if the rows' costs are known.
+
+        Args:
+            num_tokens (array, shape `(num_rows,)`, *optional*): Tokens or length of each row of the data set. Adds
+                `padding`: the share of what is computed that is none of them.
+            costs (array, shape `(num_rows,)`, *optional*): Cost of each row; by default its tokens. Adds
+                `cost_imbalance`, largest ÷ mean over the processes, as it adds up over the steps (1: no process ever
+                waits), and the `cheapest_step` and the `most_expensive_step`, by their slowest process.
+            capacity (`float`, *optional*): For packs: what each has room for. Without it, batches are padded to their
+                longest sample, and each of their samples costs as much as the most expensive.
+        """
+        counts = {
             "num_processes": self.num_processes,
             "num_steps": self.num_steps,
             "num_mixed_steps": self.num_mixed_steps,
             "kept": self.kept,
             "repeated": self.repeated,
+            "consumed": self.consumed,
             "dropped": dict(self.drop_reasons),
         }
+        if not self.num_steps:
+            return counts
+        sizes = np.diff(self.offsets)
+        if num_tokens is not None:
+            tokens = np.asarray(num_tokens)[self.indices]
+            longest = np.maximum.reduceat(tokens, self.offsets[:-1])
+            computed = (longest * sizes).sum() if capacity is None else capacity * self.num_batches
+            counts["padding"] = 1 - float(tokens.sum() / computed)
+        if costs is not None or num_tokens is not None:
+            each = np.asarray(num_tokens if costs is None else costs, np.float64)[self.indices]
+            if capacity is None:
+                each = np.repeat(np.maximum.reduceat(each, self.offsets[:-1]), sizes)
+            counts.update(self._cost_summary(each))
+        return counts
+
+    def _cost_summary(self, sample_costs: npt.NDArray[np.float64]) -> dict[str, Any]:
+        batches = np.add.reduceat(sample_costs, self.offsets[:-1]).reshape(-1, self.num_processes)
+        slowest = batches.max(axis=1)
+        cheapest, dearest = int(slowest.argmin()), int(slowest.argmax())
+        return {
+            "cost_imbalance": float(slowest.sum() / batches.mean(axis=1).sum()),
+            "cheapest_step": {"step": cheapest, "cost": float(slowest[cheapest])},
+            "most_expensive_step": {"step": dearest, "cost": float(slowest[dearest])},
+        }
+
+    def most_expensive_first(self, sample_costs: npt.ArrayLike) -> EpochPlan:
+        """Return this plan with its most expensive step moved to the front, to run out of memory at once or never.
+
+        Args:
+            sample_costs (array, shape `(num_samples,)`): Cost of each sample of the plan, in the order of `indices`.
+        """
+        if not self.num_steps:
+            return self
+        step = self._cost_summary(np.asarray(sample_costs, np.float64))["most_expensive_step"]["step"]
+        start, stop = step * self.num_processes, (step + 1) * self.num_processes
+        first, last = self.offsets[start], self.offsets[stop]
+        sizes, labels = np.diff(self.offsets), self.bucket_ids
+        sizes = np.concatenate([sizes[start:stop], sizes[:start], sizes[stop:]])
+        return replace(
+            self,
+            indices=np.concatenate([self.indices[first:last], self.indices[:first], self.indices[last:]]),
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            bucket_ids=np.concatenate([labels[start:stop], labels[:start], labels[stop:]]),
+        )
 
     def batch(self, position: int) -> IntArray:
         """Return the row numbers of batch `position`, shape `(batch,)`."""
@@ -117,11 +184,14 @@ class EpochPlan:
         return int(self.offsets[last] - self.offsets[first])
 
 
-def rng_for(seed: int, epoch: int, purpose: Purpose) -> np.random.Generator:
-    """Return the generator of one decision in one epoch; every process makes the same one."""
+def rng_for(seed: int, epoch: int, purpose: Purpose, *, consumed: int = 0) -> np.random.Generator:
+    """Return the generator of one decision in one epoch; every process makes the same one.
+
+    A plan of the rest of an epoch has another order than the plan of the whole, by how much was `consumed`.
+    """
     if seed < 0 or epoch < 0:
         raise PlanError(f"Seed and epoch must not be negative, got seed={seed}, epoch={epoch}.")
-    return np.random.default_rng((seed, epoch, _STREAMS[purpose]))
+    return np.random.default_rng((seed, epoch, _STREAMS[purpose], *([consumed] if consumed else [])))
 
 
 def check_processes(num_processes: int) -> None:

@@ -1,0 +1,105 @@
+"""Batches of tensors of different lengths, padded to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import BucketingError, ColumnError
+
+
+class PadCollator:
+    """Stack tensors that differ in length along one dimension, and tell how long each is.
+
+    Called with rows of a data set, or with bare tensors, returns a `dict` of stacked tensors with `lengths` (`int64`,
+    shape `(B,)`) for [`masked_mse`][hf_bucketing.losses.masked_mse] and masks. Columns that are not padded come as
+    lists.
+
+    Args:
+        columns (sequence of `str`): Columns to pad, as long as each other in every row. Bare tensors take the first
+            name.
+        dim (`int`): The dimension that differs, the last by default.
+        multiple (`int`, *optional*): Pad to a multiple of this, as tensor cores like it.
+        boundaries (sequence of `int`, *optional*): Pad to the smallest of these that is long enough, so that the model
+            meets few shapes (static graphs, `torch.compile`): the boundaries of the length buckets.
+        value (`float`): What padding holds.
+
+    Raises:
+        BucketingError: If both `multiple` and `boundaries` are given, or a value is below 1.
+
+    Example:
+        >>> batch = PadCollator(["audio"], multiple=4)([{"audio": torch.ones(3)}, {"audio": torch.ones(2)}])
+        >>> batch["audio"], batch["lengths"]
+        (tensor([[1., 1., 1., 0.],
+                [1., 1., 0., 0.]]), tensor([3, 2]))
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        *,
+        dim: int = -1,
+        multiple: int | None = None,
+        boundaries: Sequence[int] | None = None,
+        value: float = 0.0,
+    ) -> None:
+        if multiple is not None and boundaries is not None:
+            raise BucketingError("Give either multiple or boundaries.")
+        if not columns or min([1 if multiple is None else multiple, *(boundaries or [1])]) < 1:
+            raise BucketingError(
+                f"Expected columns, and multiple and boundaries of 1 or more; got {list(columns)}, {multiple} and "
+                f"{boundaries}."
+            )
+        self.columns = tuple(columns)
+        self.dim = dim
+        self.multiple = 1 if multiple is None else multiple
+        self.boundaries = None if boundaries is None else sorted(boundaries)
+        self.value = value
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """Return the padded batch.
+
+        Raises:
+            ColumnError: If a row lacks a column.
+            BucketingError: If columns differ in length within a row, other dimensions differ between rows, or a sample
+                is longer than the last boundary.
+        """
+        named = [row if isinstance(row, Mapping) else {self.columns[0]: row} for row in rows]
+        batch: dict[str, Any] = {name: [row[name] for row in named] for name in named[0] if name not in self.columns}
+        lengths = None
+        for name in self.columns:
+            if any(name not in row for row in named):
+                raise ColumnError(f"A row lacks {name!r}; it has {sorted(named[0])}.")
+            tensors = [torch.as_tensor(row[name]) for row in named]
+            found = [tensor.shape[self.dim] for tensor in tensors]
+            if lengths is not None and found != lengths:
+                raise BucketingError(f"{name!r} is {found} long and {self.columns[0]!r} {lengths}; pad them apart.")
+            lengths = found
+            batch[name] = self._stack(name, tensors, self._target(max(found)))
+        batch["lengths"] = torch.tensor(lengths)
+        return batch
+
+    def _target(self, longest: int) -> int:
+        if self.boundaries is None:
+            return -(-longest // self.multiple) * self.multiple
+        fitting = [boundary for boundary in self.boundaries if boundary >= longest]
+        if not fitting:
+            raise BucketingError(
+                f"A sample is {longest} long, but the last boundary is {self.boundaries[-1]}; add one, or leave the "
+                "sample out."
+            )
+        return fitting[0]
+
+    def _stack(self, name: str, tensors: Sequence[torch.Tensor], target: int) -> torch.Tensor:
+        dim = self.dim % tensors[0].ndim
+        shapes = {tuple(tensor.shape[:dim] + tensor.shape[dim + 1 :]) for tensor in tensors}
+        if len(shapes) > 1:
+            raise BucketingError(f"{name!r} differs in more than dimension {self.dim}: {sorted(shapes)} beside it.")
+        shape = list(tensors[0].shape)
+        shape[dim] = target
+        stacked = tensors[0].new_full((len(tensors), *shape), self.value)
+        for place, tensor in zip(stacked, tensors, strict=True):
+            place.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        return stacked
