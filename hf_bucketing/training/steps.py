@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,10 +14,22 @@ _IMAGE_FPS = 1.0
 """Frame rate of images, whose only frame lies at 0 seconds at any rate."""
 
 
-class Step(Protocol):
-    """Computes the per-sample losses `(n,)` of a batch."""
+class StepLosses(NamedTuple):
+    """Losses of a batch.
 
-    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> torch.Tensor: ...
+    Attributes:
+        values (`torch.Tensor` of shape `(n,)`): One per sample.
+        noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
+    """
+
+    values: torch.Tensor
+    noise_levels: torch.Tensor
+
+
+class Step(Protocol):
+    """Computes the per-sample losses of a batch."""
+
+    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> StepLosses: ...
 
 
 class BucketStep:
@@ -27,7 +39,7 @@ class BucketStep:
         self.recipe = recipe
         self.objective = objective
 
-    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> torch.Tensor:
+    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
         latents = self.recipe.encode_latents(batch["pixel_values"])
         noised = self.objective(list(latents), indices=batch["index"], epoch=epoch)
@@ -38,7 +50,8 @@ class BucketStep:
             text=self.recipe.encode_text(batch["caption"]).to(latents.dtype),
             fps=_fps(batch, latents.device),
         )
-        return self.objective.losses(prediction, noised)
+        levels = noised.timesteps / self.objective.num_train_timesteps
+        return StepLosses(self.objective.losses(prediction, noised), levels)
 
 
 class PackStep:
@@ -49,7 +62,7 @@ class PackStep:
         self.objective = objective
         self.packing = packing
 
-    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> torch.Tensor:
+    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
         latents = [self.recipe.encode_latents(pixels[None])[0] for pixels in batch["pixel_values"]]
         noised = self.objective(latents, indices=batch["index"], epoch=epoch)
@@ -59,7 +72,8 @@ class PackStep:
             conditioning=self.recipe.conditioning(fps=_fps(batch, latents[0].device)),
             **self.recipe.encode_text(batch["caption"]).to(latents[0].dtype).pack_kwargs(),
         )
-        return self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
+        values = self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
+        return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
 
 
 def _fps(batch: dict[str, Any], device: torch.device) -> torch.Tensor:

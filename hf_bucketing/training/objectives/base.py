@@ -30,6 +30,10 @@ class Noised(NamedTuple):
 class Objective(Protocol):
     """Adds noise, and scores predictions."""
 
+    @property
+    def num_train_timesteps(self) -> int:
+        """The timestep of pure noise, or one more."""
+
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
         """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
 

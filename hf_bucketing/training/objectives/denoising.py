@@ -30,6 +30,11 @@ class Denoising:
     snr_gamma: float | None = None
     seed: int = 0
 
+    @property
+    def num_train_timesteps(self) -> int:
+        """Steps of the schedule."""
+        return self.posterior.num_timesteps
+
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
         """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
         noised, targets, steps = [], [], []
