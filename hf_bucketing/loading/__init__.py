@@ -3,20 +3,27 @@
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
 from .faults import StandIns
+from .groups import BucketGrouping, PackGrouping
 from .padding import PadCollator
 from .planned import PlannedBatchSampler
 from .resume import ResumableLoader, resume
+from .resume_stream import ResumableStream
 from .samplers import BucketBatchSampler, PackBatchSampler
+from .streaming import StreamingBucketBatcher
 
 __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
+    "BucketGrouping",
     "PackBatchSampler",
     "PackCollator",
+    "PackGrouping",
     "PadCollator",
     "PlannedBatchSampler",
     "ResumableLoader",
+    "ResumableStream",
     "StandIns",
+    "StreamingBucketBatcher",
     "check_loader",
     "resume",
 ]
