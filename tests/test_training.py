@@ -195,7 +195,7 @@ def test_a_data_set_of_another_model_is_refused(pipeline_dir, prepared_dir, tmp_
         pretrained_model_name_or_path=str(pipeline_dir), dataset_dir=str(prepared_dir), output_dir=str(tmp_path)
     )
     with pytest.raises(BucketingError, match="prepare it again"):
-        make_data(config, LatentSpec(temporal_stride=8, spatial_stride=32))
+        make_data(config, LatentSpec(temporal_stride=8, spatial_stride=32), width=96)
 
 
 @pytest.mark.parametrize("change", [

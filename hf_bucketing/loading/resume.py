@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import BucketingError
 from ..sampling import EpochPlan
+from ..sampling.plan import IntArray
 from .check import check_loader, planned_sampler
 from .resume_stream import ResumableStream
 from .streaming import StreamingBucketBatcher
@@ -100,11 +101,16 @@ class ResumableLoader:
 
     @property
     def samples_in_window(self) -> int:
-        """Samples that all processes take together in the accumulation window of the batch at hand.
+        """How many samples [`rows_in_window`][ResumableLoader.rows_in_window] holds."""
+        return len(self.rows_in_window)
 
-        The `total` of [`global_mean`][hf_bucketing.losses.global_mean].
+    @property
+    def rows_in_window(self) -> IntArray:
+        """Rows that all processes take together in the accumulation window of the batch at hand.
+
+        Their number, or what they weigh together, is the `total` of [`global_mean`][hf_bucketing.losses.global_mean].
         """
-        return self.plan.samples_in_steps(self._window, self._window + self.accelerator.gradient_accumulation_steps)
+        return self.plan.rows_in_steps(self._window, self._window + self.accelerator.gradient_accumulation_steps)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate, from its start; the present one again changes nothing."""

@@ -178,10 +178,14 @@ class EpochPlan:
         for position in range(first_step * self.num_processes + start, self.num_batches, stride):
             yield self.batch(position)
 
+    def rows_in_steps(self, start: int, stop: int) -> IntArray:
+        """Return the rows of all processes in steps `start` to `stop - 1`; `stop` may overshoot."""
+        first, last = (min(step, self.num_steps) * self.num_processes for step in (start, stop))
+        return self.indices[self.offsets[first] : self.offsets[last]]
+
     def samples_in_steps(self, start: int, stop: int) -> int:
         """Return how many samples all processes together take in steps `start` to `stop - 1`; `stop` may overshoot."""
-        first, last = (min(step, self.num_steps) * self.num_processes for step in (start, stop))
-        return int(self.offsets[last] - self.offsets[first])
+        return len(self.rows_in_steps(start, stop))
 
 
 def rng_for(seed: int, epoch: int, purpose: Purpose, *, consumed: int = 0) -> np.random.Generator:

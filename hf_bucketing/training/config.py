@@ -22,17 +22,39 @@ class TrainingConfig:
 
     pretrained_model_name_or_path: str = _flag(help="A diffusers pipeline, on the hub or in a folder.")
     dataset_dir: str = _flag(help="A folder that scripts/prepare_dataset.py wrote.")
-    output_dir: str = _flag(help="Receives the pipeline, checkpoints and logs.")
+    output_dir: str = _flag(help="Receives the pipeline or the adapters, checkpoints and logs.")
+    dry_run: bool = _flag(False, help="Print plan, cost and an estimate of memory, and train nothing.")
+
     batching: Literal["bucket", "pack"] = _flag("bucket", help="Stacks of one size, or packs of any sizes.")
     train_batch_size: int = _flag(4, help="Samples per process and step, for buckets without --capacity.")
-    capacity: int | None = _flag(None, help="Tokens per process and step; packs need it.")
+    capacity: str | None = _flag(
+        None, help='Tokens per process and step, which packs need; "auto" finds the most that fit in memory.'
+    )
+    tail: Literal["short", "drop", "repeat", "catch_all"] = _flag(
+        "short", help="What becomes of a bucket's remainder."
+    )
+    pack_strategy: Literal["sequential", "first_fit", "best_fit_decreasing"] = _flag(
+        "first_fit", help="How samples are dealt into packs."
+    )
+    balance: Literal["none", "cost"] = _flag("none", help="Whether packs of one step cost alike on all processes.")
     strip_length: int = _flag(64, help="Tokens per strip of a pack.")
+    longest_first: bool = _flag(
+        False, help="Begin with the most expensive step, to run out of memory at once or never."
+    )
+    center_crop: bool = _flag(False, help="Crop in the middle and start at the first frame, instead of at random.")
+
     num_train_epochs: int = _flag(1, help="Unused if --max_train_steps is given.")
     max_train_steps: int | None = _flag(None, help="Optimizer steps.")
     gradient_accumulation_steps: int = _flag(1, help="Batches per optimizer step.")
     gradient_checkpointing: bool = _flag(False, help="Compute blocks again in backward, to save memory.")
     mixed_precision: Literal["no", "fp16", "bf16"] | None = _flag(None, help="By default accelerate's own setting.")
-    learning_rate: float = _flag(1e-4, help="Of AdamW.")
+    lora_rank: int | None = _flag(None, help="Train adapters of this rank instead of the whole transformer.")
+    lora_alpha: int | None = _flag(None, help="Adapters are scaled by alpha / rank; by default rank.")
+    lora_targets: str = _flag("to_q,to_k,to_v,to_out.0", help="Ends of the names of the layers that get adapters.")
+    ema_decay: float | None = _flag(None, help="Average weights with this decay, such as 0.999, and save the average.")
+
+    optimizer: Literal["adamw", "adamw_8bit"] = _flag("adamw", help="The second needs bitsandbytes.")
+    learning_rate: float = _flag(1e-4, help="Of the optimizer.")
     lr_scheduler: str = _flag("constant", help="One of diffusers' schedules, such as cosine.")
     lr_warmup_steps: int = _flag(0, help="Optimizer steps.")
     adam_beta1: float = _flag(0.9, help="Of AdamW.")
@@ -40,10 +62,14 @@ class TrainingConfig:
     adam_weight_decay: float = _flag(1e-2, help="Of AdamW.")
     adam_epsilon: float = _flag(1e-8, help="Of AdamW.")
     max_grad_norm: float = _flag(1.0, help="Gradients are clipped to this norm.")
-    weighting_scheme: Literal["logit_normal", "uniform"] = _flag("logit_normal", help="Draw of the noise level.")
+
+    weighting_scheme: Literal["logit_normal", "uniform"] = _flag("logit_normal", help="Draw of a flow's noise level.")
     snr_gamma: float | None = _flag(None, help="Min-SNR weighting of denoising losses (Latte), such as 5.0.")
+    loss_reduction: Literal["sample", "token"] = _flag("sample", help="What counts alike in the loss.")
     max_sequence_length: int | None = _flag(None, help="Text tokens per caption; by default the pipeline's own.")
+    caption_dropout: float = _flag(0.0, help="Share of captions left empty, for classifier-free guidance.")
     seed: int = _flag(0, help="Of plans, crops, noise and timesteps.")
+
     dataloader_num_workers: int = _flag(2, help="Decoding processes per training process.")
     dataloader_timeout: int = _flag(600, help="Seconds without a batch after which a worker counts as hung; 0: never.")
     on_error: Literal["raise", "replace"] = _flag(
@@ -51,34 +77,82 @@ class TrainingConfig:
     )
     max_errors: int = _flag(100, help="Unreadable samples in a row that are borne.")
     max_error_share: float = _flag(0.01, help="Share of the data set that may be unreadable in an epoch.")
+
+    validation_prompts: list[str] | None = _flag(  # noqa: RUF009 (a field as the others)
+        None, help="Rendered while training, to mp4 files and the tracker."
+    )
+    validation_sizes: str = _flag("17,480,832", help='"frames,height,width;…" of the rendered prompts.')
+    validation_steps: int = _flag(500, help="Optimizer steps between renderings.")
+    validation_inference_steps: int = _flag(30, help="Scheduler steps of a rendering.")
+    validation_guidance_scale: float = _flag(5.0, help="Of a rendering.")
+    validation_fps: float = _flag(16.0, help="Frame rate of the rendered files.")
     checkpointing_steps: int | None = _flag(None, help="Optimizer steps between checkpoints; none by default.")
     checkpoints_total_limit: int | None = _flag(None, help="Older checkpoints are removed.")
     resume_from_checkpoint: str | None = _flag(None, help='A checkpoint\'s name or path, or "latest".')
     report_to: str = _flag("tensorboard", help='One of accelerate\'s trackers, or "none".')
 
     def __post_init__(self) -> None:
-        choices = {
+        choices: dict[str, tuple[Any, ...]] = {
             "batching": ("bucket", "pack"),
+            "tail": ("short", "drop", "repeat", "catch_all"),
+            "pack_strategy": ("sequential", "first_fit", "best_fit_decreasing"),
+            "balance": ("none", "cost"),
             "mixed_precision": (None, "no", "fp16", "bf16"),
+            "optimizer": ("adamw", "adamw_8bit"),
             "weighting_scheme": ("logit_normal", "uniform"),
+            "loss_reduction": ("sample", "token"),
             "on_error": ("raise", "replace"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise BucketingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
-        if self.batching == "pack" and self.capacity is None:
-            raise BucketingError("Packing needs capacity, the tokens per process and step (--capacity).")
-        at_least_one = (
-            *("train_batch_size", "capacity", "strip_length", "num_train_epochs", "max_train_steps"),
-            *("gradient_accumulation_steps", "max_sequence_length"),
-            *("checkpointing_steps", "checkpoints_total_limit"),
-        )
-        for name in at_least_one:
-            value = getattr(self, name)
+        if isinstance(self.capacity, int):
+            object.__setattr__(self, "capacity", str(self.capacity))
+        if self.capacity not in (None, "auto") and not str(self.capacity).isdecimal():
+            raise BucketingError(f'capacity must be a number of tokens or "auto", got {self.capacity!r}.')
+        self._check_numbers()
+        self._check_pairs()
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """Tokens per process and step; None without a capacity.
+
+        Raises:
+            BucketingError: If it is still to be found.
+        """
+        if self.capacity == "auto":
+            raise BucketingError('capacity="auto" has not been replaced by a number of tokens yet.')
+        return None if self.capacity is None else int(self.capacity)
+
+    def _check_numbers(self) -> None:
+        at_least_one: dict[str, float | None] = {
+            name: getattr(self, name)
+            for name in (
+                *("train_batch_size", "strip_length", "num_train_epochs", "max_train_steps", "validation_steps"),
+                *("gradient_accumulation_steps", "max_sequence_length", "lora_rank", "lora_alpha"),
+                *("checkpointing_steps", "checkpoints_total_limit", "validation_inference_steps"),
+            )
+        }
+        if self.capacity != "auto":
+            at_least_one["capacity"] = self.capacity_tokens
+        for name, value in at_least_one.items():
             if value is not None and value < 1:
                 raise BucketingError(f"{name} must be at least 1, got {value}.")
-        if self.lr_warmup_steps and self.lr_scheduler == "constant":
-            raise BucketingError("lr_warmup_steps needs another schedule: --lr_scheduler constant_with_warmup.")
         for name in ("seed", "dataloader_num_workers", "dataloader_timeout"):
             if getattr(self, name) < 0:
                 raise BucketingError(f"{name} must not be negative, got {getattr(self, name)}.")
+        for name in ("caption_dropout", "ema_decay"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
+                raise BucketingError(f"{name} must be from 0 to 1, got {getattr(self, name)}.")
+
+    def _check_pairs(self) -> None:
+        if self.batching == "pack" and self.capacity is None:
+            raise BucketingError("Packing needs capacity, the tokens per process and step (--capacity).")
+        if self.lr_warmup_steps and self.lr_scheduler == "constant":
+            raise BucketingError("lr_warmup_steps needs another schedule: --lr_scheduler constant_with_warmup.")
+        if self.lora_alpha is not None and self.lora_rank is None:
+            raise BucketingError("lora_alpha scales adapters; give their rank too (--lora_rank).")
+        foreign = ["tail"] if self.batching == "pack" else ["pack_strategy", "balance"]
+        for name in foreign:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise BucketingError(f"{name} is not for batching={self.batching!r}; leave it out.")

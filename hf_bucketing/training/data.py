@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch.utils.data import DataLoader
 
+from ..buckets import BucketTable
+from ..cost import CostModel
 from ..errors import BucketingError
-from ..geometry import LatentSpec
+from ..geometry import LatentSpec, Size
 from ..loading import (
     BucketBatchSampler,
     BucketCollator,
@@ -18,26 +24,60 @@ from ..loading import (
     StandIns,
 )
 from ..loading.collators import MediaCollator
+from ..losses import Reduction, reduction_weights
 from ..mapping import BucketColumns, PreparedDataset, map_columns
-from ..open_table import open_table
+from ..open_table import OpenTable, open_table
 from .config import TrainingConfig
 
 UNREADABLE = "unreadable.jsonl"
 
 
-class TrainingData(NamedTuple):
-    """The loader of a run, not yet prepared, and its sampler."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """The loader of a run, not yet prepared, its sampler, and what each row weighs.
+
+    Attributes:
+        loader (`DataLoader`): Not yet prepared.
+        sampler ([`PlannedBatchSampler`][hf_bucketing.loading.PlannedBatchSampler]): Of the loader.
+        bucket_ids (array of `int`, shape `(n,)`): Size of each row, in `table`.
+        table ([`BucketTable`] or [`OpenTable`]): What the ids mean.
+        num_tokens (array of `int`, shape `(n,)`): Tokens of each row.
+        cost_model ([`CostModel`][hf_bucketing.cost.CostModel]): What rows of so many tokens cost.
+        reduction (`"sample"` or `"token"`): What counts alike in the loss.
+    """
 
     loader: DataLoader[Any]
     sampler: PlannedBatchSampler
+    bucket_ids: npt.NDArray[np.int64]
+    table: BucketTable | OpenTable
+    num_tokens: npt.NDArray[np.int64]
+    cost_model: CostModel
+    reduction: Reduction
+
+    def loss_weights(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return what the losses of rows weigh, `(n,)`."""
+        return reduction_weights(torch.from_numpy(self.num_tokens[rows]), self.reduction)
+
+    def tokens(self, rows: npt.NDArray[np.int64]) -> int:
+        """Return the tokens of rows together."""
+        return int(self.num_tokens[rows].sum())
+
+    def cost(self, rows: npt.NDArray[np.int64]) -> float:
+        """Return what rows cost together."""
+        return float(self.cost_model.cost(self.num_tokens[rows]).sum())
+
+    def sizes(self, rows: npt.NDArray[np.int64]) -> list[Size]:
+        """Return the size that each row is loaded at."""
+        return [self.table.size(int(self.bucket_ids[row])) for row in rows]
 
 
-def make_data(config: TrainingConfig, spec: LatentSpec) -> TrainingData:
+def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> TrainingData:
     """Read the prepared data set and make its loader.
 
     Args:
         config ([`TrainingConfig`]): Names the folder and the way of batching.
         spec ([`LatentSpec`]): Of the model that is trained.
+        width (`int`): Channels of its tokens, which decide what attention costs beside all else.
 
     Raises:
         BucketingError: If the data set was prepared for another model, or holds no usable row.
@@ -48,43 +88,41 @@ def make_data(config: TrainingConfig, spec: LatentSpec) -> TrainingData:
             f"{config.dataset_dir} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
             f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
         )
-    dataset, seed = prepared.dataset, config.seed
-    options: dict[str, Any] = {
-        "column": prepared.column,
-        "caption_column": prepared.caption_column,
-        "root": prepared.root,
-        "seed": seed,
-    }
+    dataset = prepared.dataset
+    table: BucketTable | OpenTable = prepared.table
+    if config.batching == "pack":
+        table = open_table(spec)
+        dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
+    bucket_ids, num_tokens = (np.asarray(dataset[name], np.int64) for name in ("bucket_id", "num_tokens"))
+    cost_model = CostModel.for_transformer(width)
     sampler: PlannedBatchSampler
     collator: MediaCollator
-    if config.batching == "pack":
-        dataset = map_columns(dataset, BucketColumns(open_table(spec), spec), overwrite=True)
-    if config.on_error == "replace":
-        options["on_error"], options["stand_ins"] = (
-            "replace",
-            StandIns(
-                dataset,
-                log=Path(config.output_dir) / "logs" / UNREADABLE,
-                max_errors=config.max_errors,
-                max_share=config.max_error_share,
-            ),
-        )
     if config.batching == "bucket":
         sampler = BucketBatchSampler(
-            dataset["bucket_id"],
-            table=prepared.table,
+            bucket_ids,
+            table=table,
             batch_size=config.train_batch_size if config.capacity is None else None,
-            capacity=config.capacity,
+            capacity=config.capacity_tokens,
             spec=spec,
-            seed=seed,
+            tail=config.tail,
+            longest_first=config.longest_first,
+            seed=config.seed,
         )
-        collator = BucketCollator(prepared.table, **options)
+        collator = BucketCollator(table, **_collator_options(config, prepared, dataset))
     else:
-        assert config.capacity is not None, "TrainingConfig checks it"
+        assert config.capacity_tokens is not None, "TrainingConfig checks it"
         sampler = PackBatchSampler(
-            dataset["num_tokens"], capacity=config.capacity, multiple=config.strip_length, seed=seed
+            num_tokens,
+            capacity=config.capacity_tokens,
+            multiple=config.strip_length,
+            strategy=config.pack_strategy,
+            balance=config.balance,
+            cost_model=cost_model if config.balance == "cost" else None,
+            accumulation_steps=config.gradient_accumulation_steps,
+            longest_first=config.longest_first,
+            seed=config.seed,
         )
-        collator = PackCollator(spec, **options)
+        collator = PackCollator(spec, **_collator_options(config, prepared, dataset))
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -93,4 +131,27 @@ def make_data(config: TrainingConfig, spec: LatentSpec) -> TrainingData:
         persistent_workers=config.dataloader_num_workers > 0,
         timeout=config.dataloader_timeout if config.dataloader_num_workers else 0,
     )
-    return TrainingData(loader, sampler)
+    return TrainingData(
+        loader=loader,
+        sampler=sampler,
+        bucket_ids=bucket_ids,
+        table=table,
+        num_tokens=num_tokens,
+        cost_model=cost_model,
+        reduction=config.loss_reduction,
+    )
+
+
+def _collator_options(config: TrainingConfig, prepared: PreparedDataset, dataset: Any) -> dict[str, Any]:
+    options = {
+        "column": prepared.column,
+        "caption_column": prepared.caption_column,
+        "root": prepared.root,
+        "random_crop": not config.center_crop,
+        "seed": config.seed,
+    }
+    if config.on_error == "raise":
+        return options
+    log = Path(config.output_dir) / "logs" / UNREADABLE
+    stand_ins = StandIns(dataset, log=log, max_errors=config.max_errors, max_share=config.max_error_share)
+    return {**options, "on_error": "replace", "stand_ins": stand_ins}

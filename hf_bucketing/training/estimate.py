@@ -41,6 +41,20 @@ class MemoryEstimate:
         return ", ".join(f"{name} {getattr(self, name) / 2**30:.2f} GiB" for name in parts)
 
 
+def model_width(transformer: Any) -> int:
+    """Return the channels of a diffusers transformer's tokens."""
+    return int(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
+
+
+def bytes_per_token(transformer: Any) -> int:
+    """Return the bytes of activations per token in half precision, without gradient checkpointing."""
+    return model_width(transformer) * _BYTES_PER_TOKEN_AND_CHANNEL * _blocks(transformer)
+
+
+def _blocks(transformer: torch.nn.Module) -> int:
+    return sum(len(part) for part in transformer.children() if isinstance(part, torch.nn.ModuleList))
+
+
 def estimate_memory(
     transformer: Any, *, num_tokens: int, gradient_checkpointing: bool, half_precision: bool, moment_bytes: int = 4
 ) -> MemoryEstimate:
@@ -55,8 +69,7 @@ def estimate_memory(
     """
     parameters = list(transformer.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    blocks = sum(len(part) for part in transformer.children() if isinstance(part, torch.nn.ModuleList))
-    width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
+    blocks, width = _blocks(transformer), model_width(transformer)
     scale = 1 if half_precision else 2
     block = num_tokens * width * _BYTES_PER_TOKEN_AND_CHANNEL * scale
     activations = block + 2 * scale * num_tokens * width * blocks if gradient_checkpointing else block * blocks

@@ -69,10 +69,12 @@ class RunLog:
         """Log the counts of an epoch's plan, in process 0."""
         self._write("plans", {"epoch": epoch, **summary})
 
-    def write_samples(self, *, epoch: int, step: int, bucket_id: int | None, index: list[int]) -> None:
-        """Log the samples of one batch; `batch` counts those of the whole run."""
+    def write_samples(
+        self, *, epoch: int, step: int, bucket_id: int | None, index: list[int], loss: list[float]
+    ) -> None:
+        """Log the samples of one batch and their losses; `batch` counts those of the whole run."""
         entry = {"batch": self._batches, "epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index}
-        self._write("samples", entry)
+        self._write("samples", {**entry, "loss": [round(value, 6) for value in loss]})
         self._batches += 1
 
     def write_loss(self, global_step: int, entry: Mapping[str, Any]) -> None:

@@ -2,96 +2,83 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import datasets
-import diffusers
 import torch
-import transformers
-from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import set_seed
 from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
 from tqdm.auto import tqdm
 
 from ..errors import BucketingError
 from ..loading import resume
 from ..losses import global_mean
-from ..packing import disable_packing, enable_packing
+from ..packing import disable_packing
+from .adapters import save_lora
+from .budget import describe, fill_capacity, out_of_memory
 from .checkpoint import load_checkpoint, save_checkpoint, save_pipeline
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
+from .estimate import model_width
 from .history import RunLog
+from .metrics import StepMetrics
 from .recipes import recipe_of
-from .steps import BucketStep, PackStep, Step
+from .setup import flat, load_recipe, make_accelerator, make_step, make_validation, optimizer_of
+from .steps import StepLosses
 
 logger = get_logger(__name__)
 
 
 def train(config: TrainingConfig) -> None:
-    """Fine-tune the transformer of a text-to-video pipeline, and save the pipeline to `config.output_dir`.
+    """Fine-tune the transformer of a text-to-video pipeline, and save it to `config.output_dir`.
 
     Runs in every process that `accelerate launch` starts.
 
     Raises:
         BucketingError: On data, settings or a checkpoint that do not fit; see the message.
     """
-    Trainer(config).run()
+    trainer = Trainer(config)
+    if config.dry_run:
+        trainer.accelerator.print("\n".join(trainer.describe()))
+        trainer.release()
+    else:
+        trainer.run()
 
 
 class Trainer:
     """One run: what is prepared once, and the progress that checkpoints hold."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        self.config = config
         self.folder = Path(config.output_dir)
-        self.accelerator = Accelerator(
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            mixed_precision=config.mixed_precision,
-            log_with=None if config.report_to == "none" else config.report_to,
-            project_config=ProjectConfiguration(project_dir=str(self.folder), logging_dir=str(self.folder / "logs")),
-        )
+        self.accelerator = make_accelerator(config)
         set_seed(config.seed)
-        if not self.accelerator.is_local_main_process:
-            _silence_progress_bars()
         recipe = recipe_of(config.pretrained_model_name_or_path)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
+        self.validation = make_validation(config, spec)
+        self.recipe = load_recipe(config, recipe, self.accelerator)
+        self.step = make_step(config, self.recipe)
+        self.config = fill_capacity(config, spec, accelerator=self.accelerator, step=self.step)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and config.resume_from_checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            self.data = make_data(config, spec)
-        self.recipe = recipe.load(config.pretrained_model_name_or_path, max_sequence_length=config.max_sequence_length)
-        self.step = self._make_step()
+            self.data = make_data(self.config, spec, width=model_width(self.recipe.transformer))
         self._prepare()
         self.global_step = 0
 
-    def _make_step(self) -> Step:
-        recipe, config = self.recipe, self.config
-        if config.gradient_checkpointing:
-            recipe.transformer.enable_gradient_checkpointing()
-        recipe.to(self.accelerator.device, dtype=_frozen_dtype(self.accelerator))
-        objective = recipe.objective(
-            weighting_scheme=config.weighting_scheme, snr_gamma=config.snr_gamma, seed=config.seed
-        )
-        if config.batching == "bucket":
-            return BucketStep(recipe, objective)
-        return PackStep(recipe, objective, enable_packing(recipe.transformer, strip_length=config.strip_length))
-
     def _prepare(self) -> None:
-        config = self.config
-        optimizer = torch.optim.AdamW(
-            self.recipe.transformer.parameters(),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            weight_decay=config.adam_weight_decay,
-            eps=config.adam_epsilon,
-        )
-        self.transformer, self.optimizer, loader = self.accelerator.prepare(
-            self.recipe.transformer, optimizer, self.data.loader
-        )
+        config, transformer = self.config, self.recipe.transformer
+        optimizer = optimizer_of(config, transformer)
+        self.transformer, self.optimizer, loader = self.accelerator.prepare(transformer, optimizer, self.data.loader)
+        self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
+        self.ema = EMAModel(self.trained, decay=config.ema_decay) if config.ema_decay is not None else None
+        if self.ema is not None:
+            self.accelerator.register_for_checkpointing(self.ema)
         self.loader = resume(self.accelerator, loader)
         self.max_train_steps = config.max_train_steps or self._steps_left()
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
@@ -110,6 +97,11 @@ class Trainer:
         left += [self.data.sampler.plan(epoch).num_steps for epoch in later]
         return sum(math.ceil(steps / self.config.gradient_accumulation_steps) for steps in left)
 
+    def describe(self) -> list[str]:
+        """Return the plan, its cost and an estimate of memory, as lines of text."""
+        options: dict[str, Any] = {"accelerator": self.accelerator, "max_train_steps": self.max_train_steps}
+        return describe(self.config, self.data, transformer=self.recipe.transformer, **options)
+
     def run(self) -> None:
         """Train from the start or from a checkpoint, and save the pipeline."""
         keep = self._resume()
@@ -117,15 +109,19 @@ class Trainer:
         self.log = RunLog(
             self.folder, process_index=accelerator.process_index, num_processes=accelerator.num_processes, keep=keep
         )
+        if accelerator.is_main_process:
+            (self.folder / "training_config.json").write_text(json.dumps(asdict(self.config), indent=2) + "\n")
         if self.config.report_to != "none":
-            self.accelerator.init_trackers("text-to-video", config=_flat(self.config))
-        self._announce()
+            accelerator.init_trackers("text-to-video", config=flat(self.config))
+        for line in self.describe():
+            logger.info(line)
         self.bar = tqdm(
             total=self.max_train_steps,
             initial=self.global_step,
             desc=f"{self.config.batching} steps",
-            disable=not self.accelerator.is_local_main_process,
+            disable=not accelerator.is_local_main_process,
         )
+        self.metrics = StepMetrics(accelerator, capacity=self.config.capacity_tokens)
         while self.global_step < self.max_train_steps:
             self._run_epoch(self.loader.epoch)
         self.bar.close()
@@ -138,92 +134,106 @@ class Trainer:
         if progress is None:
             return None
         self.global_step = progress["global_step"]
+        if self.ema is not None:
+            self.ema.to(self.accelerator.device)
         if self.config.max_train_steps is None:  # other ones, if the number of processes is another
             self.max_train_steps = self.global_step + self._steps_left()
         logger.info(f"Resumed after optimizer step {self.global_step}, in epoch {self.loader.epoch}")
         lines: dict[str, int] = progress["log"]
         return lines
 
-    def _announce(self) -> None:
-        plan = self.loader.plan
-        mixed = f", {plan.num_mixed_steps} of them mixed" if self.config.batching == "bucket" else ""
-        dropped = ", ".join(f"{count} {reason}" for reason, count in plan.drop_reasons.items()) or "none"
-        logger.info("***** Running training *****")
-        logger.info(f"  Num processes = {self.accelerator.num_processes}")
-        logger.info(f"  Batching = {self.config.batching}, mixed precision = {self.accelerator.mixed_precision}")
-        logger.info(f"  Samples per epoch = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}")
-        logger.info(f"  Steps per epoch = {plan.num_steps} on each process{mixed}")
-        logger.info(f"  Optimizer steps = {self.max_train_steps}")
-
     def _run_epoch(self, epoch: int) -> None:
         if self.loader.step == 0:
             self.log.write_plan(epoch, self.loader.plan.summary())
-        loss = torch.zeros((), device=self.accelerator.device)
         for batch in self.loader:
-            step, total = self.loader.step - 1, self.loader.samples_in_window
+            step = self.loader.step - 1
+            rows = self.loader.plan.batch(step * self.accelerator.num_processes + self.accelerator.process_index)
+            weights = self.data.loss_weights(rows) / self.data.loss_weights(self.loader.rows_in_window).sum()
+            weights = weights.to(self.accelerator.device)
             with self.accelerator.accumulate(self.transformer):
-                values = self.step(self.transformer, batch, epoch=epoch)
-                self.accelerator.backward(global_mean(values, accelerator=self.accelerator, total=total))
+                losses = self._train_on(batch, weights, epoch=epoch)
                 if self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.transformer.parameters(), self.config.max_grad_norm)
                 self.optimizer.step()
                 if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
                     self.lr_scheduler.step()
+                    if self.ema is not None:
+                        self.ema.step(self.trained)
                 self.optimizer.zero_grad()
-            loss += values.detach().float().sum() / total
-            bucket_id = batch["bucket_id"] if self.config.batching == "bucket" else None
-            self.log.write_samples(epoch=epoch, step=step, bucket_id=bucket_id, index=batch["index"])
+            self.metrics.add(*losses, weights=weights, tokens=self.data.tokens(rows), cost=self.data.cost(rows))
+            self.log.write_samples(
+                epoch=epoch,
+                step=step,
+                bucket_id=batch.get("bucket_id"),
+                index=batch["index"],
+                loss=losses.values.detach().float().tolist(),
+            )
             if self.accelerator.sync_gradients:
-                self._finish_step(loss, epoch=epoch, step=step, samples=total)
-                loss.zero_()
+                self._finish_step(epoch=epoch, step=step)
             if self.global_step == self.max_train_steps:
                 break
 
-    def _finish_step(self, loss: torch.Tensor, *, epoch: int, step: int, samples: int) -> None:
+    def _train_on(self, batch: Mapping[str, Any], weights: torch.Tensor, *, epoch: int) -> StepLosses:
+        """Run forward and backward of a batch."""
+        try:
+            losses = self.step(self.transformer, batch, epoch=epoch)
+            loss = global_mean(losses.values, weights.to(losses.values), accelerator=self.accelerator, total=1.0)
+            self.accelerator.backward(loss)
+        except (RuntimeError, MemoryError) as error:
+            message = out_of_memory(error, batch, self.config)
+            if message is None:
+                raise
+            raise BucketingError(message) from error
+        return losses
+
+    def _finish_step(self, *, epoch: int, step: int) -> None:
         self.global_step += 1
-        value = float(self.accelerator.reduce(loss, "sum"))
+        entry = {**self.metrics.finish(), "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch}
+        value = entry["train_loss"]
         if not math.isfinite(value):
             raise BucketingError(
                 f"The loss is {value} at optimizer step {self.global_step}; lower the learning rate, or look at the "
                 f"samples of epoch {epoch}, step {step} in {self.folder / 'logs'}."
             )
-        entry = {"train_loss": value, "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch, "samples": samples}
         self.accelerator.log(entry, step=self.global_step)
         self.log.write_loss(self.global_step, entry)
         self.bar.update()
-        self.bar.set_postfix(loss=f"{value:.4f}", epoch=epoch)
+        self.bar.set_postfix(loss=f"{value:.4f}", tokens_per_s=f"{entry['tokens_per_second']:.0f}", epoch=epoch)
         if self.config.checkpointing_steps and self.global_step % self.config.checkpointing_steps == 0:
-            progress = {
-                "global_step": self.global_step,
-                "log": self.log.state_dict(),
-            }
+            progress = {"global_step": self.global_step, "log": self.log.state_dict()}
             save_checkpoint(self.accelerator, self.folder, progress, limit=self.config.checkpoints_total_limit)
+        if self.validation is not None and self.global_step % self.config.validation_steps == 0:
+            self._validate()
+
+    def _validate(self) -> None:
+        """Render the prompts in the main process, with the averaged weights if there are any."""
+        if self.accelerator.is_main_process:
+            assert self.validation is not None
+            if self.ema is not None:
+                self.ema.store(self.trained)
+                self.ema.copy_to(self.trained)
+            with self.step.unpacked():
+                self.validation.render(self.recipe, self.accelerator, step=self.global_step)
+            if self.ema is not None:
+                self.ema.restore(self.trained)
+        self.accelerator.wait_for_everyone()
 
     def _finish(self) -> None:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
+            if self.ema is not None:
+                self.ema.copy_to(self.trained)
             if self.config.batching == "pack":
                 disable_packing(self.transformer)
-            save_pipeline(self.recipe.pipeline, self.folder)
-            logger.info(f"Saved the pipeline to {self.folder}")
+            (save_pipeline if self.config.lora_rank is None else save_lora)(self.recipe.pipeline, self.folder)
+            logger.info(f"Saved to {self.folder}")
         self.log.close()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of what was prepared, and end the processes' group."""
         # DDP must go before its process group: as its last owner, DDP would destroy the group while it holds Python's
         # interpreter lock and waits for gloo's threads, which may wait for that lock to release a tensor.
         del self.transformer, self.optimizer, self.loader
         self.accelerator.free_memory()
         self.accelerator.end_training()
-
-
-def _frozen_dtype(accelerator: Accelerator) -> torch.dtype:
-    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
-
-
-def _silence_progress_bars() -> None:
-    datasets.disable_progress_bars()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def _flat(config: TrainingConfig) -> dict[str, Any]:
-    """Return the settings as trackers take them."""
-    return {name: value if value is not None else "none" for name, value in asdict(config).items()}

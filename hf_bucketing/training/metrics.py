@@ -32,19 +32,19 @@ class StepMetrics:
         self._cost = 0.0
 
     def add(
-        self, values: torch.Tensor, noise_levels: torch.Tensor, *, weight: torch.Tensor, tokens: int, cost: float
+        self, values: torch.Tensor, noise_levels: torch.Tensor, *, weights: torch.Tensor, tokens: int, cost: float
     ) -> None:
         """Add a micro-batch.
 
         Args:
             values (`torch.Tensor` of shape `(n,)`): Losses of its samples.
             noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
-            weight (`torch.Tensor` of shape `(n,)`): Each sample's share in the loss of the step over all processes.
+            weights (`torch.Tensor` of shape `(n,)`): Each sample's share in the loss of the step over all processes.
             tokens (`int`): Of its samples.
             cost (`float`): Of its samples, by any measure of work.
         """
         values = values.detach().float()
-        self._loss += (values * weight.to(values)).sum()
+        self._loss += (values * weights.to(values)).sum()
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
         self._by_level[0].index_add_(0, bins, values)
         self._by_level[1].index_add_(0, bins, torch.ones_like(values))

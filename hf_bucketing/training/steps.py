@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from ..packing import Packing, packed_forward
+from ..packing import Packing, disable_packing, enable_packing, packed_forward
 from .objectives import Objective
-from .recipes import Recipe
+from .recipes import Recipe, TextEmbeddings
 
 _IMAGE_FPS = 1.0
 """Frame rate of images, whose only frame lies at 0 seconds at any rate."""
@@ -26,20 +31,47 @@ class StepLosses(NamedTuple):
     noise_levels: torch.Tensor
 
 
-class Step(Protocol):
-    """Computes the per-sample losses of a batch."""
+@dataclass(kw_only=True)
+class Step(ABC):
+    """Computes the per-sample losses of a batch.
 
-    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> StepLosses: ...
+    Args:
+        recipe ([`Recipe`]): Encodes.
+        objective ([`Objective`]): Adds noise and scores.
+        caption_dropout (`float`): Share of the captions that are replaced by an empty one, for classifier-free
+            guidance; drawn from the seed, the epoch and the sample's index.
+        seed (`int`): Of that draw.
+    """
+
+    recipe: Recipe
+    objective: Objective
+    caption_dropout: float = 0.0
+    seed: int = 0
+
+    @abstractmethod
+    def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
+        """Return the loss of each sample."""
+
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Let the pipeline use its transformer inside a `with` block."""
+        yield
+
+    def _text(self, batch: Mapping[str, Any], dtype: torch.dtype, *, epoch: int) -> TextEmbeddings:
+        captions = [
+            "" if self._drops_caption(index, epoch) else caption
+            for caption, index in zip(batch["caption"], batch["index"], strict=True)
+        ]
+        return self.recipe.encode_text(captions).to(dtype)
+
+    def _drops_caption(self, index: int, epoch: int) -> bool:
+        return bool(np.random.default_rng((self.seed, epoch, index, 2)).random() < self.caption_dropout)
 
 
-class BucketStep:
+class BucketStep(Step):
     """One forward over a stack of samples of one size."""
 
-    def __init__(self, recipe: Recipe, objective: Objective) -> None:
-        self.recipe = recipe
-        self.objective = objective
-
-    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> StepLosses:
+    def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
         latents = self.recipe.encode_latents(batch["pixel_values"])
         noised = self.objective(list(latents), indices=batch["index"], epoch=epoch)
@@ -47,22 +79,34 @@ class BucketStep:
             transformer,
             torch.stack(noised.latents),
             timesteps=noised.timesteps,
-            text=self.recipe.encode_text(batch["caption"]).to(latents.dtype),
+            text=self._text(batch, latents.dtype, epoch=epoch),
             fps=_fps(batch, latents.device),
         )
         levels = noised.timesteps / self.objective.num_train_timesteps
         return StepLosses(self.objective.losses(prediction, noised), levels)
 
 
-class PackStep:
-    """One forward over a pack of samples, each of its own size."""
+@dataclass(kw_only=True)
+class PackStep(Step):
+    """One forward over a pack of samples, each of its own size.
 
-    def __init__(self, recipe: Recipe, objective: Objective, packing: Packing) -> None:
-        self.recipe = recipe
-        self.objective = objective
-        self.packing = packing
+    Args:
+        packing ([`Packing`][hf_bucketing.packing.Packing]): Of the recipe's transformer.
+    """
 
-    def __call__(self, transformer: torch.nn.Module, batch: dict[str, Any], *, epoch: int) -> StepLosses:
+    packing: Packing
+
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Switch packing off inside a `with` block."""
+        transformer = self.recipe.transformer
+        disable_packing(transformer)
+        try:
+            yield
+        finally:
+            self.packing = enable_packing(transformer, strip_length=self.packing.strip_length)
+
+    def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
         latents = [self.recipe.encode_latents(pixels[None])[0] for pixels in batch["pixel_values"]]
         noised = self.objective(latents, indices=batch["index"], epoch=epoch)
@@ -70,12 +114,12 @@ class PackStep:
             noised.latents,
             timesteps=noised.timesteps,
             conditioning=self.recipe.conditioning(fps=_fps(batch, latents[0].device)),
-            **self.recipe.encode_text(batch["caption"]).to(latents[0].dtype).pack_kwargs(),
+            **self._text(batch, latents[0].dtype, epoch=epoch).pack_kwargs(),
         )
         values = self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
         return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
 
 
-def _fps(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
+def _fps(batch: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     """Return the frame rate of each sample, `(n,)`."""
     return torch.tensor([fps or _IMAGE_FPS for fps in batch["fps"]], device=device)

@@ -1,0 +1,100 @@
+"""What a run prepares once: accelerator, model, step, optimizer, schedule."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import datasets
+import diffusers
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from ..geometry import LatentSpec
+from ..packing import enable_packing
+from .adapters import add_lora
+from .config import TrainingConfig
+from .optimizers import make_optimizer
+from .recipes import Recipe
+from .steps import BucketStep, PackStep, Step
+from .validation import Validation, parse_sizes
+
+
+def make_accelerator(config: TrainingConfig) -> Accelerator:
+    """Return the accelerator of a run; other processes than the first stay silent."""
+    folder = Path(config.output_dir)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        mixed_precision=config.mixed_precision,
+        log_with=None if config.report_to == "none" else config.report_to,
+        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
+    )
+    if not accelerator.is_local_main_process:
+        datasets.disable_progress_bars()
+        diffusers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
+    return accelerator
+
+
+def load_recipe(config: TrainingConfig, recipe: type[Recipe], accelerator: Accelerator) -> Recipe:
+    """Load the pipeline, choose what of its transformer is trained, and move the frozen parts to the device."""
+    loaded = recipe.load(config.pretrained_model_name_or_path, max_sequence_length=config.max_sequence_length)
+    if config.lora_rank is not None:
+        targets = config.lora_targets.split(",")
+        add_lora(loaded.pipeline, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
+    if config.gradient_checkpointing:
+        loaded.transformer.enable_gradient_checkpointing()
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    loaded.to(accelerator.device, dtype=half.get(accelerator.mixed_precision, torch.float32))
+    return loaded
+
+
+def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
+    """Return what computes the losses of a batch; for packs, packing is enabled."""
+    options: dict[str, Any] = {
+        "recipe": recipe,
+        "objective": recipe.objective(
+            weighting_scheme=config.weighting_scheme, snr_gamma=config.snr_gamma, seed=config.seed
+        ),
+        "caption_dropout": config.caption_dropout,
+        "seed": config.seed,
+    }
+    if config.batching == "bucket":
+        return BucketStep(**options)
+    return PackStep(**options, packing=enable_packing(recipe.transformer, strip_length=config.strip_length))
+
+
+def optimizer_of(config: TrainingConfig, transformer: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that the settings name."""
+    return make_optimizer(
+        transformer.parameters(),
+        name=config.optimizer,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.adam_weight_decay,
+        eps=config.adam_epsilon,
+    )
+
+
+def make_validation(config: TrainingConfig, spec: LatentSpec) -> Validation | None:
+    """Return what renders the validation prompts, if there are any."""
+    if not config.validation_prompts:
+        return None
+    return Validation(
+        prompts=config.validation_prompts,
+        sizes=parse_sizes(config.validation_sizes, spec),
+        num_inference_steps=config.validation_inference_steps,
+        guidance_scale=config.validation_guidance_scale,
+        fps=config.validation_fps,
+        seed=config.seed,
+        folder=Path(config.output_dir) / "validation",
+    )
+
+
+def flat(config: TrainingConfig) -> dict[str, Any]:
+    """Return the settings as trackers take them."""
+    values = {name: "none" if value is None else value for name, value in asdict(config).items()}
+    return {name: "; ".join(value) if isinstance(value, list) else value for name, value in values.items()}
