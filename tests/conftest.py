@@ -73,22 +73,36 @@ def run_script(name: str, *args: object, check: bool = True) -> subprocess.Compl
     return run([sys.executable, ROOT / "scripts" / name, *args], check=check)
 
 
+TRAINING_SCRIPT = ROOT / "scripts" / "train_text_to_video.py"
+
+
 def launch_training(*args: object, num_processes: int = 2, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run the training script under `accelerate launch`, on CPU processes."""
-    return launch(ROOT / "scripts" / "train_text_to_video.py", *args, num_processes=num_processes, check=check)
+    return launch(TRAINING_SCRIPT, *args, num_processes=num_processes, check=check)
+
+
+def start_training(*args: object, num_processes: int) -> subprocess.Popen[bytes]:
+    """Start the training script under `accelerate launch`, and let it run."""
+    command = [str(part) for part in _launch_command(TRAINING_SCRIPT, *args, num_processes=num_processes)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def launch(
     script: Path, *args: object, num_processes: int = 2, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run a script under `accelerate launch`, on CPU processes."""
-    command = [
+    command = _launch_command(script, *args, num_processes=num_processes)
+    return run(command, check=check, env={"ACCELERATE_USE_CPU": "true"})
+
+
+def _launch_command(script: Path, *args: object, num_processes: int) -> list[object]:
+    return [
         *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no"),
         *("--dynamo_backend", "no", "--num_processes", num_processes, "--main_process_port", 0),
         *(["--multi_gpu"] if num_processes > 1 else ["--cpu"]),
         *(script, *args),
     ]
-    return run(command, check=check, env={"ACCELERATE_USE_CPU": "true"})
 
 
 def run(

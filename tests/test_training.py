@@ -15,22 +15,8 @@ from hf_bucketing.mapping import PreparedDataset
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.history import count_samples, losses_of, plans_of
 
-from .conftest import launch, launch_training, run, run_script
-
-BATCHING = {
-    "bucket": ("--batching", "bucket", "--train_batch_size", 2),
-    "pack": ("--batching", "pack", "--capacity", 640, "--strip_length", 16),
-}
-batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
-
-
-def train(pipeline: Path, prepared: Path, output: Path, *flags: object, **options):
-    return launch_training(
-        *("--pretrained_model_name_or_path", pipeline, "--dataset_dir", prepared, "--output_dir", output),
-        *("--max_sequence_length", 32, "--dataloader_num_workers", 1, "--report_to", "none", "--learning_rate", 5e-3),
-        *flags,
-        **options,
-    )
+from .conftest import launch, run, run_script
+from .training_cases import BATCHING, batching, train
 
 
 @batching
@@ -66,30 +52,6 @@ assert not any(name.startswith("hf_bucketing") for name in sys.modules)
     from hf_bucketing.media import MediaSource, probe
 
     assert probe(MediaSource.from_cell(str(clip)))[:3] == (112, 64, 5)
-
-
-@pytest.mark.slow
-@batching
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_resumed_run_repeats_the_losses_and_samples_of_an_uninterrupted_one(
-    flags, num_processes: int, pipeline_dir, prepared_dir, tmp_path: Path
-) -> None:
-    common = (*flags, "--gradient_accumulation_steps", 2, "--checkpointing_steps", 2, "--checkpoints_total_limit", 2)
-    options = {"num_processes": num_processes}
-    train(pipeline_dir, prepared_dir, tmp_path / "whole", *common, "--max_train_steps", 7, **options)
-    train(pipeline_dir, prepared_dir, tmp_path / "parts", *common, "--max_train_steps", 5, **options)
-    assert sorted(p.name for p in (tmp_path / "parts").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
-    resume = (*common, "--max_train_steps", 7, "--resume_from_checkpoint", "latest")
-    result = train(pipeline_dir, prepared_dir, tmp_path / "parts", *resume, **options)
-    assert "Resumed after optimizer step 4" in result.stderr
-    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), abs=1e-6)
-    for process in range(num_processes):
-        log = f"logs/samples-{process}.jsonl"
-        assert (tmp_path / "parts" / log).read_text() == (tmp_path / "whole" / log).read_text()
-    again = train(pipeline_dir, prepared_dir, tmp_path / "parts", *common, "--resume_from_checkpoint", "checkpoint-9",
-                  check=False, **options)  # fmt: skip
-    assert again.returncode
-    assert "no complete checkpoint" in again.stderr
 
 
 @pytest.mark.slow

@@ -74,7 +74,8 @@ def fill_capacity(config: TrainingConfig, spec: LatentSpec, *, accelerator: Acce
     recipe.transformer.to(accelerator.device)
     tokens = make_data(dataclasses.replace(config, capacity=str(2**40)), spec, width=width).num_tokens
     smallest = int(-(-tokens.max() // config.strip_length) * config.strip_length)
-    largest = min(int(tokens.sum()), 2 * _free_bytes(accelerator) // bytes_per_token(recipe.transformer))
+    share = -(-int(tokens.sum()) // accelerator.num_processes)
+    largest = min(share, 2 * _free_bytes(accelerator) // bytes_per_token(recipe.transformer))
 
     def try_step(capacity: int) -> None:
         data = make_data(dataclasses.replace(config, capacity=str(capacity)), spec, width=width)
