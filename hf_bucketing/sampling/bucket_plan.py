@@ -3,59 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
-from .plan import MIXED, EpochPlan, IntArray, check_processes, rng_for
-from .rows import EpochRows, epoch_rows
+from .assemble import lockstep_plan
+from .bucket_config import BucketPlanConfig
+from .deal import Steps, deal, group_rows
+from .independent import plan_independent
+from .plan import EpochPlan, IntArray, check_processes, rng_for
+from .rows import EpochRows, FloatArray, epoch_rows
 
-TailPolicy = Literal["short", "drop"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPlanConfig:
-    """What a bucket plan depends on, beside the rows, the epoch and the number of processes.
-
-    Args:
-        batch_size (`int` or mapping of bucket id to `int`): Samples per process and step.
-        tail (`"short"` or `"drop"`): What happens to a bucket's samples that do not fill a step on all processes.
-            `"short"` deals them evenly in one smaller step, and what remains of all buckets one by one in mixed
-            steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
-            `"drop"` leaves them out of this epoch.
-        seed (`int`): Not negative.
-
-    Raises:
-        PlanError: On a batch size below 1 or an unknown tail policy.
-    """
-
-    batch_size: int | Mapping[int, int]
-    tail: TailPolicy = "short"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        sizes = self.batch_size.values() if isinstance(self.batch_size, Mapping) else [self.batch_size]
-        if not sizes or min(sizes) < 1:
-            raise PlanError(f"Every batch size must be at least 1, got {self.batch_size!r}.")
-        if self.tail not in ("short", "drop"):
-            raise PlanError(f'tail must be "short" or "drop", got {self.tail!r}.')
-
-    def batch_sizes(self, bucket_ids: IntArray) -> IntArray:
-        """Return the batch size of each of the given buckets.
-
-        Raises:
-            PlanError: If a mapping names no batch size for one of them.
-        """
-        if not isinstance(self.batch_size, Mapping):
-            return np.full(len(bucket_ids), self.batch_size, np.int64)
-        missing = [int(bucket) for bucket in bucket_ids if int(bucket) not in self.batch_size]
-        if missing:
-            raise PlanError(f"batch_size names no size for buckets {missing}; add them or reject their samples.")
-        return np.array([self.batch_size[int(bucket)] for bucket in bucket_ids], np.int64)
+Weights = npt.ArrayLike | Mapping[int, float]
 
 
 def plan_buckets(
@@ -64,21 +24,26 @@ def plan_buckets(
     *,
     epoch: int,
     num_processes: int,
+    weights: Weights | None = None,
     consumed: npt.ArrayLike | None = None,
 ) -> EpochPlan:
-    """Plan an epoch of bucketed batches in which all processes take the same bucket in the same step.
+    """Plan an epoch of bucketed batches.
 
     Args:
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row; negative for rejected rows, which are dropped.
         config ([`BucketPlanConfig`]): Batch sizes, tail policy and seed.
         epoch (`int`): Not negative; every epoch has its own order.
         num_processes (`int`): At least 1.
+        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): How often each row,
+            or each row of a bucket, comes per epoch: 2.0 twice, 0.5 in every second epoch. Buckets that a mapping
+            does not name have weight 1. By default every row comes once.
         consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were; the
             plan then holds what the epoch has left, which may be no step at all.
 
     Returns:
-        [`EpochPlan`]: With drop reasons `rejected` and `remainder`. Steps stand in one uniform random order, which
-        has the distribution of drawing buckets one after the other weighted by the steps that they have left.
+        [`EpochPlan`]: With drop reasons `rejected`, `weight` (rows that do not come in this epoch) and `remainder`.
+        Steps stand in one uniform random order, which has the distribution of drawing buckets one after the other
+        weighted by the steps that they have left.
 
     Raises:
         PlanError: If no row has a bucket, or too few for one step, or a bucket has no batch size.
@@ -92,82 +57,66 @@ def plan_buckets(
         (3, 10, {'remainder': 1}, [0, 0, 0, 0, 3, 3])
     """
     check_processes(num_processes)
-    ids = np.asarray(bucket_ids)
-    chosen = epoch_rows(ids >= 0, consumed=consumed, seed=config.seed, epoch=epoch)
-    rng = rng_for(config.seed, epoch, "buckets", consumed=chosen.consumed)
-    rows, present, counts = _shuffled_rows(ids, chosen.rows, rng)
-    if not len(rows) and not chosen.consumed:
+    ids = np.asarray(bucket_ids) if np.size(bucket_ids) else np.zeros(0, np.int64)
+    by_row = row_weights(ids, weights) if isinstance(weights, Mapping) else weights
+    chosen = epoch_rows(ids >= 0, weights=by_row, consumed=consumed, seed=config.seed, epoch=epoch)
+    if not len(chosen.rows) and not chosen.consumed:
         raise PlanError(
             "No row has a bucket: the data set is empty or every row was rejected. "
             "Look at the counts of its rejection column, and choose a table that fits the data."
         )
-    per_step = config.batch_sizes(present) * num_processes
-    full, rest = counts // per_step, counts % per_step
-    short = rest // num_processes if config.tail == "short" else np.zeros_like(rest)
-    starts = np.cumsum(counts) - counts
-    kept = full * per_step + short * num_processes
-    # One entry per step: first row, samples per process, bucket.
-    first = [
-        np.repeat(starts, full) + _ranges(full) * np.repeat(per_step, full),
-        (starts + full * per_step)[short > 0],
-    ]
-    size = [np.repeat(per_step // num_processes, full), short[short > 0]]
-    bucket = [np.repeat(present, full), present[short > 0]]
-    if config.tail == "short":
-        left = np.repeat(starts + kept, counts - kept) + _ranges(counts - kept)
-        left = rng.permutation(left)
-        mixed = len(left) // num_processes
-        first.append(len(rows) + np.arange(mixed) * num_processes)
-        size.append(np.ones(mixed, np.int64))
-        bucket.append(np.full(mixed, MIXED))
-        rows = np.concatenate([rows, rows[left]])
-    steps = rng.permutation(sum(map(len, first)))
-    if not len(steps) and not chosen.consumed:
+    rng = rng_for(config.seed, epoch, "buckets", consumed=chosen.consumed)
+    if config.lockstep:
+        plan = plan_lockstep(ids, config, chosen=chosen, num_processes=num_processes, rng=rng)
+    else:
+        plan = plan_independent(ids, config, chosen=chosen, num_processes=num_processes, rng=rng)
+    if not plan.num_steps and not chosen.consumed:
         raise PlanError(
-            f"{len(rows)} rows with a bucket do not fill one step of {num_processes} processes"
+            f"{len(chosen.rows)} rows with a bucket do not fill one step of {num_processes} processes"
             + (' under tail="drop"; use tail="short" or smaller batches.' if config.tail == "drop" else ".")
         )
-    return _assemble(
-        rows,
-        (np.concatenate(first)[steps], np.concatenate(size)[steps], np.concatenate(bucket)[steps]),
-        chosen=chosen,
-        num_processes=num_processes,
-    )
+    return plan
 
 
-def _shuffled_rows(
-    bucket_ids: IntArray, rows: IntArray, rng: np.random.Generator
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the given rows, bucket by bucket and shuffled within; the buckets present; the rows of each."""
-    rng.shuffle(rows)
-    present, counts = np.unique(bucket_ids[rows], return_counts=True)
-    ranks = np.searchsorted(present, bucket_ids[rows])
-    small = ranks.astype(np.uint16) if len(present) < 2**16 else ranks  # numpy sorts 16-bit keys by radix
-    return rows[np.argsort(small, kind="stable")], present.astype(np.int64), counts.astype(np.int64)
-
-
-def _ranges(counts: IntArray) -> IntArray:
-    """Return 0 … c−1 for each count c, one after the other: [2, 3] -> [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-
-
-def _assemble(
-    rows: IntArray,
-    steps: tuple[IntArray, IntArray, IntArray],
+def plan_lockstep(
+    bucket_ids: IntArray,
+    config: BucketPlanConfig,
     *,
     chosen: EpochRows,
     num_processes: int,
+    rng: np.random.Generator | None,
 ) -> EpochPlan:
-    first, size, bucket = steps
-    per_step = size * num_processes
-    indices = rows[np.repeat(first, per_step) + _ranges(per_step)]
-    reasons = {**chosen.drop_reasons, "remainder": len(chosen.rows) - len(indices)}
-    return EpochPlan(
-        indices=indices,
-        offsets=np.concatenate([[0], np.cumsum(np.repeat(size, num_processes))]),
-        bucket_ids=np.repeat(bucket, num_processes).astype(np.int32),
+    """Plan steps in which all processes take the same bucket; without a generator, rows and buckets in their order."""
+    groups = group_rows(chosen.rows, bucket_ids, rng=rng)
+    dealt = deal(
+        groups,
+        config.batch_sizes(groups.buckets),
         num_processes=num_processes,
-        drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
-        consumed=chosen.consumed,
+        tail=config.tail,
+        base_size=config.base_size,
+        rng=rng,
     )
+    del groups
+    steps = dealt.steps
+    if rng is None:
+        order = np.argsort(np.where(steps.bucket < 0, np.iinfo(np.int64).max, steps.bucket), kind="stable")
+    else:
+        order = rng.permutation(len(steps.first))
+    steps = Steps(*(column[order] for column in steps))
+    return lockstep_plan(
+        dealt.rows,
+        steps,
+        bucket_ids=bucket_ids,
+        base=config.base,
+        num_processes=num_processes,
+        chosen=chosen,
+        filled=dealt.filled,
+    )
+
+
+def row_weights(bucket_ids: IntArray, weights: Mapping[int, float]) -> FloatArray:
+    """Return each row's weight, from weights by bucket; 1 for buckets that are not named."""
+    by_row = np.ones(len(bucket_ids))
+    for bucket, weight in weights.items():
+        by_row[bucket_ids == bucket] = weight
+    return by_row

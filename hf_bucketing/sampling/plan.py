@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -91,21 +91,82 @@ class EpochPlan:
 
     @property
     def num_mixed_steps(self) -> int:
-        """Steps whose processes hold different buckets; all of them in a plan of packs, which have no bucket."""
+        """Steps whose processes hold different buckets; all of them in a plan without buckets."""
         by_step = self.bucket_ids.reshape(self.num_steps, self.num_processes)
         first = by_step[:, :1]
         return int(np.count_nonzero(((by_step != first) | (first == MIXED)).any(axis=1)))
 
-    def summary(self) -> dict[str, Any]:
-        """Return the counts of the plan as JSON values."""
-        return {
+    def summary(
+        self,
+        *,
+        num_tokens: npt.ArrayLike | None = None,
+        costs: npt.ArrayLike | None = None,
+        capacity: float | None = None,
+    ) -> dict[str, Any]:
+        """Return the counts of the plan as JSON values, and what its steps cost if the rows' costs are known.
+
+        Args:
+            num_tokens (array, shape `(num_rows,)`, *optional*): Tokens or length of each row of the data set. Adds
+                `padding`: the share of what is computed that is none of them.
+            costs (array, shape `(num_rows,)`, *optional*): Cost of each row; by default its tokens. Adds
+                `cost_imbalance`, largest ÷ mean over the processes, as it adds up over the steps (1: no process ever
+                waits), and the `cheapest_step` and the `most_expensive_step`, by their slowest process.
+            capacity (`float`, *optional*): For packs: what each has room for. Without it, batches are padded to their
+                longest sample, and each of their samples costs as much as the most expensive.
+        """
+        counts = {
             "num_processes": self.num_processes,
             "num_steps": self.num_steps,
             "num_mixed_steps": self.num_mixed_steps,
             "kept": self.kept,
             "repeated": self.repeated,
+            "consumed": self.consumed,
             "dropped": dict(self.drop_reasons),
         }
+        if not self.num_steps:
+            return counts
+        sizes = np.diff(self.offsets)
+        if num_tokens is not None:
+            tokens = np.asarray(num_tokens)[self.indices]
+            longest = np.maximum.reduceat(tokens, self.offsets[:-1])
+            computed = (longest * sizes).sum() if capacity is None else capacity * self.num_batches
+            counts["padding"] = 1 - float(tokens.sum() / computed)
+        if costs is not None or num_tokens is not None:
+            each = np.asarray(num_tokens if costs is None else costs, np.float64)[self.indices]
+            if capacity is None:
+                each = np.repeat(np.maximum.reduceat(each, self.offsets[:-1]), sizes)
+            counts.update(self._cost_summary(each))
+        return counts
+
+    def _cost_summary(self, sample_costs: npt.NDArray[np.float64]) -> dict[str, Any]:
+        batches = np.add.reduceat(sample_costs, self.offsets[:-1]).reshape(-1, self.num_processes)
+        slowest = batches.max(axis=1)
+        cheapest, dearest = int(slowest.argmin()), int(slowest.argmax())
+        return {
+            "cost_imbalance": float(slowest.sum() / batches.mean(axis=1).sum()),
+            "cheapest_step": {"step": cheapest, "cost": float(slowest[cheapest])},
+            "most_expensive_step": {"step": dearest, "cost": float(slowest[dearest])},
+        }
+
+    def most_expensive_first(self, sample_costs: npt.ArrayLike) -> EpochPlan:
+        """Return this plan with its most expensive step moved to the front, to run out of memory at once or never.
+
+        Args:
+            sample_costs (array, shape `(num_samples,)`): Cost of each sample of the plan, in the order of `indices`.
+        """
+        if not self.num_steps:
+            return self
+        step = self._cost_summary(np.asarray(sample_costs, np.float64))["most_expensive_step"]["step"]
+        start, stop = step * self.num_processes, (step + 1) * self.num_processes
+        first, last = self.offsets[start], self.offsets[stop]
+        sizes, labels = np.diff(self.offsets), self.bucket_ids
+        sizes = np.concatenate([sizes[start:stop], sizes[:start], sizes[stop:]])
+        return replace(
+            self,
+            indices=np.concatenate([self.indices[first:last], self.indices[:first], self.indices[last:]]),
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            bucket_ids=np.concatenate([labels[start:stop], labels[:start], labels[stop:]]),
+        )
 
     def batch(self, position: int) -> IntArray:
         """Return the row numbers of batch `position`, shape `(batch,)`."""

@@ -19,18 +19,21 @@ class EpochRows(NamedTuple):
 
     Attributes:
         rows (`int64`, shape `(n,)`): Row numbers in rising order, a repeated row as often as the epoch holds it.
-        drop_reasons (mapping of `str` to `int`): Rows that the epoch does not hold: `rejected`, `weight`.
+        drop_reasons (mapping of `str` to `int`): Rows that the epoch does not hold: `rejected`, `oversize`, `weight`.
         consumed (`int`): Occurrences that were seen before.
+        repeats (`bool`): Whether a row may occur more than once.
     """
 
     rows: IntArray
     drop_reasons: dict[str, int]
     consumed: int
+    repeats: bool
 
 
 def epoch_rows(
     usable: BoolArray,
     *,
+    oversize: BoolArray | None = None,
     weights: npt.ArrayLike | None = None,
     consumed: npt.ArrayLike | None = None,
     seed: int,
@@ -40,6 +43,7 @@ def epoch_rows(
 
     Args:
         usable (`bool`, shape `(n,)`): False for rejected rows.
+        oversize (`bool`, shape `(n,)`, *optional*): True for usable rows to leave out because no batch can hold them.
         weights (array of `float`, shape `(n,)`, *optional*): How often each row comes per epoch, at least 0; see
             [`occurrences`]. By default once.
         consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were.
@@ -54,8 +58,11 @@ def epoch_rows(
             does not exist.
     """
     reasons = {"rejected": len(usable) - int(np.count_nonzero(usable))}
+    if oversize is not None:
+        reasons["oversize"] = int(np.count_nonzero(usable & oversize))
+        usable = usable & ~oversize
     if weights is None and (consumed is None or not np.size(consumed)):
-        return EpochRows(np.flatnonzero(usable), reasons, 0)
+        return EpochRows(np.flatnonzero(usable), reasons, 0, False)
     counts = usable.astype(np.int64)
     if weights is not None:
         counts = np.where(usable, occurrences(_checked(weights, len(usable)), seed=seed, epoch=epoch), 0)
@@ -66,7 +73,8 @@ def epoch_rows(
         if seen.min() < 0 or seen.max() >= len(usable):
             raise PlanError(f"Consumed rows must be from 0 to {len(usable) - 1}, got {seen.min()} to {seen.max()}.")
         np.maximum(counts - np.bincount(seen, minlength=len(usable)), 0, out=counts)
-    return EpochRows(np.repeat(np.arange(len(usable)), counts), reasons, total - int(counts.sum()))
+    repeats = bool(len(counts)) and int(counts.max()) > 1
+    return EpochRows(np.repeat(np.arange(len(usable)), counts), reasons, total - int(counts.sum()), repeats)
 
 
 def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
@@ -100,8 +108,11 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     rng.shuffle(rows)
     rows = rows[np.argsort(fraction[rows], kind="stable")]
     part = fraction[rows]
-    _, first, group, size = np.unique(part, return_index=True, return_inverse=True, return_counts=True)
-    phase = (np.arange(len(rows)) - first[group] + rng.random(len(first))[group]) / size[group]
+    starts_group = np.append(True, part[1:] != part[:-1])[: len(part)]
+    first = np.flatnonzero(starts_group)
+    size = np.diff(np.append(first, len(part)))
+    shift = np.repeat(rng.random(len(first)) - first, size)
+    phase = (np.arange(len(rows)) + shift) / np.repeat(size, size)
     counts[rows] += (np.floor(phase + (epoch + 1) * part) - np.floor(phase + epoch * part)).astype(np.int64)
     return counts
 

@@ -17,7 +17,7 @@ from ..loading import (
     PlannedBatchSampler,
     StandIns,
 )
-from ..loading.collators import MediaCollator
+from ..loading.media_collator import MediaCollator
 from ..mapping import BucketColumns, PreparedDataset, map_columns
 from ..open_table import open_table
 from .config import TrainingConfig
