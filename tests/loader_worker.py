@@ -15,11 +15,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, gather_object, set_seed
+from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, Size
-from hf_bucketing.loading import BucketBatchSampler, PackBatchSampler, ResumableLoader, resume
+from hf_bucketing.loading import (
+    BucketBatchSampler,
+    BucketGrouping,
+    PackBatchSampler,
+    ResumableLoader,
+    ResumableStream,
+    StreamingBucketBatcher,
+    resume,
+)
 from hf_bucketing.losses import global_mean
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
@@ -127,6 +136,60 @@ def check_every_step(output: Path, **options: Any) -> None:
         assert not differences, (options, saved, differences[0])
 
 
+def stream_rows(shard: list[int], shards: list[int], total: int):
+    """Yield rows of three buckets; one in ten is rejected, and the first shard is longer than the others."""
+    for number in shard:
+        for index in range(total):
+            if number == (0 if index < total // 3 else index % shards[0]):
+                frames, height, width = TABLE.size(index % 3)
+                bucket, tokens = index % 3, (16, 32, 48)[index % 3]
+                if index % 10 == 9:
+                    frames, bucket, tokens = -1, -1, 0
+                yield {"index": index, "bucket_id": bucket, "num_tokens": tokens, "num_frames": frames,
+                       "height": height, "width": width}  # fmt: skip
+
+
+def collate_rows(rows) -> dict[str, list]:
+    """Return the rows' numbers."""
+    return {name: [row[name] for row in rows] for name in ("index", "bucket_id", "num_tokens")}
+
+
+def check_stream(output: Path, *, num_workers: int, shards: int = 6, total: int = 90) -> None:
+    """Read two epochs of a stream on all processes, saving at every step; from each, repeat the rest."""
+
+    def start() -> tuple[Accelerator, ResumableStream]:
+        accelerator = Accelerator()
+        dataset = IterableDataset.from_generator(
+            partial(stream_rows, total=total), gen_kwargs={"shard": list(range(shards)), "shards": [shards] * shards}
+        )
+        grouping = BucketGrouping(table=TABLE, batch_size=4)
+        stream = StreamingBucketBatcher(dataset, grouping, collate_fn=collate_rows, snapshot_every=8)
+        return accelerator, resume(accelerator, stream.make_loader(num_workers=num_workers))
+
+    accelerator, whole = start()
+    lines = []
+    for epoch in range(2):
+        for batch in whole:
+            assert accelerator.gradient_state.end_of_dataloader == whole.end_of_dataloader
+            lines.append([epoch, batch["index"], batch["weight"].tolist()])
+            accelerator.save_state(str(output / str(len(lines))))
+        assert whole.end_of_dataloader
+    gathered = gather_object([lines])
+    assert len(set(map(len, gathered))) == 1, "equal steps"
+    for epoch in range(2):
+        mine = [line for process in gathered for line in process if line[0] == epoch]
+        seen = [index for _, rows, weight in mine for index in rows if weight[0]]
+        assert sorted(seen) == [index for index in range(total) if index % 10 != 9], "each row once"
+    assert any(not line[2][0] for process in gathered for line in process), "some process has less to read"
+    for saved in range(1, len(lines) + 1):
+        accelerator, again = start()
+        accelerator.load_state(str(output / str(saved)))
+        rest = [
+            [epoch, batch["index"], batch["weight"].tolist()] for epoch in range(again.epoch, 2) for batch in again
+        ]
+        assert rest == lines[saved:], (saved, rest[:2], lines[saved : saved + 2])
+
+
 def train(output: Path, *, epochs: int, save_every: int, kill_at: int, **options: Any) -> None:
     """Train as a script does, from the newest checkpoint; the last process may be killed after `kill_at` batches."""
     run = Run.start(**options)
@@ -154,7 +217,7 @@ def train(output: Path, *, epochs: int, save_every: int, kill_at: int, **options
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["every_step", "train"])
+    parser.add_argument("mode", choices=["every_step", "stream", "train"])
     parser.add_argument("output", type=Path)
     parser.add_argument("--options", type=json.loads, default={})
     args = parser.parse_args()
@@ -163,7 +226,8 @@ def main() -> None:
         train(args.output, **args.options)
     else:
         for number, options in enumerate(args.options):
-            check_every_step(args.output / str(number), **options)
+            check = check_stream if args.mode == "stream" else check_every_step
+            check(args.output / str(number), **options)
 
 
 if __name__ == "__main__":

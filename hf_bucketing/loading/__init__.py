@@ -4,22 +4,29 @@ from .bucket_sampler import BucketBatchSampler
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
 from .faults import StandIns
+from .groups import BucketGrouping, PackGrouping
 from .length_sampler import LengthBatchSampler
 from .pack_sampler import PackBatchSampler
 from .padding import PadCollator
 from .planned import PlannedBatchSampler
 from .resume import ResumableLoader, resume
+from .resume_stream import ResumableStream
+from .streaming import StreamingBucketBatcher
 
 __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
+    "BucketGrouping",
     "LengthBatchSampler",
     "PackBatchSampler",
     "PackCollator",
+    "PackGrouping",
     "PadCollator",
     "PlannedBatchSampler",
     "ResumableLoader",
+    "ResumableStream",
     "StandIns",
+    "StreamingBucketBatcher",
     "check_loader",
     "resume",
 ]

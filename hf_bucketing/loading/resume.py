@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader
 from ..errors import BucketingError
 from ..sampling import EpochPlan
 from .check import check_loader, planned_sampler
+from .resume_stream import ResumableStream
+from .streaming import StreamingBucketBatcher
 
 
-def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader:
+def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader | ResumableStream:
     """Put a prepared loader under the care of `accelerator.save_state` and `load_state`.
 
     Call it once, after `accelerator.prepare` and before `load_state`, and iterate what it returns. From then on every
@@ -23,7 +25,8 @@ def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader
 
     Args:
         accelerator (`Accelerator`): The one that prepared the loader.
-        loader (`DataLoader`): Made with `batch_sampler=` one of this package's samplers, and prepared.
+        loader (`DataLoader`): Made with `batch_sampler=` one of this package's samplers, and prepared; or that of a
+            [`StreamingBucketBatcher`][hf_bucketing.loading.StreamingBucketBatcher], not prepared.
 
     Raises:
         PlanError: If batches would be lost; see [`check_loader`][hf_bucketing.loading.check_loader].
@@ -42,6 +45,11 @@ def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader
                     accelerator.save_state(folder)
         ```
     """
+    dataset: Any = loader.dataset
+    if isinstance(dataset, StreamingBucketBatcher) or isinstance(
+        getattr(dataset, "dataset", None), StreamingBucketBatcher
+    ):  # or accelerate's shard of one
+        return ResumableStream(accelerator, loader)
     return ResumableLoader(accelerator, loader)
 
 

@@ -44,6 +44,12 @@ class TrainingConfig:
     max_sequence_length: int = _flag(512, help="Text tokens per caption, zero-padded as the pipeline does.")
     seed: int = _flag(0, help="Of plans, crops, noise and timesteps.")
     dataloader_num_workers: int = _flag(2, help="Decoding processes per training process.")
+    dataloader_timeout: int = _flag(600, help="Seconds without a batch after which a worker counts as hung; 0: never.")
+    on_error: Literal["raise", "replace"] = _flag(
+        "raise", help="An unreadable sample ends the run, or is replaced by one of its bucket, and logged."
+    )
+    max_errors: int = _flag(100, help="Unreadable samples in a row that are borne.")
+    max_error_share: float = _flag(0.01, help="Share of the data set that may be unreadable in an epoch.")
     checkpointing_steps: int | None = _flag(None, help="Optimizer steps between checkpoints; none by default.")
     checkpoints_total_limit: int | None = _flag(None, help="Older checkpoints are removed.")
     resume_from_checkpoint: str | None = _flag(None, help='A checkpoint\'s name or path, or "latest".')
@@ -54,6 +60,7 @@ class TrainingConfig:
             "batching": ("bucket", "pack"),
             "mixed_precision": (None, "no", "fp16", "bf16"),
             "weighting_scheme": ("logit_normal", "uniform"),
+            "on_error": ("raise", "replace"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -71,5 +78,6 @@ class TrainingConfig:
                 raise BucketingError(f"{name} must be at least 1, got {value}.")
         if self.lr_warmup_steps and self.lr_scheduler == "constant":
             raise BucketingError("lr_warmup_steps needs another schedule: --lr_scheduler constant_with_warmup.")
-        if self.seed < 0 or self.dataloader_num_workers < 0:
-            raise BucketingError("seed and dataloader_num_workers must not be negative.")
+        for name in ("seed", "dataloader_num_workers", "dataloader_timeout"):
+            if getattr(self, name) < 0:
+                raise BucketingError(f"{name} must not be negative, got {getattr(self, name)}.")

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from ..errors import BucketingError
 from ..geometry import LatentSpec
-from ..loading import BucketBatchSampler, BucketCollator, PackBatchSampler, PackCollator, PlannedBatchSampler
-from ..loading.collators import MediaCollator
+from ..loading import (
+    BucketBatchSampler,
+    BucketCollator,
+    PackBatchSampler,
+    PackCollator,
+    PlannedBatchSampler,
+    StandIns,
+)
+from ..loading.media_collator import MediaCollator
 from ..mapping import BucketColumns, PreparedDataset, map_columns
 from ..open_table import open_table
 from .config import TrainingConfig
 
+UNREADABLE = "unreadable.jsonl"
+
 
 class TrainingData(NamedTuple):
-    """The loader of a run, not yet prepared, and its two parts that follow the epochs."""
+    """The loader of a run, not yet prepared, and its sampler."""
 
     loader: DataLoader[Any]
     sampler: PlannedBatchSampler
-    collator: MediaCollator
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the plan and of the crops."""
-        self.sampler.set_epoch(epoch)
-        self.collator.set_epoch(epoch)
 
 
 def make_data(config: TrainingConfig, spec: LatentSpec) -> TrainingData:
@@ -53,6 +57,18 @@ def make_data(config: TrainingConfig, spec: LatentSpec) -> TrainingData:
     }
     sampler: PlannedBatchSampler
     collator: MediaCollator
+    if config.batching == "pack":
+        dataset = map_columns(dataset, BucketColumns(open_table(spec), spec), overwrite=True)
+    if config.on_error == "replace":
+        options["on_error"], options["stand_ins"] = (
+            "replace",
+            StandIns(
+                dataset,
+                log=Path(config.output_dir) / "logs" / UNREADABLE,
+                max_errors=config.max_errors,
+                max_share=config.max_error_share,
+            ),
+        )
     if config.batching == "bucket":
         sampler = BucketBatchSampler(
             dataset["bucket_id"],
@@ -65,7 +81,6 @@ def make_data(config: TrainingConfig, spec: LatentSpec) -> TrainingData:
         collator = BucketCollator(prepared.table, **options)
     else:
         assert config.capacity is not None, "TrainingConfig checks it"
-        dataset = map_columns(dataset, BucketColumns(open_table(spec), spec), overwrite=True)
         sampler = PackBatchSampler(
             dataset["num_tokens"], capacity=config.capacity, multiple=config.strip_length, seed=seed
         )
@@ -76,5 +91,6 @@ def make_data(config: TrainingConfig, spec: LatentSpec) -> TrainingData:
         collate_fn=collator,
         num_workers=config.dataloader_num_workers,
         persistent_workers=config.dataloader_num_workers > 0,
+        timeout=config.dataloader_timeout if config.dataloader_num_workers else 0,
     )
-    return TrainingData(loader, sampler, collator)
+    return TrainingData(loader, sampler)

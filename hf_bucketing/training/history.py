@@ -48,31 +48,40 @@ class RunLog:
     Args:
         output_dir (`Path`): Of the run.
         process_index (`int`): Process 0 writes plans and losses; each writes the samples that it saw.
+        num_processes (`int`): Logs of more processes are those of an earlier part of the run.
         keep (mapping, *optional*): What [`state_dict`][RunLog.state_dict] gave when the run was saved.
     """
 
-    def __init__(self, output_dir: Path, *, process_index: int, keep: Mapping[str, int] | None = None) -> None:
-        names = ["samples", "plans", "losses"] if process_index == 0 else ["samples"]
-        self._files = {
-            name: JsonLines(_path(output_dir, name, process_index), keep=0 if keep is None else keep[name])
-            for name in names
-        }
+    def __init__(
+        self, output_dir: Path, *, process_index: int, num_processes: int, keep: Mapping[str, int] | None = None
+    ) -> None:
+        keep = keep or {"samples": 0, "plans": 0, "losses": 0}
+        self._batches = keep["samples"]
+        path = _path(output_dir, "samples", process_index)
+        self._files = {"samples": JsonLines(path, keep=_lines_before(path, self._batches))}
+        if process_index == 0:
+            for name in ("plans", "losses"):
+                self._files[name] = JsonLines(_path(output_dir, name), keep=keep[name])
+            for path in _sample_logs(output_dir)[num_processes:]:
+                JsonLines(path, keep=_lines_before(path, self._batches)).close()
 
     def write_plan(self, epoch: int, summary: Mapping[str, Any]) -> None:
         """Log the counts of an epoch's plan, in process 0."""
         self._write("plans", {"epoch": epoch, **summary})
 
     def write_samples(self, *, epoch: int, step: int, bucket_id: int | None, index: list[int]) -> None:
-        """Log the samples of one batch."""
-        self._write("samples", {"epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index})
+        """Log the samples of one batch; `batch` counts those of the whole run."""
+        entry = {"batch": self._batches, "epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index}
+        self._write("samples", entry)
+        self._batches += 1
 
     def write_loss(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log an optimizer step, in process 0."""
         self._write("losses", {"global_step": global_step, **entry})
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many lines each log has; all processes log equally many batches."""
-        return {name: file.lines for name, file in self._files.items()}
+        """Return the batches that each process has logged, and the lines of the other logs."""
+        return {**{name: file.lines for name, file in self._files.items()}, "samples": self._batches}
 
     def close(self) -> None:
         """Close the files."""
@@ -127,8 +136,7 @@ def count_samples(output_dir: Path) -> list[SampleCount]:
     Raises:
         BucketingError: If the run left no log.
     """
-    first = _path(output_dir, "samples")
-    logs = [_read(path) for path in sorted(first.parent.glob("samples-*.jsonl")) or [first]]
+    logs = [_read(path) for path in _sample_logs(output_dir) or [_path(output_dir, "samples")]]
     counts = []
     for epoch in sorted({line["epoch"] for log in logs for line in log}):
         by_process = [[line for line in log if line["epoch"] == epoch] for log in logs]
@@ -142,6 +150,17 @@ def count_samples(output_dir: Path) -> list[SampleCount]:
 
 def _path(output_dir: Path, name: str, process_index: int = 0) -> Path:
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
+
+
+def _sample_logs(output_dir: Path) -> list[Path]:
+    """Return the logs of samples that there are, by process."""
+    found = _path(output_dir, "samples").parent.glob("samples-*.jsonl")
+    return sorted(found, key=lambda path: int(path.stem.partition("-")[2]))
+
+
+def _lines_before(path: Path, batch: int) -> int:
+    """Return how many lines of a log of samples stand before a batch of the run."""
+    return sum(line["batch"] < batch for line in _read(path)) if path.is_file() else 0
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -18,12 +18,12 @@ from diffusers.optimization import get_scheduler
 from tqdm.auto import tqdm
 
 from ..errors import BucketingError
-from ..loading import check_loader
+from ..loading import resume
 from ..losses import global_mean
 from ..packing import disable_packing, enable_packing
 from .checkpoint import load_checkpoint, save_checkpoint, save_pipeline
 from .config import TrainingConfig
-from .data import make_data
+from .data import UNREADABLE, make_data
 from .history import RunLog
 from .objective import FlowMatching
 from .steps import BucketStep, PackStep, Step
@@ -60,13 +60,15 @@ class Trainer:
             _silence_progress_bars()
         spec = WanRecipe.read_spec(config.pretrained_model_name_or_path)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
+            if self.accelerator.is_main_process and config.resume_from_checkpoint is None:
+                (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
             self.data = make_data(config, spec)
         self.recipe = WanRecipe.load(
             config.pretrained_model_name_or_path, max_sequence_length=config.max_sequence_length
         )
         self.step = self._make_step()
         self._prepare()
-        self.global_step = self.first_epoch = self.first_step = 0
+        self.global_step = 0
 
     def _make_step(self) -> Step:
         recipe, config = self.recipe, self.config
@@ -92,13 +94,11 @@ class Trainer:
             weight_decay=config.adam_weight_decay,
             eps=config.adam_epsilon,
         )
-        self.transformer, self.optimizer, self.loader = self.accelerator.prepare(
+        self.transformer, self.optimizer, loader = self.accelerator.prepare(
             self.recipe.transformer, optimizer, self.data.loader
         )
-        check_loader(self.accelerator, self.loader)
-        self.max_train_steps = config.max_train_steps or sum(
-            self._optimizer_steps(epoch) for epoch in range(config.num_train_epochs)
-        )
+        self.loader = resume(self.accelerator, loader)
+        self.max_train_steps = config.max_train_steps or self._steps_left()
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
         self.lr_scheduler = get_scheduler(
             config.lr_scheduler,
@@ -108,13 +108,20 @@ class Trainer:
         )
         self.accelerator.register_for_checkpointing(self.lr_scheduler)
 
-    def _optimizer_steps(self, epoch: int) -> int:
-        return math.ceil(self.data.sampler.plan(epoch).num_steps / self.config.gradient_accumulation_steps)
+    def _steps_left(self) -> int:
+        """Return the optimizer steps from the loader's place to the end of the last epoch."""
+        left = [len(self.loader)] if self.loader.epoch < self.config.num_train_epochs else []
+        later = range(self.loader.epoch + 1, self.config.num_train_epochs)
+        left += [self.data.sampler.plan(epoch).num_steps for epoch in later]
+        return sum(math.ceil(steps / self.config.gradient_accumulation_steps) for steps in left)
 
     def run(self) -> None:
         """Train from the start or from a checkpoint, and save the pipeline."""
         keep = self._resume()
-        self.log = RunLog(self.folder, process_index=self.accelerator.process_index, keep=keep)
+        accelerator = self.accelerator
+        self.log = RunLog(
+            self.folder, process_index=accelerator.process_index, num_processes=accelerator.num_processes, keep=keep
+        )
         if self.config.report_to != "none":
             self.accelerator.init_trackers("text-to-video", config=_flat(self.config))
         self._announce()
@@ -124,10 +131,8 @@ class Trainer:
             desc=f"{self.config.batching} steps",
             disable=not self.accelerator.is_local_main_process,
         )
-        epoch = self.first_epoch
         while self.global_step < self.max_train_steps:
-            self._run_epoch(epoch)
-            epoch, self.first_step = epoch + 1, 0
+            self._run_epoch(self.loader.epoch)
         self.bar.close()
         self._finish()
 
@@ -137,15 +142,15 @@ class Trainer:
         progress = None if name is None else load_checkpoint(self.accelerator, self.folder, name)
         if progress is None:
             return None
-        self.data.sampler.load_state_dict(progress["sampler"])
         self.global_step = progress["global_step"]
-        self.first_epoch, self.first_step = progress["sampler"]["epoch"], progress["sampler"]["step"]
-        logger.info(f"Resumed after optimizer step {self.global_step}, in epoch {self.first_epoch}")
+        if self.config.max_train_steps is None:  # other ones, if the number of processes is another
+            self.max_train_steps = self.global_step + self._steps_left()
+        logger.info(f"Resumed after optimizer step {self.global_step}, in epoch {self.loader.epoch}")
         lines: dict[str, int] = progress["log"]
         return lines
 
     def _announce(self) -> None:
-        plan = self.data.sampler.plan(self.first_epoch)
+        plan = self.loader.plan
         mixed = f", {plan.num_mixed_steps} of them mixed" if self.config.batching == "bucket" else ""
         dropped = ", ".join(f"{count} {reason}" for reason, count in plan.drop_reasons.items()) or "none"
         logger.info("***** Running training *****")
@@ -156,15 +161,11 @@ class Trainer:
         logger.info(f"  Optimizer steps = {self.max_train_steps}")
 
     def _run_epoch(self, epoch: int) -> None:
-        self.data.set_epoch(epoch)
-        self.loader.set_epoch(epoch)
-        plan, window = self.data.sampler.plan(epoch), self.config.gradient_accumulation_steps
-        if self.first_step == 0:
-            self.log.write_plan(epoch, plan.summary())
+        if self.loader.step == 0:
+            self.log.write_plan(epoch, self.loader.plan.summary())
         loss = torch.zeros((), device=self.accelerator.device)
-        for step, batch in enumerate(self.loader, start=self.first_step):
-            start = step // window * window
-            total = plan.samples_in_steps(start, start + window)
+        for batch in self.loader:
+            step, total = self.loader.step - 1, self.loader.samples_in_window
             with self.accelerator.accumulate(self.transformer):
                 values = self.step(self.transformer, batch, epoch=epoch)
                 self.accelerator.backward(global_mean(values, accelerator=self.accelerator, total=total))
@@ -199,7 +200,6 @@ class Trainer:
         if self.config.checkpointing_steps and self.global_step % self.config.checkpointing_steps == 0:
             progress = {
                 "global_step": self.global_step,
-                "sampler": self.data.sampler.state_dict(step=step + 1),
                 "log": self.log.state_dict(),
             }
             save_checkpoint(self.accelerator, self.folder, progress, limit=self.config.checkpoints_total_limit)
