@@ -137,10 +137,10 @@ def check_every_step(output: Path, **options: Any) -> None:
 
 
 def stream_rows(shard: list[int], shards: list[int], total: int):
-    """Yield rows of three buckets; one in ten is rejected, and the last shard is longer than the others."""
+    """Yield rows of three buckets; one in ten is rejected, and the first shard is longer than the others."""
     for number in shard:
         for index in range(total):
-            if (index % (shards[0] + 1)) % shards[0] == number:
+            if number == (0 if index < total // 3 else index % shards[0]):
                 frames, height, width = TABLE.size(index % 3)
                 bucket, tokens = index % 3, (16, 32, 48)[index % 3]
                 if index % 10 == 9:

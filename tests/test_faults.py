@@ -111,6 +111,15 @@ def test_a_stand_in_follows_seed_epoch_and_index_alone(images: Dataset, tmp_path
     assert len({stand_in(seed=seed) for seed in (0, 1, 2, 3)}) > 1
 
 
+def test_a_stand_in_in_a_batch_of_several_buckets_takes_the_base_size(images: Dataset, tmp_path: Path) -> None:
+    table = BucketTable(sizes=TABLE.sizes, base=0)
+    stand_ins = StandIns(images, log=tmp_path / "errors.jsonl")
+    collate = BucketCollator(table, column="image", seed=0, on_error="replace", stand_ins=stand_ins)
+    batch = collate([images[0], images[17]])
+    assert batch["pixel_values"].shape == (2, 3, *TABLE.size(0))
+    assert batch["index"][1] % 3 == 17 % 3
+
+
 def broken(images: Dataset, positions) -> Dataset:
     paths = list(images["image"])
     for position in positions:

@@ -71,6 +71,7 @@ class ResumableStream(DataLoaderStateMixin):
         self._drop_last = True  # accelerate shall not compute a remainder for gather_for_metrics
         self.epoch = 0
         self._place = self._window = StreamPlace()
+        self._read: list[Any] = []
         self._generator = torch.Generator()
         if loader.generator is None:
             loader.generator = self._generator
@@ -83,8 +84,8 @@ class ResumableStream(DataLoaderStateMixin):
 
     @property
     def rejected(self) -> int:
-        """Rows of this process that had no bucket, so far in this epoch."""
-        return sum(place["rejected"] for place in self._place.workers if place is not None)
+        """Rows of this process that had no bucket, as far as its workers have read in this epoch."""
+        return sum(place["rejected"] for place in self._read if place is not None)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to read, from its start; the present one again changes nothing."""
@@ -105,7 +106,7 @@ class ResumableStream(DataLoaderStateMixin):
     def _steps(self) -> Iterator[dict[str, Any]]:
         limit = self.stream.steps_per_epoch
         source = self._own_batches()
-        last, before = None, self._place
+        last = None
         if self._place.ended:  # only to repeat it
             last, source = next(source), iter(())
         current = next(source, None)
@@ -116,15 +117,16 @@ class ResumableStream(DataLoaderStateMixin):
             if self.accelerator.sync_gradients:
                 self._window = self._place
             if current is not None:
-                before, last = self._place, current
-                self._place = current[1]._replace(step=self.step + 1)
+                last = current
+                place = self._place._replace(ended=True) if following is None else current[1]
             elif last is not None:
-                self._place = before._replace(step=self.step + 1, ended=True)
+                place = self._place
             else:
                 raise BucketingError(
                     f"Process {self.accelerator.process_index} has no row of the stream in epoch {self.epoch}; it has "
                     f"{self.stream.num_shards} shards: make more of them, or run fewer processes."
                 )
+            self._place = place._replace(step=self.step + 1)
             self.end_of_dataloader = not more
             yield self._weighted(last[0], weight=float(current is not None))
             current = following
@@ -134,6 +136,7 @@ class ResumableStream(DataLoaderStateMixin):
         num_workers = max(1, self.loader.num_workers)
         places: list[Any] = list(self._place.workers) or [None] * num_workers
         ended = [False] * num_workers
+        self._read = places
         for position, item in enumerate(self.loader):
             worker = position % num_workers
             places[worker], ended[worker] = item.place, item.ended

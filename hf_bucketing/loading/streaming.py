@@ -141,7 +141,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
             yield StreamBatch(None, place, ended=False)
         for rows, after in self._batches(place):
             place = after
-            yield StreamBatch(self.collate_fn(rows), place, ended=False, size=len(rows))
+            if rows:
+                yield StreamBatch(self.collate_fn(rows), place, ended=False, size=len(rows))
         while True:
             yield StreamBatch(None, place, ended=True)
 
@@ -168,6 +169,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         for group in sorted(groups, key=lambda group: group.key):
             groups.remove(group)
             yield group.rows, _place(snapshots, groups, read=read, rejected=rejected)
+        yield [], _place(snapshots, groups, read=read, rejected=rejected)
 
 
 _START: Place = {"ordinal": 0, "stream": None, "read": 0, "rejected": 0, "groups": []}

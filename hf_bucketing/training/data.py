@@ -23,7 +23,7 @@ from ..loading import (
     PlannedBatchSampler,
     StandIns,
 )
-from ..loading.collators import MediaCollator
+from ..loading.media_collator import MediaCollator
 from ..losses import Reduction, reduction_weights
 from ..mapping import BucketColumns, PreparedDataset, map_columns
 from ..open_table import OpenTable, open_table
