@@ -57,8 +57,9 @@ class ResumableLoader:
     """A prepared loader that knows its place: iterating starts there, and checkpoints hold it.
 
     A batch counts as finished once it is handed out, so save after its step, not before. What was saved inside a
-    window of gradient accumulation goes on at the start of that window, as no checkpoint holds gradients. Each epoch
-    is announced to the collator (`set_epoch`), and no global random number is drawn.
+    window of gradient accumulation goes on at the start of that window, as no checkpoint holds gradients (dropout
+    then differs; save where `accelerator.sync_gradients` is true). Each epoch is announced to the collator
+    (`set_epoch`), and no global random number is drawn.
 
     Args:
         accelerator (`Accelerator`): See [`resume`].
