@@ -31,6 +31,12 @@ class SimulatedProcess(SimpleNamespace):
     def register_for_checkpointing(self, *objects) -> None:
         self.registered = objects
 
+    def register_save_state_pre_hook(self, hook) -> None:
+        self.hooks = [hook]
+
+    def register_load_state_pre_hook(self, hook) -> None:
+        self.hooks.append(hook)
+
 
 def resumable(make, num_processes: int, process: int, *, stateful: bool = False, **options):
     loader = prepare_data_loader(

@@ -40,7 +40,7 @@ def log_of(output: Path, num_processes: int) -> list[list[list]]:
 
 COMBINATIONS = {
     1: [
-        {"accumulation": 3, "dropout": 0, "kind": "pack"},
+        {"accumulation": 3, "kind": "pack"},
         {"stateful": True},
         {"num_workers": 2},
         {"accumulation": 2, "stateful": True, "num_workers": 2, "persistent": True},
