@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, PlanError, Size
-from hf_bucketing.loading import BucketBatchSampler, PackBatchSampler, check_loader, resume
+from hf_bucketing.loading import BucketBatchSampler, LengthBatchSampler, PackBatchSampler, check_loader, resume
 
 from .loader_worker import IDS, TABLE, make_sampler
 
@@ -30,6 +30,12 @@ class SimulatedProcess(SimpleNamespace):
 
     def register_for_checkpointing(self, *objects) -> None:
         self.registered = objects
+
+    def register_save_state_pre_hook(self, hook) -> None:
+        self.hooks = [hook]
+
+    def register_load_state_pre_hook(self, hook) -> None:
+        self.hooks.append(hook)
 
 
 def resumable(make, num_processes: int, process: int, *, stateful: bool = False, **options):
@@ -51,7 +57,11 @@ def pack(ids=IDS, **options) -> PackBatchSampler:
     return PackBatchSampler(tokens, **{"capacity": 90, **options})
 
 
-samplers = pytest.mark.parametrize("make", [bucket, pack])
+def length(ids=IDS, **options) -> LengthBatchSampler:
+    return LengthBatchSampler(10 + ids * 3 + np.arange(len(ids)) % 3, **{"capacity": 60, **options})
+
+
+samplers = pytest.mark.parametrize("make", [bucket, pack, length])
 
 
 @samplers
@@ -95,6 +105,7 @@ def test_batches_that_workers_drew_ahead_are_not_lost(num_processes: int, persis
         other.load_state_dict(loader.state_dict())
         loader.loader.base_dataloader._iterator = None  # its workers stop
         loader = other
+    loader.loader.base_dataloader._iterator = None
     assert seen == wanted
 
 

@@ -16,6 +16,7 @@ from ..sampling.plan import IntArray
 from .check import check_loader, planned_sampler
 from .resume_stream import ResumableStream
 from .streaming import StreamingBucketBatcher
+from .window import WindowRandom
 
 
 def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader | ResumableStream:
@@ -58,8 +59,8 @@ class ResumableLoader:
     """A prepared loader that knows its place: iterating starts there, and checkpoints hold it.
 
     A batch counts as finished once it is handed out, so save after its step, not before. What was saved inside a
-    window of gradient accumulation goes on at the start of that window, as no checkpoint holds gradients. Each epoch
-    is announced to the collator (`set_epoch`), and no global random number is drawn.
+    window of gradient accumulation goes on at the start of that window, with its random states, as no checkpoint holds
+    gradients. Each epoch is announced to the collator (`set_epoch`), and no global random number is drawn.
 
     Args:
         accelerator (`Accelerator`): See [`resume`].
@@ -82,6 +83,7 @@ class ResumableLoader:
         self.sampler = planned_sampler(loader)
         self.step = self.sampler.first_step
         self._window = self.step
+        self._random = WindowRandom(accelerator)
         self._generator: torch.Generator | None = None
         if getattr(loader, "generator", None) is None:
             # An iterator draws a seed for its workers; from torch's own state, a resumed run would draw once more.
@@ -133,6 +135,7 @@ class ResumableLoader:
         for batch in self._batches():
             if self.accelerator.sync_gradients:
                 self._window = self.step
+                self._random.note()
             self.step += 1
             yield batch
         self.set_epoch(self.epoch + 1)
@@ -173,3 +176,4 @@ class ResumableLoader:
         # accelerate keeps its place in the accumulation window in a file per process: absent where there are more
         # processes than before, and wrong for a window that starts again.
         self.accelerator.step = 0
+        self._random.restore()

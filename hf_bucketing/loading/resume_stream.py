@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ..errors import BucketingError, PlanError
 from .state import VERSION, check_state
 from .streaming import StreamBatch, StreamingBucketBatcher
+from .window import WindowRandom
 
 
 class StreamPlace(NamedTuple):
@@ -71,6 +72,7 @@ class ResumableStream(DataLoaderStateMixin):
         self._drop_last = True  # accelerate shall not compute a remainder for gather_for_metrics
         self.epoch = 0
         self._place = self._window = StreamPlace()
+        self._random = WindowRandom(accelerator)
         self._read: list[Any] = []
         self._generator = torch.Generator()
         if loader.generator is None:
@@ -116,6 +118,7 @@ class ResumableStream(DataLoaderStateMixin):
             more = self._any(following is not None) and (limit is None or self.step + 1 < limit)
             if self.accelerator.sync_gradients:
                 self._window = self._place
+                self._random.note()
             if current is not None:
                 last = current
                 place = self._place._replace(ended=True) if following is None else current[1]
@@ -182,6 +185,7 @@ class ResumableStream(DataLoaderStateMixin):
         self._place = StreamPlace(int(state["consumed"]), tuple(mine["workers"]), mine["turn"], mine["ended"])
         self._window = self._place
         self.accelerator.step = 0
+        self._random.restore()
 
     @property
     def _seed(self) -> int:
