@@ -35,9 +35,9 @@ def token_grid(latent: torch.Tensor, patch: Grid, *, sample: int) -> Grid:
     return t, h, w
 
 
-def to_rows(tokens: torch.Tensor, strip_length: int) -> torch.Tensor:
-    """Cut `(L, …)` into `(R, S, …)`, the last row padded with zeros."""
-    padding = -tokens.shape[0] % strip_length
+def to_rows(tokens: torch.Tensor, strip_length: int, *, rows: int | None = None) -> torch.Tensor:
+    """Cut `(L, …)` into `(R, S, …)`, padded with zeros: as many rows as hold them, or the given number."""
+    padding = -tokens.shape[0] % strip_length if rows is None else rows * strip_length - tokens.shape[0]
     return F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding]).unflatten(0, (-1, strip_length))
 
 
@@ -51,27 +51,34 @@ def position_rows(layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tens
     Returns:
         `tuple` of `torch.Tensor` of shape `(R, S, …)`: As many as `table` returns.
     """
-    tables = {
-        grid: [to_rows(part, layout.strip_length) for part in table(grid)] for grid in dict.fromkeys(layout.grids)
-    }
-    return tuple(torch.cat(parts) for parts in zip(*(tables[grid] for grid in layout.grids), strict=True))
+    tables = {grid: table(grid) for grid in dict.fromkeys(layout.grids)}
+    samples = [
+        [to_rows(part, layout.strip_length, rows=rows) for part in tables[grid]]
+        for grid, rows in zip(layout.grids, layout.rows, strict=True)
+    ]
+    return tuple(torch.cat(parts) for parts in zip(*samples, strict=True))
 
 
-def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, strip_length: int) -> torch.Tensor:
+def to_strips(
+    latents: Sequence[torch.Tensor], patch: Grid, *, strip_length: int, rows: Sequence[int] | None = None
+) -> torch.Tensor:
     """Cut latents of shape `(C, F, H, W)` into the strips of a pack, `(R, C, p_t, p_h, S·p_w)`.
 
-    Tokens come in the order in which a patch embedding over frames, rows and columns makes them.
+    Tokens come in the order in which a patch embedding over frames, rows and columns makes them. `rows` are the
+    strips of each sample, `layout.rows`; without it, as few as hold its tokens.
     """
-    return torch.cat([_strips_of(latent, patch, strip_length) for latent in latents])
+    counts = [None] * len(latents) if rows is None else rows
+    strips = [_strips_of(latent, patch, strip_length, count) for latent, count in zip(latents, counts, strict=True)]
+    return torch.cat(strips)
 
 
-def _strips_of(latent: torch.Tensor, patch: Grid, strip_length: int) -> torch.Tensor:
+def _strips_of(latent: torch.Tensor, patch: Grid, strip_length: int, rows: int | None) -> torch.Tensor:
     p_t, p_h, p_w = patch
     # (C, t, p_t, h, p_h, w, p_w) -> (t, h, w, C, p_t, p_h, p_w) -> (L, C, p_t, p_h, p_w)
     blocks = latent.unflatten(3, (-1, p_w)).unflatten(2, (-1, p_h)).unflatten(1, (-1, p_t))
     tokens = blocks.permute(1, 3, 5, 0, 2, 4, 6).flatten(0, 2)
     # (R, S, C, p_t, p_h, p_w) -> (R, C, p_t, p_h, S, p_w) -> (R, C, p_t, p_h, S·p_w)
-    return to_rows(tokens, strip_length).permute(0, 2, 3, 4, 1, 5).flatten(4, 5)
+    return to_rows(tokens, strip_length, rows=rows).permute(0, 2, 3, 4, 1, 5).flatten(4, 5)
 
 
 def to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
