@@ -10,7 +10,7 @@ from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
 from .context import bind_checkpoints, use_layout
-from .families import Family
+from .families import Family, JointFamily
 from .layout import PackedLayout
 from .strips import from_strips, to_strips, token_grid
 
@@ -58,7 +58,7 @@ class PackedBatch:
         grids = tuple(token_grid(tensor, self.patch, sample=sample) for sample, tensor in enumerate(tensors))
         if grids != self.layout.grids:
             raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
-        return to_strips(tensors, self.patch, strip_length=self.layout.strip_length)
+        return to_strips(tensors, self.patch, strip_length=self.layout.strip_length, rows=self.layout.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +115,16 @@ class Packing:
                     f"{self.family.text_dim(self.transformer)})."
                 )
         self.family.check_grids(self.transformer, grids)
+        layout = PackedLayout(
+            grids=grids, text_lengths=tuple(map(len, texts)), strip_length=self.strip_length, device=latents[0].device
+        )
+        if isinstance(self.family, JointFamily):
+            layout = self.family.with_text_slots(self.transformer, layout)
         return PackedBatch(
-            strips=to_strips(latents, patch, strip_length=self.strip_length),
+            strips=to_strips(latents, patch, strip_length=self.strip_length, rows=layout.rows),
             timesteps=timesteps,
             text=torch.cat(texts),
-            layout=PackedLayout(
-                grids=grids,
-                text_lengths=tuple(map(len, texts)),
-                strip_length=self.strip_length,
-                device=latents[0].device,
-            ),
+            layout=layout,
             patch=patch,
             conditioning=conditioning,
         )

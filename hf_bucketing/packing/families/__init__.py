@@ -6,9 +6,14 @@ import torch
 
 from ...errors import PackingError
 from .base import Family
+from .joint import JointFamily
+from .sd3 import SD3Family
 from .wan import WanFamily
 
-FAMILIES: dict[str, Family] = {"WanTransformer3DModel": WanFamily()}
+FAMILIES: dict[str, Family] = {
+    "SD3Transformer2DModel": SD3Family(),
+    "WanTransformer3DModel": WanFamily(),
+}
 """Add a family by adding its recipe here."""
 
 
@@ -27,4 +32,4 @@ def family_of(transformer: torch.nn.Module) -> Family:
     )
 
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "Family", "JointFamily", "family_of"]
