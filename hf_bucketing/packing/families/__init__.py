@@ -6,11 +6,13 @@ import torch
 
 from ...errors import PackingError
 from .base import Family
+from .cogvideox import CogVideoXFamily
 from .joint import JointFamily
 from .sd3 import SD3Family
 from .wan import WanFamily
 
 FAMILIES: dict[str, Family] = {
+    "CogVideoXTransformer3DModel": CogVideoXFamily(),
     "SD3Transformer2DModel": SD3Family(),
     "WanTransformer3DModel": WanFamily(),
 }

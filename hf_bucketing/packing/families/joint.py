@@ -60,6 +60,11 @@ def swap_processors(transformer: Transformer, packed: Callable[[str, Any], Any])
     return lambda: transformer.set_attn_processor(dict(originals))
 
 
+def fused_by_processor(transformer: Transformer) -> bool:
+    """Return whether projections are fused, for models whose `fused_projections` stays set after unfusing."""
+    return any("Fused" in type(processor).__name__ for processor in transformer.attn_processors.values())
+
+
 def refuse_videos(transformer: Transformer, grids: Sequence[Grid]) -> None:
     """Refuse samples of more than one frame, for models of images."""
     for sample, grid in enumerate(grids):

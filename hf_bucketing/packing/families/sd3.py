@@ -17,7 +17,7 @@ from ..layout import Grid
 from ..processors import PackedJointAttnProcessor
 from ..strips import position_rows
 from .base import Transformer
-from .joint import JointFamily, refuse_videos, swap_processors
+from .joint import JointFamily, fused_by_processor, refuse_videos, swap_processors
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import PatchEmbed
@@ -33,7 +33,7 @@ class SD3Family(JointFamily):
         if transformer.config.pos_embed_max_size is None:
             raise PackingError("Packing needs an SD3 transformer with a table of positions (pos_embed_max_size).")
         super().check(transformer, strip_length=strip_length)
-        if _fused(transformer) and transformer.config.qk_norm is not None:
+        if fused_by_processor(transformer) and transformer.config.qk_norm is not None:
             raise PackingError(
                 "diffusers' fused SD3 attention skips the norms of queries and keys that this model has; call "
                 "transformer.unfuse_qkv_projections() first."
@@ -73,7 +73,7 @@ class SD3Family(JointFamily):
 
     def attach(self, transformer: Transformer, backend: Backend) -> Callable[[], None]:
         """Swap in [`PackedJointAttnProcessor`] and hook `pos_embed`."""
-        processor = PackedJointAttnProcessor(backend, fused=_fused(transformer))
+        processor = PackedJointAttnProcessor(backend, fused=fused_by_processor(transformer))
         restore = swap_processors(transformer, lambda name, original: processor)
         handle = transformer.pos_embed.register_forward_hook(_embed)
 
@@ -109,11 +109,6 @@ class SD3Family(JointFamily):
             return_dict=False,
         )[0]
         return output[0].unsqueeze(1)
-
-
-def _fused(transformer: Transformer) -> bool:
-    """Return whether projections are fused; `attn.fused_projections` stays set after unfusing."""
-    return any("Fused" in type(processor).__name__ for processor in transformer.attn_processors.values())
 
 
 def _embed(embed: PatchEmbed, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
