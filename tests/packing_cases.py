@@ -1,6 +1,13 @@
-"""A small Wan model and samples of many sizes, run one by one or packed."""
+"""Small models with samples of many sizes, run one by one or packed.
+
+Every family has a row in `CASES`: how its small model is made, its samples, and how the stock model runs one of them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -8,6 +15,10 @@ from diffusers import WanTransformer3DModel
 from hf_bucketing.losses import masked_mse, packed_mse
 from hf_bucketing.packing import packed_forward
 
+Size = tuple[int, int, int]
+Draw = Callable[..., torch.Tensor]
+
+# Mixed durations, landscape, portrait, square, an image, a single token, two of one size; (frames, height, width).
 SIZES = ((3, 4, 6), (1, 8, 4), (5, 6, 6), (1, 2, 2), (3, 4, 6), (1, 10, 6))
 
 
@@ -17,42 +28,103 @@ TEXT_LENGTHS = (7, 3, 5, 1, 7, 4)
 TIMESTEPS = torch.tensor([10.0, 500.0, 900.0, 0.5, 999.0, 333.0])
 
 
-def make_model(dtype: torch.dtype = torch.float32, **config) -> WanTransformer3DModel:
-    torch.manual_seed(0)
+def make_wan(**config: Any) -> WanTransformer3DModel:
     settings = {
         **{"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 24, "in_channels": 4},
         **{"out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 64, "num_layers": 3},
         **{"cross_attn_norm": True, "rope_max_seq_len": 64},
     }
-    return WanTransformer3DModel(**{**settings, **config}).to(dtype)
+    return WanTransformer3DModel(**{**settings, **config})
+
+
+def wan_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **_: Any) -> torch.Tensor:
+    return model(latent[None], timestep[None], text[None]).sample[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCase:
+    """A family's small model, its samples, and the stock call for one of them.
+
+    Args:
+        make: Makes the model; takes changes of its configuration.
+        alone: Runs the stock model on `(C, F, H, W)` as its pipeline does: `alone(model, latent, timestep, text, **conditioning)`.
+        sizes: Latent frames, height and width of each sample.
+        text_lengths: As many.
+        channels: Of the latents; and of what the model returns.
+        text_dim: Of the text embeddings.
+        timesteps: One per sample.
+        conditioning: Draws what else the model is told, for that number of samples.
+        float64: Whether the model computes in float64 throughout.
+    """
+
+    make: Callable[..., torch.nn.Module]
+    alone: Callable[..., torch.Tensor]
+    sizes: tuple[Size, ...] = SIZES
+    text_lengths: tuple[int, ...] = TEXT_LENGTHS
+    channels: int = 4
+    out_channels: int = 4
+    text_dim: int = 16
+    timesteps: torch.Tensor = TIMESTEPS
+    conditioning: Callable[[Draw, int], Mapping[str, torch.Tensor]] = lambda draw, count: {}
+    float64: bool = True
+
+    def model(self, dtype: torch.dtype = torch.float32, **config: Any) -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = self.make(**config)
+        for parameter in model.parameters():  # many start at zero or one, where errors would not show
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        return model.to(dtype)
+
+
+WAN = FamilyCase(make=make_wan, alone=wan_alone)
+
+CASES: dict[str, FamilyCase] = {"wan": WAN}
+
+
+def make_model(dtype: torch.dtype = torch.float32, **config: Any) -> WanTransformer3DModel:
+    torch.manual_seed(0)
+    return make_wan(**config).to(dtype)
 
 
 class Samples:
-    """Latents, texts, timesteps and targets of the sizes above."""
+    """Latents, texts, timesteps, conditioning and targets of a family's case."""
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, *, seed: int = 1, order: tuple[int, ...] | None = None
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        seed: int = 1,
+        order: tuple[int, ...] | None = None,
+        case: FamilyCase = WAN,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        order = tuple(range(len(SIZES))) if order is None else order
+        order = tuple(range(len(case.sizes))) if order is None else order
+        self.case = case
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        latents, texts = [draw(4, *size) for size in SIZES], [draw(length, 16) for length in TEXT_LENGTHS]
-        targets = [draw(4, *size) for size in SIZES]
+        latents = [draw(case.channels, *size) for size in case.sizes]
+        texts = [draw(length, case.text_dim) for length in case.text_lengths]
+        targets = [draw(case.out_channels, *size) for size in case.sizes]
         self.latents, self.text, self.targets = ([values[i] for i in order] for values in (latents, texts, targets))
-        self.timesteps = TIMESTEPS[list(order)]
+        self.timesteps = case.timesteps[list(order)]
+        self.conditioning = {
+            name: values[list(order)] for name, values in case.conditioning(draw, len(case.sizes)).items()
+        }
 
     def pack(self, packing):
-        return packing.pack(self.latents, timesteps=self.timesteps, text=self.text)
+        return packing.pack(self.latents, timesteps=self.timesteps, text=self.text, conditioning=self.conditioning)
 
-    def alone(self, model: WanTransformer3DModel) -> list[torch.Tensor]:
+    def alone(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """Run each sample by itself through the unpacked model."""
         inputs = zip(self.latents, self.timesteps, self.text, strict=True)
-        return [model(x[None], t[None], e[None]).sample[0] for x, t, e in inputs]
+        return [
+            self.case.alone(model, x, t, e, **{name: values[sample] for name, values in self.conditioning.items()})
+            for sample, (x, t, e) in enumerate(inputs)
+        ]
 
-    def loss_alone(self, model: WanTransformer3DModel) -> torch.Tensor:
+    def loss_alone(self, model: torch.nn.Module) -> torch.Tensor:
         outputs = zip(self.alone(model), self.targets, strict=True)
         return torch.cat([masked_mse(output[None], target[None]) for output, target in outputs]).mean()
 

@@ -20,8 +20,6 @@ from .packing_cases import (
     make_model,
 )
 
-# Mixed durations, landscape, portrait, square, an image, a single token, two of one size; (frames, height, width).
-
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("strip_length", [1, 4, 7, 64])

@@ -38,6 +38,11 @@ class PackedBatch:
     patch: tuple[int, int, int]
     conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def row_timesteps(self) -> torch.Tensor:
+        """The timestep of each strip; shape `(rows,)`."""
+        return self.timesteps[self.layout.row_segments]
+
     def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
         """Return one `(channels, frames, height, width)` tensor per sample.
 
