@@ -89,7 +89,7 @@ class Family(ABC):
 
     @abstractmethod
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the packed processor for the attention module of that name."""
+        """Return the packed processor for the attention module of that name; `None` leaves it its own."""
 
     @abstractmethod
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
@@ -106,7 +106,7 @@ class Family(ABC):
         """Swap the attention processors and hook the positions; return what undoes both."""
         originals = {name: module.processor for name, module in _attentions(transformer)}
         for name, module in _attentions(transformer):
-            module.set_processor(self.processor(name, backend))
+            module.set_processor(self.processor(name, backend) or originals[name])
         handles = self.hook_positions(transformer, base_size)
 
         def detach() -> None:

@@ -1,11 +1,11 @@
 """CogVideoX 2B, 5B and 1.5: sincos, rotary or learned positions; text before the video in one attention sequence.
 
-CogVideoX attends to the padding of its text (226 tokens): hand over the embeddings with it, as its pipeline makes them.
+CogVideoX attends to the padding of its text (226 tokens): hand over the embeddings with it, as the pipeline makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from ...errors import PackingError
-from ..attention import Backend
 from ..context import active_layout
 from ..layout import Grid, PackedLayout
-from ..processors import PackedJointAttnProcessor
 from ..strips import position_rows
-from .base import Transformer
-from .joint import JointFamily, fused_by_processor, swap_processors
+from .base import UNLIMITED, Transformer
+from .joint import JointFamily, refuse_stale_fusion
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
@@ -30,37 +28,37 @@ if TYPE_CHECKING:
 class CogVideoXFamily(JointFamily):
     """Recipe of `CogVideoXTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
+    text_rule = "keep_padding"
+
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions for patches of several frames, which the model itself cannot add."""
-        super().check(transformer, strip_length=strip_length)
+        refuse_stale_fusion(transformer)
         if _has_table(transformer) and transformer.config.patch_size_t is not None:
             raise PackingError(
                 "This CogVideoX transformer has a table of positions and patch_size_t, which do not go together."
             )
+        super().check(transformer, strip_length=strip_length)
 
     def check_grids(self, transformer: Transformer, grids: Sequence[Grid]) -> None:
         """Refuse samples beyond the positions of CogVideoX 1.5, or of another size than learned ones are for."""
-        config, base = transformer.config, _base_grid(transformer)
-        for sample, (_, height, width) in enumerate(grids):
-            if config.use_learned_positional_embeddings and (height, width) != base:
+        super().check_grids(transformer, grids)
+        height, width = _base_grid(transformer)
+        for sample, grid in enumerate(grids):
+            if transformer.config.use_learned_positional_embeddings and grid[1:] != (height, width):
                 raise PackingError(
-                    f"Sample {sample} has {height}×{width} tokens per frame, but the learned positions of this model "
-                    f"are for {base[0]}×{base[1]} (sample_height, sample_width); other sizes have none."
-                )
-            if config.patch_size_t is not None and (height > base[0] or width > base[1]):
-                raise PackingError(
-                    f"Sample {sample} has {height}×{width} tokens per frame, but this model has {base[0]}×{base[1]} "
-                    "positions (sample_height, sample_width); use a smaller size."
+                    f"Sample {sample} has a token grid of {grid}, but the learned positions of this model are for "
+                    f"{height}×{width} tokens per frame (sample_height, sample_width); it cannot run other sizes."
                 )
 
-    def patch(self, transformer: Transformer) -> Grid:
-        """Return the configured patch."""
-        config = transformer.config
-        return config.patch_size_t or 1, config.patch_size, config.patch_size
+    def limits(self, transformer: Transformer) -> Grid:
+        """Return the sides of the sample size for CogVideoX 1.5, whose positions are cut from it."""
+        if transformer.config.patch_size_t is None:
+            return UNLIMITED, UNLIMITED, UNLIMITED
+        return UNLIMITED, *_base_grid(transformer)
 
-    def in_channels(self, transformer: Transformer) -> int:
-        """Return the configured channels; image-to-video models take those of the image too."""
-        return int(transformer.config.in_channels)
+    def longest_strip(self, transformer: Transformer) -> int:
+        """Return no limit: positions are not looked up for a strip."""
+        return UNLIMITED
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the configured text channels."""
@@ -80,26 +78,14 @@ class CogVideoXFamily(JointFamily):
             )
         return super().with_text_slots(transformer, layout)
 
-    def attach(self, transformer: Transformer, backend: Backend) -> Callable[[], None]:
-        """Swap in [`PackedJointAttnProcessor`], and put each sample's positions in the model's own place for them."""
-        processor = PackedJointAttnProcessor(backend, fused=fused_by_processor(transformer))
-        restore = swap_processors(transformer, lambda name, original: processor)
-        embed, handles = transformer.patch_embed, []
-        flags = embed.use_positional_embeddings, embed.use_learned_positional_embeddings
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Pass each sample's own rotary positions, and add its own table instead of the module's."""
+        handles: list[Any] = []
         if transformer.config.use_rotary_positional_embeddings:
             handles.append(transformer.register_forward_pre_hook(_pass_rotary, with_kwargs=True))
-        if any(flags):
-            # The table of a strip cannot be added to its fewer text tokens: the hook adds what the module must not.
-            embed.use_positional_embeddings = embed.use_learned_positional_embeddings = False
-            handles.append(embed.register_forward_hook(_add_table))
-
-        def detach() -> None:
-            for handle in handles:
-                handle.remove()
-            embed.use_positional_embeddings, embed.use_learned_positional_embeddings = flags
-            restore()
-
-        return detach
+        if _has_table(transformer):
+            handles += [_Tableless(transformer.patch_embed), transformer.patch_embed.register_forward_hook(_add_table)]
+        return handles
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Put frames before channels."""
@@ -133,6 +119,19 @@ class CogVideoXFamily(JointFamily):
         return output[0].transpose(0, 1)
 
 
+class _Tableless:
+    """Keep a patch embedding from adding positions, until removed: a strip's table does not fit its text slots."""
+
+    def __init__(self, embed: CogVideoXPatchEmbed) -> None:
+        self.embed = embed
+        self.flags = embed.use_positional_embeddings, embed.use_learned_positional_embeddings
+        embed.use_positional_embeddings = embed.use_learned_positional_embeddings = False
+
+    def remove(self) -> None:
+        """Let it add its positions again."""
+        self.embed.use_positional_embeddings, self.embed.use_learned_positional_embeddings = self.flags
+
+
 def _has_table(transformer: Transformer) -> bool:
     """Return whether positions are added to the tokens, instead of or beside rotating queries and keys."""
     config = transformer.config
@@ -161,7 +160,7 @@ def _rotary(transformer: Transformer, grid: Grid, device: torch.device) -> tuple
 
 
 def _centred(height: int, width: int, *, base: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the corners of a grid that is scaled to fit into the middle of a base grid, as CogVideoX 1.0 places it."""
+    """Return the corners of a grid scaled to fit into the middle of a base grid, as CogVideoX 1.0 places it."""
     scale = min(base[0] / height, base[1] / width)
     fitted = round(scale * height), round(scale * width)
     top, left = (round((side - part) / 2.0) for side, part in zip(base, fitted, strict=True))

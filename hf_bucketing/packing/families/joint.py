@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import PackingError
+from ..attention import Backend
 from ..joint_layout import fewest_places
-from ..layout import Grid, PackedLayout
-from .base import Transformer
+from ..layout import PackedLayout
+from ..processors import PackedJointAttnProcessor
+from .base import Family, Transformer
 
 if TYPE_CHECKING:
     from ..pack import PackedBatch
 
 
-class JointFamily:
+class JointFamily(Family):
     """Base of the recipes whose models attend to tokens and text tokens in one sequence."""
 
-    def check(self, transformer: Transformer, *, strip_length: int) -> None:
-        """Refuse strips longer than the model's positions."""
-        longest = self.longest_strip(transformer)
-        if strip_length > longest:
-            raise PackingError(f"strip_length={strip_length} exceeds the {longest} positions of this model's axes.")
+    shares_texts = False
 
-    def longest_strip(self, transformer: Transformer) -> int:
-        """Return no limit: positions are computed, or made by the hook alone."""
-        return sys.maxsize
+    def processor(self, name: str, backend: Backend) -> Any:
+        """Return the one that attends jointly."""
+        return PackedJointAttnProcessor(backend)
 
     def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
         """Return the layout with as many text slots per strip as take fewest places.
@@ -39,36 +35,19 @@ class JointFamily:
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Give each strip its sample's timestep, conditioning and part of its text."""
-        rows = batch.layout.row_segments
         return {
             "hidden_states": batch.strips,
-            "timestep": batch.timesteps[rows],
+            "timestep": batch.row_timesteps,
             "encoder_hidden_states": batch.layout.joint.text_rows(batch.text),
-            **{name: values[rows] for name, values in batch.conditioning.items()},
+            **{name: values[batch.layout.row_segments] for name, values in batch.conditioning.items()},
         }
 
 
-def swap_processors(transformer: Transformer, packed: Callable[[str, Any], Any]) -> Callable[[], None]:
-    """Swap attention processors; return what undoes it.
-
-    Args:
-        transformer: A diffusers model.
-        packed (callable): Returns the processor that takes the place of another, from its name and itself.
-    """
-    originals = transformer.attn_processors
-    transformer.set_attn_processor({name: packed(name, original) for name, original in originals.items()})
-    return lambda: transformer.set_attn_processor(dict(originals))
-
-
-def fused_by_processor(transformer: Transformer) -> bool:
-    """Return whether projections are fused, for models whose `fused_projections` stays set after unfusing."""
-    return any("Fused" in type(processor).__name__ for processor in transformer.attn_processors.values())
-
-
-def refuse_videos(transformer: Transformer, grids: Sequence[Grid]) -> None:
-    """Refuse samples of more than one frame, for models of images."""
-    for sample, grid in enumerate(grids):
-        if grid[0] > 1:
+def refuse_stale_fusion(transformer: Transformer) -> None:
+    """Refuse models that diffusers unfused by the processors alone: their modules still hold the fused projections."""
+    for name, module in transformer.named_modules():
+        if getattr(module, "fused_projections", False) and "Fused" not in type(module.processor).__name__:
             raise PackingError(
-                f"Sample {sample} has {grid[0]} latent frames, but {type(transformer).__name__} takes images."
+                f"{name} holds fused projections that its processor does not use, as diffusers' "
+                "unfuse_qkv_projections leaves it; load the transformer again, or fuse it."
             )

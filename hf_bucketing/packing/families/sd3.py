@@ -5,19 +5,17 @@ Its pipeline masks no text: hand over the embeddings with their padding, as the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import PackingError
-from ..attention import Backend
 from ..context import active_layout
 from ..layout import Grid
-from ..processors import PackedJointAttnProcessor
 from ..strips import position_rows
 from .base import Transformer
-from .joint import JointFamily, fused_by_processor, refuse_videos, swap_processors
+from .joint import JointFamily, refuse_stale_fusion
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import PatchEmbed
@@ -28,40 +26,24 @@ if TYPE_CHECKING:
 class SD3Family(JointFamily):
     """Recipe of `SD3Transformer2DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
+    text_rule = "keep_padding"
+
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
-        """Refuse strips longer than the table of positions, and fused projections that skip a norm."""
+        """Refuse models without a table of positions, and fused projections that skip a norm."""
         if transformer.config.pos_embed_max_size is None:
             raise PackingError("Packing needs an SD3 transformer with a table of positions (pos_embed_max_size).")
-        super().check(transformer, strip_length=strip_length)
-        if fused_by_processor(transformer) and transformer.config.qk_norm is not None:
+        refuse_stale_fusion(transformer)
+        if transformer.config.qk_norm is not None and transformer.transformer_blocks[0].attn.fused_projections:
             raise PackingError(
-                "diffusers' fused SD3 attention skips the norms of queries and keys that this model has; call "
-                "transformer.unfuse_qkv_projections() first."
+                "diffusers' fused SD3 attention skips the norms of queries and keys that this model has; load the "
+                "transformer again and leave its projections apart."
             )
+        super().check(transformer, strip_length=strip_length)
 
-    def longest_strip(self, transformer: Transformer) -> int:
-        """Return the table's width: the model crops a strip's positions before the hook replaces them."""
-        return int(transformer.pos_embed.pos_embed_max_size)
-
-    def check_grids(self, transformer: Transformer, grids: Sequence[Grid]) -> None:
-        """Refuse videos, and samples beyond the table of positions."""
-        refuse_videos(transformer, grids)
-        longest = transformer.pos_embed.pos_embed_max_size
-        for sample, grid in enumerate(grids):
-            if max(grid) > longest:
-                raise PackingError(
-                    f"Sample {sample} has a token grid of {grid}, but this model has {longest}×{longest} positions "
-                    "(pos_embed_max_size); use a smaller size."
-                )
-
-    def patch(self, transformer: Transformer) -> Grid:
-        """Return the configured patch."""
-        side = transformer.config.patch_size
+    def limits(self, transformer: Transformer) -> Grid:
+        """Return one frame, and the table's sides: a strip is looked up there too before the hook replaces it."""
+        side = int(transformer.pos_embed.pos_embed_max_size)
         return 1, side, side
-
-    def in_channels(self, transformer: Transformer) -> int:
-        """Return the configured channels."""
-        return int(transformer.config.in_channels)
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the configured text channels."""
@@ -71,17 +53,9 @@ class SD3Family(JointFamily):
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`."""
         return ("pooled_projections",)
 
-    def attach(self, transformer: Transformer, backend: Backend) -> Callable[[], None]:
-        """Swap in [`PackedJointAttnProcessor`] and hook `pos_embed`."""
-        processor = PackedJointAttnProcessor(backend, fused=fused_by_processor(transformer))
-        restore = swap_processors(transformer, lambda name, original: processor)
-        handle = transformer.pos_embed.register_forward_hook(_embed)
-
-        def detach() -> None:
-            handle.remove()
-            restore()
-
-        return detach
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook `pos_embed`."""
+        return [transformer.pos_embed.register_forward_hook(_embed)]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Drop the frames of the strips, which are images."""
@@ -100,15 +74,9 @@ class SD3Family(JointFamily):
         text: torch.Tensor,
         conditioning: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Run a batch of one."""
-        output: torch.Tensor = transformer(
-            hidden_states=latent[None, :, 0],
-            timestep=timestep[None],
-            encoder_hidden_states=text[None],
-            pooled_projections=conditioning["pooled_projections"][None],
-            return_dict=False,
-        )[0]
-        return output[0].unsqueeze(1)
+        """Run a batch of one image."""
+        output = super().run_alone(transformer, latent[:, 0], timestep=timestep, text=text, conditioning=conditioning)
+        return output.unsqueeze(1)
 
 
 def _embed(embed: PatchEmbed, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

@@ -23,13 +23,10 @@ class PackedJointAttnProcessor:
 
     Args:
         backend (`"segments"`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
-        fused (`bool`, *optional*): Whether to use the projections that `fuse_qkv_projections` made; without it, as
-            the module says, which diffusers' `Attention` does wrongly after `unfuse_qkv_projections`.
     """
 
-    def __init__(self, backend: Backend = "segments", *, fused: bool | None = None) -> None:
+    def __init__(self, backend: Backend = "segments") -> None:
         self.backend = backend
-        self.fused = fused
 
     def __call__(
         self,
@@ -60,14 +57,14 @@ class PackedJointAttnProcessor:
         text, tokens = hidden_states.split([hidden_states.shape[1] - layout.strip_length, layout.strip_length], 1)
         if encoder_hidden_states is not None:
             text = encoder_hidden_states
-        video = self._project(attn, tokens)
+        video = _project(attn, tokens)
         if image_rotary_emb is not None:
             video = (_rotate(video[0], image_rotary_emb), _rotate(video[1], image_rotary_emb), video[2])
         if not text.shape[1]:
             query, key, value = (part.flatten(0, 1) for part in video)
             attended = packed_attention(query, key, value, layout.self_segments, backend=self.backend)
             return _through(attn.to_out, attended.flatten(1).type_as(query).view_as(hidden_states))
-        words = self._project(attn, text, added=_has(attn, "add_q_proj"))
+        words = _project(attn, text, added=_has(attn, "add_q_proj"))
         query, key, value = (layout.joint.gather(*pair) for pair in zip(video, words, strict=True))
         attended = packed_attention(query, key, value, layout.joint.segments, backend=self.backend)
         tokens, text = layout.joint.scatter(attended.flatten(1).type_as(query))
@@ -78,16 +75,17 @@ class PackedJointAttnProcessor:
             text = text if _has(attn, "add_q_proj") else _through(attn.to_out, text)
         return tokens, attn.to_add_out(text) if _has(attn, "to_add_out") else text
 
-    def _project(self, attn: Any, states: torch.Tensor, *, added: bool = False) -> Heads:
-        if attn.fused_projections if self.fused is None else self.fused:
-            parts = (attn.to_added_qkv if added else attn.to_qkv)(states).chunk(3, dim=-1)
-        else:
-            names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
-            parts = [getattr(attn, name)(states) for name in names]
-        query, key, value = (part.unflatten(-1, (attn.heads, -1)) for part in parts)
-        norm_query, norm_key = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
-        query = query if norm_query is None else norm_query(query)
-        return query, key if norm_key is None else norm_key(key), value
+
+def _project(attn: Any, states: torch.Tensor, *, added: bool = False) -> Heads:
+    if attn.fused_projections:
+        parts = (attn.to_added_qkv if added else attn.to_qkv)(states).chunk(3, dim=-1)
+    else:
+        names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+        parts = [getattr(attn, name)(states) for name in names]
+    query, key, value = (part.unflatten(-1, (attn.heads, -1)) for part in parts)
+    norm_query, norm_key = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
+    query = query if norm_query is None else norm_query(query)
+    return query, key if norm_key is None else norm_key(key), value
 
 
 def _rotate(tokens: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
