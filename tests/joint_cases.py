@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel, SD3Transformer2DModel
+from diffusers import (
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
+    SD3Transformer2DModel,
+)
 
 IMAGE_SIZES = ((1, 4, 6), (1, 8, 4), (1, 2, 2), (1, 6, 6), (1, 4, 6), (1, 10, 4))
 
@@ -81,6 +88,47 @@ def cogvideox_alone(
     return output[0].transpose(0, 1)
 
 
+def make_hunyuan(**config: Any) -> HunyuanVideoTransformer3DModel:
+    settings = {
+        **{"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16},
+        **{"num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 2, "patch_size": 2, "patch_size_t": 1},
+        **{"text_embed_dim": 16, "pooled_projection_dim": 20, "rope_axes_dim": (4, 6, 6)},
+    }
+    return HunyuanVideoTransformer3DModel(**{**settings, **config})
+
+
+def hunyuan_alone(
+    model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
+) -> torch.Tensor:
+    rest = {name: values[None] for name, values in conditioning.items()}
+    mask = torch.ones(1, len(text), dtype=text.dtype)
+    return model(latent[None], timestep[None], text[None], mask, **rest).sample[0]
+
+
+def make_flux(**config: Any) -> FluxTransformer2DModel:
+    settings = {
+        **{"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16},
+        **{"num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 20},
+        **{"guidance_embeds": True, "axes_dims_rope": (4, 6, 6)},
+    }
+    return FluxTransformer2DModel(**{**settings, **config})
+
+
+def flux_alone(
+    model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
+) -> torch.Tensor:
+    channels, _, height, width = latent.shape
+    output = model(
+        FluxPipeline._pack_latents(latent.transpose(0, 1), 1, channels, height, width),
+        encoder_hidden_states=text[None],
+        timestep=timestep[None] / 1000,
+        img_ids=FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latent.device, latent.dtype),
+        txt_ids=torch.zeros(len(text), 3),
+        **{name: values[None] for name, values in conditioning.items()},
+    ).sample
+    return FluxPipeline._unpack_latents(output, 8 * height, 8 * width, 8).transpose(0, 1)
+
+
 _SD3 = {
     "alone": sd3_alone,
     "sizes": IMAGE_SIZES,
@@ -113,6 +161,23 @@ JOINT_CASES: dict[str, dict[str, Any]] = {
         "alone": cogvideox_alone,
         "sizes": tuple((2 * frames, height, width) for frames, height, width in _VIDEO_SIZES),
         "conditioning": lambda draw, count: {"ofs": 2 + draw(count)},
+    },
+    "hunyuan": {
+        "make": make_hunyuan,
+        "alone": hunyuan_alone,
+        "conditioning": lambda draw, count: {
+            "pooled_projections": draw(count, 20),
+            "guidance": 1000 * (6 + draw(count)),
+        },
+        # The same for all keys of the refiner, which the softmax cannot see.
+        "without_gradient": ("refiner_blocks.0.attn.to_k.bias", "refiner_blocks.1.attn.to_k.bias"),
+    },
+    "flux": {
+        "make": make_flux,
+        "alone": flux_alone,
+        "sizes": IMAGE_SIZES,
+        "conditioning": lambda draw, count: {"pooled_projections": draw(count, 20), "guidance": 3.5 + draw(count)},
+        "float64": False,  # the stock model rounds text to float32 to rotate it by nothing
     },
 }
 """Arguments of `FamilyCase`, by name."""

@@ -33,6 +33,7 @@ class JointLayout:
         text_source (`torch.Tensor` of shape `(num_text_tokens,)`): Place of each sample's text tokens in the texts.
         text_target (`torch.Tensor` of shape `(num_text_tokens,)`): Their text slots.
         segments ([`SegmentSpans`]): Each sample's part of the sequence attends to itself.
+        first_rows (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
         rows (`int`): Strips of the pack.
     """
 
@@ -42,6 +43,7 @@ class JointLayout:
     text_source: torch.Tensor
     text_target: torch.Tensor
     segments: SegmentSpans
+    first_rows: torch.Tensor
     rows: int
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -62,10 +64,17 @@ class JointLayout:
         return tokens.unflatten(0, (self.rows, -1)), text.unflatten(0, (self.rows, -1))
 
     def text_rows(self, text: torch.Tensor) -> torch.Tensor:
-        """Put texts `(num_text_tokens, …)` into the strips of their samples: `(rows, text_slots, …)`, zero-padded."""
-        slots = text.new_zeros(self.rows * self.text_slots, *text.shape[1:])
-        slots = slots.index_copy(0, self.text_target, text.index_select(0, self.text_source))
-        return slots.unflatten(0, (self.rows, -1))
+        """Put a pack's texts, `(num_text_tokens, …)`, into strips: `(rows, text_slots, …)`, zero-padded."""
+        return self.deal(text.index_select(0, self.text_source))
+
+    def deal(self, texts: torch.Tensor) -> torch.Tensor:
+        """Put the samples' text tokens, one sample after the other, into strips: the inverse of [`collect`]."""
+        slots = texts.new_zeros(self.rows * self.text_slots, *texts.shape[1:])
+        return slots.index_copy(0, self.text_target, texts).unflatten(0, (self.rows, -1))
+
+    def collect(self, text: torch.Tensor) -> torch.Tensor:
+        """Take the samples' text tokens out of strips `(rows, text_slots, …)`, one sample after the other."""
+        return text.flatten(0, 1).index_select(0, self.text_target)
 
 
 def joint_layout(layout: PackedLayout) -> JointLayout:
@@ -96,6 +105,7 @@ def joint_layout(layout: PackedLayout) -> JointLayout:
         text_source=index([np.arange(*span) for span in layout.text_spans]),
         text_target=index(target),
         segments=SegmentSpans(queries=spans, keys=spans, num_queries=stops[-1], num_keys=stops[-1]),
+        first_rows=torch.tensor(first_rows, device=layout.device),
         rows=rows,
     )
 

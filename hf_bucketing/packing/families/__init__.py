@@ -7,12 +7,16 @@ import torch
 from ...errors import PackingError
 from .base import Family
 from .cogvideox import CogVideoXFamily
+from .flux import FluxFamily
+from .hunyuan_video import HunyuanVideoFamily
 from .joint import JointFamily
 from .sd3 import SD3Family
 from .wan import WanFamily
 
 FAMILIES: dict[str, Family] = {
     "CogVideoXTransformer3DModel": CogVideoXFamily(),
+    "FluxTransformer2DModel": FluxFamily(),
+    "HunyuanVideoTransformer3DModel": HunyuanVideoFamily(),
     "SD3Transformer2DModel": SD3Family(),
     "WanTransformer3DModel": WanFamily(),
 }
