@@ -1,7 +1,7 @@
 """HunyuanVideo: rotary positions over frames, rows and columns; text refined by itself, then in joint attention.
 
-Its pipeline masks the padding of a text: hand over what the mask keeps. Text is refined before the blocks, by attention
-over a whole text and its mean: that runs once per sample, and its result is dealt to the sample's strips.
+Its pipeline masks the padding of a text: hand over what the mask keeps. Text is refined before the blocks, by
+attention over a whole text and by its mean: that runs once per sample, and its result is dealt to the sample's strips.
 """
 
 from __future__ import annotations
