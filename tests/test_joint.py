@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_bucketing import PackingError
-from hf_bucketing.packing import PackedJointAttnProcessor, disable_packing, enable_packing, packed_forward
+from hf_bucketing.packing import (
+    PackedJointAttnProcessor,
+    disable_packing,
+    enable_packing,
+    packed_forward,
+    verify_packing,
+)
 from hf_bucketing.packing.families import FAMILIES, JointFamily
 from hf_bucketing.packing.families.cogvideox import _centred
 
@@ -35,6 +41,21 @@ def test_two_packs_in_flight_keep_their_own_layouts(case) -> None:
     packing = enable_packing(model, strip_length=4)
     losses = [samples.loss_packed(model, packing) for samples in both]
     assert_same_gradients(expected, gradients(model, *losses), 1e-4, without_gradient=case.without_gradient)
+
+
+@pytest.mark.parametrize("name", ["cogvideox-sincos", "hunyuan"])
+def test_the_verifier_passes_models_with_a_bias_that_softmax_cannot_see(name: str) -> None:
+    case = CASES[name]
+    samples = Samples(case=case)
+    report = verify_packing(
+        case.model(),
+        samples.latents,
+        timesteps=samples.timesteps,
+        text=samples.text,
+        conditioning=samples.conditioning,
+        strip_length=4,
+    )
+    assert report.passed, str(report)
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd3.5", "cogvideox", "cogvideox-1.5", "flux"])
