@@ -5,12 +5,14 @@ from .context import active_layout, use_layout
 from .enable import disable_packing, enable_packing
 from .layout import PackedLayout
 from .pack import PackedBatch, Packing, packed_forward
-from .processors import PackedWanAttnProcessor
+from .processors import PackedAttnProcessor, PackedLTXVideoAttnProcessor, PackedWanAttnProcessor
 from .segments import SegmentSpans
 from .verify import VerificationCheck, VerificationReport, verify_packing
 
 __all__ = [
+    "PackedAttnProcessor",
     "PackedBatch",
+    "PackedLTXVideoAttnProcessor",
     "PackedLayout",
     "PackedWanAttnProcessor",
     "Packing",

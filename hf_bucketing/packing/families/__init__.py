@@ -5,10 +5,22 @@ from __future__ import annotations
 import torch
 
 from ...errors import PackingError
+from .allegro import AllegroFamily
 from .base import Family
+from .cosmos import CosmosFamily
+from .latte import LatteFamily
+from .ltx import LTXFamily
+from .pixart import PixArtFamily
 from .wan import WanFamily
 
-FAMILIES: dict[str, Family] = {"WanTransformer3DModel": WanFamily()}
+FAMILIES: dict[str, Family] = {
+    "AllegroTransformer3DModel": AllegroFamily(),
+    "CosmosTransformer3DModel": CosmosFamily(),
+    "LTXVideoTransformer3DModel": LTXFamily(),
+    "LatteTransformer3DModel": LatteFamily(),
+    "PixArtTransformer2DModel": PixArtFamily(),
+    "WanTransformer3DModel": WanFamily(),
+}
 """Add a family by adding its recipe here."""
 
 
