@@ -38,7 +38,7 @@ def test_the_recipe_runs_a_sample_as_the_stock_model_does(case: FamilyCase) -> N
             text=samples.text[sample],
             conditioning={name: values[sample] for name, values in samples.conditioning.items()},
         )
-        assert torch.equal(output, expected)
+        assert float((output - expected).detach().abs().max()) <= 1e-6  # the stock call masks padding, ours has none
 
 
 @each_family

@@ -64,7 +64,7 @@ def test_a_sample_has_as_many_strips_as_its_tokens_and_its_text_need(samples, st
         assert rows * slots >= text
         assert (rows - 1) * strip_length < length or (rows - 1) * slots < text
     latents = [torch.rand(3, *grid) for grid, _ in samples]
-    strips = to_strips(latents, (1, 1, 1), strip_length=strip_length, rows=layout.rows)
+    strips = to_strips(latents, (1, 1, 1), layout=layout)
     assert len(strips) == sum(layout.rows) == len(layout.row_segments)
     assert all(torch.equal(a, b) for a, b in zip(latents, from_strips(strips, layout), strict=True))
     (positions,) = position_rows(layout, lambda grid: (torch.cartesian_prod(*map(torch.arange, grid)).view(-1, 3),))

@@ -30,8 +30,9 @@ class JointLayout:
         strip_length (`int`): Tokens that each strip carries.
         source (`torch.Tensor` of shape `(num_joint_tokens,)`): Place of each token of the sequence among the tokens of
             all strips, `rows·strip_length`, followed by their text slots, `rows·text_slots`.
-        text_source (`torch.Tensor` of shape `(num_text_tokens,)`): Place of each sample's text tokens in the texts.
-        text_target (`torch.Tensor` of shape `(num_text_tokens,)`): Their text slots.
+        text_source (`torch.Tensor` of shape `(num_text_tokens,)`, *optional*): Place of each sample's text tokens
+            among the stored ones; none where they lie in order.
+        text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
         segments ([`SegmentSpans`]): Each sample's part of the sequence attends to itself.
         first_rows (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
         rows (`int`): Strips of the pack.
@@ -40,7 +41,7 @@ class JointLayout:
     text_slots: int
     strip_length: int
     source: torch.Tensor
-    text_source: torch.Tensor
+    text_source: torch.Tensor | None
     text_target: torch.Tensor
     segments: SegmentSpans
     first_rows: torch.Tensor
@@ -64,16 +65,16 @@ class JointLayout:
         return tokens.unflatten(0, (self.rows, -1)), text.unflatten(0, (self.rows, -1))
 
     def text_rows(self, text: torch.Tensor) -> torch.Tensor:
-        """Put a pack's texts, `(num_text_tokens, …)`, into strips: `(rows, text_slots, …)`, zero-padded."""
-        return self.deal(text.index_select(0, self.text_source))
+        """Put a pack's stored texts into the strips of the samples that read them: `(rows, text_slots, …)`."""
+        return self.deal(text if self.text_source is None else text.index_select(0, self.text_source))
 
     def deal(self, texts: torch.Tensor) -> torch.Tensor:
-        """Put the samples' text tokens, one sample after the other, into strips: the inverse of [`collect`]."""
+        """Put the samples' text tokens, one sample after the other, into strips; zeros as padding."""
         slots = texts.new_zeros(self.rows * self.text_slots, *texts.shape[1:])
         return slots.index_copy(0, self.text_target, texts).unflatten(0, (self.rows, -1))
 
     def collect(self, text: torch.Tensor) -> torch.Tensor:
-        """Take the samples' text tokens out of strips `(rows, text_slots, …)`, one sample after the other."""
+        """Take the samples' text tokens out of strips `(rows, text_slots, …)` again: the inverse of [`deal`]."""
         return text.flatten(0, 1).index_select(0, self.text_target)
 
 
@@ -102,7 +103,7 @@ def joint_layout(layout: PackedLayout) -> JointLayout:
         text_slots=width,
         strip_length=layout.strip_length,
         source=index(pieces),
-        text_source=index([np.arange(*span) for span in layout.text_spans]),
+        text_source=layout.text_index,
         text_target=index(target),
         segments=SegmentSpans(queries=spans, keys=spans, num_queries=stops[-1], num_keys=stops[-1]),
         first_rows=torch.tensor(first_rows, device=layout.device),

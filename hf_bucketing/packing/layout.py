@@ -28,6 +28,8 @@ class PackedLayout:
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
             the same sequence; a sample then has as many strips as its text needs. 0 where text lies apart.
         device (`torch.device`): Where the tensors below live.
+        caption_ids (tuple of `int`, *optional*): Which stored text each sample reads, numbered by first use; without
+            it, each sample's own.
 
     Raises:
         PackingError: If there is no sample, a count differs, or a length is impossible.
@@ -47,6 +49,7 @@ class PackedLayout:
     strip_length: int
     text_slots: int = 0
     device: torch.device | str = "cpu"
+    caption_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.grids or self.strip_length < 1 or self.text_slots < 0:
@@ -56,6 +59,8 @@ class PackedLayout:
             )
         if len(self.text_lengths) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts: {len(self.text_lengths)}.")
+        if self.caption_ids is not None and len(self.caption_ids) != len(self.grids):
+            raise PackingError(f"A pack of {len(self.grids)} samples needs as many caption_ids: {self.caption_ids}.")
         if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
             raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
 
@@ -110,6 +115,59 @@ class PackedLayout:
             queries=self.spans, keys=self.text_spans, num_queries=self.num_tokens, num_keys=self.num_text_tokens
         )
 
+    def even_segments(self, num_keys: int) -> SegmentSpans:
+        """Each sample's tokens attend to as many keys of its own, such as image tokens; kept for the next layer."""
+        if num_keys not in self._even_segments:
+            per_sample = num_keys // len(self)
+            keys = tuple((sample * per_sample, (sample + 1) * per_sample) for sample in range(len(self)))
+            self._even_segments[num_keys] = SegmentSpans(
+                queries=self.spans, keys=keys, num_queries=self.num_tokens, num_keys=num_keys
+            )
+        return self._even_segments[num_keys]
+
+    @cached_property
+    def _even_segments(self) -> dict[int, SegmentSpans]:
+        return {}
+
+    @cached_property
+    def frame_segments(self) -> SegmentSpans:
+        """Each frame's tokens attend to each other."""
+        spans = _cut(self.spans, [h * w for _, h, w in self.grids])
+        return SegmentSpans(queries=spans, keys=spans, num_queries=self.num_tokens, num_keys=self.num_tokens)
+
+    @cached_property
+    def position_segments(self) -> SegmentSpans:
+        """The tokens of one row and column attend to each other over the frames, laid out by [`position_order`]."""
+        spans = _cut(self.spans, [t for t, _, _ in self.grids])
+        return SegmentSpans(queries=spans, keys=spans, num_queries=self.num_tokens, num_keys=self.num_tokens)
+
+    @cached_property
+    def position_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens with each sample's frames innermost, and what puts them back; `int64`, `(num_tokens,)` each."""
+        order = torch.arange(self.num_tokens)
+        for (start, stop), (t, h, w) in zip(self.spans, self.grids, strict=True):
+            order[start:stop] = order[start:stop].view(t, h * w).t().flatten()
+        return order.to(self.device), order.argsort().to(self.device)
+
+    @cached_property
+    def _stored_lengths(self) -> tuple[int, ...]:
+        captions = range(len(self)) if self.caption_ids is None else self.caption_ids
+        return tuple(dict(zip(captions, self.text_lengths, strict=True)).values())
+
+    @property
+    def num_stored_text_tokens(self) -> int:
+        """Text tokens of the pack, those of a shared caption counted once."""
+        return sum(self._stored_lengths)
+
+    @cached_property
+    def text_index(self) -> torch.Tensor | None:
+        """Where each sample's text tokens lie among the stored ones; `int64`, `(num_text_tokens,)`; none: in order."""
+        if self.caption_ids is None or len(self._stored_lengths) == len(self):
+            return None
+        starts = _starts(self._stored_lengths)
+        pieces = zip(self.caption_ids, self.text_lengths, strict=True)
+        return torch.cat([torch.arange(starts[one], starts[one] + length) for one, length in pieces]).to(self.device)
+
     @cached_property
     def joint(self) -> JointLayout:
         """Each sample's tokens and its text tokens as one sequence, where strips carry both."""
@@ -148,6 +206,15 @@ class PackedLayout:
 
 def _starts(lengths: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(lengths)][:-1]
+
+
+def _cut(spans: Sequence[tuple[int, int]], lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Cut each span into pieces of its length."""
+    return tuple(
+        (piece, piece + length)
+        for (start, stop), length in zip(spans, lengths, strict=True)
+        for piece in range(start, stop, length)
+    )
 
 
 def _repeat(values: Sequence[int], counts: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,8 @@ from accelerate.utils import extract_model_from_parallel
 from ..errors import PackingError
 from .context import bind_checkpoints, use_layout
 from .families import Family, JointFamily
-from .layout import PackedLayout
+from .families.base import TextRule
+from .layout import Grid, PackedLayout
 from .strips import from_strips, to_strips, token_grid
 
 ATTRIBUTE = "_hf_bucketing_packing"
@@ -25,7 +26,8 @@ class PackedBatch:
     Attributes:
         strips (`torch.Tensor` of shape `(rows, channels, p_t, p_h, strip_length·p_w)`): The latents.
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
-        text (`torch.Tensor` of shape `(num_text_tokens, text_dim)`): All texts, one after the other.
+        text (`torch.Tensor` of shape `(stored text tokens, text_dim)`): All texts, one after the other; a text that
+            several samples share is there once (`layout.text_index`), where the family only attends to it.
         layout ([`PackedLayout`]): Where each sample lies.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): What else the model is told per sample.
@@ -63,7 +65,7 @@ class PackedBatch:
         grids = tuple(token_grid(tensor, self.patch, sample=sample) for sample, tensor in enumerate(tensors))
         if grids != self.layout.grids:
             raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
-        return to_strips(tensors, self.patch, strip_length=self.layout.strip_length, rows=self.layout.rows)
+        return to_strips(tensors, self.patch, layout=self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ class Packing:
     family: Family
     strip_length: int
     detach: Callable[[], None]
+    base_size: Grid | None = None
 
     def pack(
         self,
@@ -90,8 +93,11 @@ class Packing:
             latents (sequence of `(channels, frames, height, width)`): On one device, of one dtype.
             timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
             text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): Every token
-                is attended to, also padding: leave out what the model must not see.
-            text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for the tokens of `text` to keep.
+                is attended to, also padding: leave out what the model must not see. One tensor given for several
+                samples is stored once.
+            text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
+                then treated as the family's pipeline does: left out (`text_rule` `"masked"`), attended to as zeros
+                (`"keep_padding"`, such as Wan), or attended to as it is (`"encoded_padding"`, such as SD3).
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's own forward, under its names; those that the family needs, and no others.
 
@@ -104,7 +110,7 @@ class Packing:
         """
         conditioning = self._check_conditioning(conditioning or {}, count=len(latents))
         patch, channels = self.family.patch(self.transformer), self.family.in_channels(self.transformer)
-        texts = _texts(text, text_mask)
+        texts = _texts(text, text_mask, self.family.text_rule)
         if not len(latents) == len(texts) == len(timesteps) or timesteps.ndim != 1 or not len(latents):
             raise PackingError(
                 f"A pack needs one text and one timestep per latent, got {len(latents)} latents, {len(texts)} texts "
@@ -119,16 +125,22 @@ class Packing:
                     f"Text {sample} has shape {tuple(words.shape)}; expected (length, "
                     f"{self.family.text_dim(self.transformer)})."
                 )
-        self.family.check_grids(self.transformer, grids)
+        if self.base_size is None:
+            self.family.check_grids(self.transformer, grids)
+        stored, caption_ids = _distinct(texts) if self.family.shares_texts else (texts, None)
         layout = PackedLayout(
-            grids=grids, text_lengths=tuple(map(len, texts)), strip_length=self.strip_length, device=latents[0].device
+            grids=grids,
+            text_lengths=tuple(map(len, texts)),
+            strip_length=self.strip_length,
+            device=latents[0].device,
+            caption_ids=caption_ids,
         )
         if isinstance(self.family, JointFamily):
             layout = self.family.with_text_slots(self.transformer, layout)
         return PackedBatch(
-            strips=to_strips(latents, patch, strip_length=self.strip_length, rows=layout.rows),
+            strips=to_strips(latents, patch, layout=layout),
             timesteps=timesteps,
-            text=torch.cat(texts),
+            text=torch.cat(stored),
             layout=layout,
             patch=patch,
             conditioning=conditioning,
@@ -183,9 +195,24 @@ def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
     return extract_model_from_parallel(transformer, keep_torch_compile=False)
 
 
-def _texts(text: Sequence[torch.Tensor] | torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
+def _texts(
+    text: Sequence[torch.Tensor] | torch.Tensor, mask: torch.Tensor | None, rule: TextRule
+) -> list[torch.Tensor]:
     if mask is None:
         return list(text)
     if not isinstance(text, torch.Tensor) or text.shape[:2] != mask.shape:
         raise PackingError("text_mask of shape (n, length) goes with a text tensor of shape (n, length, text_dim).")
+    if rule == "encoded_padding":
+        return list(text)
+    if rule == "keep_padding":
+        return list(text.masked_fill(~mask.bool()[..., None], 0))
     return [words[keep.bool()] for words, keep in zip(text, mask, strict=True)]
+
+
+def _distinct(texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    """Return the texts that differ as memory, and which of them each sample reads: contents are not compared."""
+    stored: dict[tuple[object, ...], tuple[int, torch.Tensor]] = {}
+    keys = [(words.data_ptr(), words.shape, words.stride(), words.requires_grad) for words in texts]
+    for key, words in zip(keys, texts, strict=True):
+        stored.setdefault(key, (len(stored), words))
+    return [words for _, words in stored.values()], tuple(stored[key][0] for key in keys)

@@ -35,9 +35,9 @@ def token_grid(latent: torch.Tensor, patch: Grid, *, sample: int) -> Grid:
     return t, h, w
 
 
-def to_rows(tokens: torch.Tensor, strip_length: int, *, rows: int | None = None) -> torch.Tensor:
-    """Cut `(L, …)` into `(R, S, …)`, padded with zeros: as many rows as hold them, or the given number."""
-    padding = -tokens.shape[0] % strip_length if rows is None else rows * strip_length - tokens.shape[0]
+def to_rows(tokens: torch.Tensor, strip_length: int, *, rows: int) -> torch.Tensor:
+    """Cut `(L, …)` into `(rows, S, …)`, padded with zeros."""
+    padding = rows * strip_length - tokens.shape[0]
     return F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding]).unflatten(0, (-1, strip_length))
 
 
@@ -59,26 +59,36 @@ def position_rows(layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tens
     return tuple(torch.cat(parts) for parts in zip(*samples, strict=True))
 
 
-def to_strips(
-    latents: Sequence[torch.Tensor], patch: Grid, *, strip_length: int, rows: Sequence[int] | None = None
-) -> torch.Tensor:
+def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, layout: PackedLayout) -> torch.Tensor:
     """Cut latents of shape `(C, F, H, W)` into the strips of a pack, `(R, C, p_t, p_h, S·p_w)`.
 
-    Tokens come in the order in which a patch embedding over frames, rows and columns makes them. `rows` are the
-    strips of each sample, `layout.rows`; without it, as few as hold its tokens.
+    Tokens come in the order in which a patch embedding over frames, rows and columns makes them.
     """
-    counts = [None] * len(latents) if rows is None else rows
-    strips = [_strips_of(latent, patch, strip_length, count) for latent, count in zip(latents, counts, strict=True)]
-    return torch.cat(strips)
+    samples = zip(latents, layout.rows, strict=True)
+    return torch.cat([_strips_of(latent, patch, layout.strip_length, rows) for latent, rows in samples])
 
 
-def _strips_of(latent: torch.Tensor, patch: Grid, strip_length: int, rows: int | None) -> torch.Tensor:
+def _strips_of(latent: torch.Tensor, patch: Grid, strip_length: int, rows: int) -> torch.Tensor:
+    return tokens_to_strips(to_rows(patchify(latent, patch), strip_length, rows=rows))
+
+
+def patchify(latent: torch.Tensor, patch: Grid) -> torch.Tensor:
+    """Turn a latent `(C, F, H, W)` into tokens `(L, C, p_t, p_h, p_w)`."""
     p_t, p_h, p_w = patch
-    # (C, t, p_t, h, p_h, w, p_w) -> (t, h, w, C, p_t, p_h, p_w) -> (L, C, p_t, p_h, p_w)
+    # (C, t, p_t, h, p_h, w, p_w) -> (t, h, w, C, p_t, p_h, p_w)
     blocks = latent.unflatten(3, (-1, p_w)).unflatten(2, (-1, p_h)).unflatten(1, (-1, p_t))
-    tokens = blocks.permute(1, 3, 5, 0, 2, 4, 6).flatten(0, 2)
-    # (R, S, C, p_t, p_h, p_w) -> (R, C, p_t, p_h, S, p_w) -> (R, C, p_t, p_h, S·p_w)
-    return to_rows(tokens, strip_length, rows=rows).permute(0, 2, 3, 4, 1, 5).flatten(4, 5)
+    return blocks.permute(1, 3, 5, 0, 2, 4, 6).flatten(0, 2)
+
+
+def unpatchify(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Turn tokens `(L, C, p_t, p_h, p_w)` into a latent `(C, F, H, W)`: the inverse of [`patchify`]."""
+    blocks = tokens.unflatten(0, grid).permute(3, 0, 4, 1, 5, 2, 6)
+    return blocks.flatten(5, 6).flatten(3, 4).flatten(1, 2)
+
+
+def tokens_to_strips(rows: torch.Tensor) -> torch.Tensor:
+    """Turn rows of tokens `(R, S, C, p_t, p_h, p_w)` into strips `(R, C, p_t, p_h, S·p_w)`."""
+    return rows.permute(0, 2, 3, 4, 1, 5).flatten(4, 5)
 
 
 def to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -102,8 +112,5 @@ def from_strips(strips: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor
         PackingError: If the strips are not those of the layout.
     """
     tokens = to_tokens(strips, layout)
-    latents = []
-    for (start, stop), grid in zip(layout.spans, layout.grids, strict=True):
-        blocks = tokens[start:stop].unflatten(0, grid).permute(3, 0, 4, 1, 5, 2, 6)
-        latents.append(blocks.flatten(5, 6).flatten(3, 4).flatten(1, 2))
-    return latents
+    spans = zip(layout.spans, layout.grids, strict=True)
+    return [unpatchify(tokens[start:stop], grid) for (start, stop), grid in spans]

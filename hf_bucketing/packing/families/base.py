@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from ...errors import PackingError
 from ..attention import Backend
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
 
-TextRule: TypeAlias = Literal["masked", "keep_padding"]
+TextRule: TypeAlias = Literal["masked", "keep_padding", "encoded_padding"]
 
 UNLIMITED = sys.maxsize
 """Positions of an axis that are computed for any length."""
@@ -29,12 +30,12 @@ UNLIMITED = sys.maxsize
 class Family(ABC):
     """How the transformers of one class attend, place and are called.
 
-    A recipe holds no state; each method is given the transformer. What is written here suits a model that takes latents
-    `(batch, channels, frames, height, width)`, one timestep per row, and text that each row attends to.
+    A recipe holds no state; each method is given the transformer. What is written here suits a model that takes
+    latents `(batch, channels, frames, height, width)`, one timestep per row, and text that each row attends to.
 
     Attributes:
-        text_rule (`"masked"` or `"keep_padding"`): What the pipeline does with the padding of a text: leaves it out of
-            attention, or attends to it as zeros.
+        text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
+            text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
         shares_texts (`bool`): Whether samples of one caption can read one copy of it: texts are only ever attended to.
         interpolates (`bool`): Whether positions can be stretched to a base size.
     """
@@ -104,10 +105,10 @@ class Family(ABC):
         self, transformer: Transformer, backend: Backend, *, base_size: Grid | None = None
     ) -> Callable[[], None]:
         """Swap the attention processors and hook the positions; return what undoes both."""
+        handles = self.hook_positions(transformer, base_size)
         originals = {name: module.processor for name, module in _attentions(transformer)}
         for name, module in _attentions(transformer):
             module.set_processor(self.processor(name, backend) or originals[name])
-        handles = self.hook_positions(transformer, base_size)
 
         def detach() -> None:
             for handle in handles:
@@ -158,6 +159,22 @@ class Family(ABC):
             **{name: values[None] for name, values in conditioning.items()},
         )[0]
         return output[0]
+
+
+def texts_over_rows(batch: PackedBatch) -> torch.Tensor:
+    """Cut the texts into as many rows as there are strips, padded at the end: `(rows, tokens, text_dim)`.
+
+    For models that view their text by the number of rows. Attention reads the rows one after the other again.
+    """
+    rows, tokens = sum(batch.layout.rows), max(1, len(batch.text))
+    per_row = -(-tokens // rows)
+    return F.pad(batch.text, (0, 0, 0, rows * per_row - len(batch.text))).unflatten(0, (rows, per_row))
+
+
+def shape_only(like: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+    """Return a latent of a grid that takes no memory, for position modules that read nothing but its shape."""
+    sides = (count * part for count, part in zip(grid, patch, strict=True))
+    return like.new_empty(()).expand(1, 1, *sides)
 
 
 def _attentions(transformer: Transformer) -> list[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """CogVideoX 2B, 5B and 1.5: sincos, rotary or learned positions; text before the video in one attention sequence.
 
-CogVideoX attends to the padding of its text (226 tokens): hand over the embeddings with it, as the pipeline makes them.
+CogVideoX attends to the padding of its text (226 tokens) as encoded: hand over the embeddings as the pipeline makes
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class CogVideoXFamily(JointFamily):
     """Recipe of `CogVideoXTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
-    text_rule = "keep_padding"
+    text_rule = "encoded_padding"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions for patches of several frames, which the model itself cannot add."""

@@ -30,7 +30,7 @@ BLOCK = 2
 class FluxFamily(JointFamily):
     """Recipe of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
-    text_rule = "keep_padding"
+    text_rule = "encoded_padding"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse channels that are not those of blocks of four latent pixels."""
@@ -95,7 +95,7 @@ class FluxFamily(JointFamily):
         grid = token_grid(latent, self.patch(transformer), sample=0)
         layout = PackedLayout(grids=(grid,), text_lengths=(len(text),), strip_length=grid[1] * grid[2])
         output: torch.Tensor = transformer(
-            hidden_states=_tokens(to_strips([latent], self.patch(transformer), strip_length=layout.strip_length)),
+            hidden_states=_tokens(to_strips([latent], self.patch(transformer), layout=layout)),
             timestep=timestep[None] / 1000,
             encoder_hidden_states=text[None],
             img_ids=_ids(grid, latent.device),

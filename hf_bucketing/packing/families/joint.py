@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 class JointFamily(Family):
     """Base of the recipes whose models attend to tokens and text tokens in one sequence."""
 
-    shares_texts = False
-
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the one that attends jointly."""
         return PackedJointAttnProcessor(backend)

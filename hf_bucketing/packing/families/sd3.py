@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SD3Family(JointFamily):
     """Recipe of `SD3Transformer2DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
-    text_rule = "keep_padding"
+    text_rule = "encoded_padding"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and fused projections that skip a norm."""

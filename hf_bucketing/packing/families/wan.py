@@ -1,10 +1,12 @@
-"""Wan 2.1 and 2.2: rotary positions over frames, rows and columns; text, and images of a first frame, in cross-attention.
+"""Wan 2.1 and 2.2: rotary positions over frames, rows and columns; text and image tokens in cross-attention.
 
-Wan attends to the zeros after its text (512 tokens): hand over the embeddings with them, as its pipeline makes them.
+Wan attends to the zeros after its text (512 tokens): hand over the embeddings with them, as its pipeline makes them,
+or with a text_mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,27 +15,30 @@ from ...errors import PackingError
 from ..attention import Backend
 from ..context import active_layout
 from ..layout import Grid
+from ..positions import axis_coordinates, over_grid
 from ..processors import PackedWanAttnProcessor
 from ..strips import position_rows
-from .base import Family, Transformer
+from .base import Family, Transformer, shape_only
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
+    from ..pack import PackedBatch
+
+IMAGE = "encoder_hidden_states_image"
+TEXT_LENGTH = 512
+"""Text tokens that diffusers' image-to-video models expect behind the image tokens."""
+
 
 class WanFamily(Family):
-    """Recipe of `WanTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
+    """Recipe of `WanTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family].
+
+    Of image-to-video models that attend to the first frame (and the last), `encoder_hidden_states_image` is
+    `(n, image tokens, image_dim)`: what the image encoder made of it, of both frames one after the other.
+    """
 
     text_rule = "keep_padding"
-
-    def check(self, transformer: Transformer, *, strip_length: int) -> None:
-        """Refuse image-to-video models, and strips longer than the rotary table."""
-        if transformer.config.added_kv_proj_dim is not None or transformer.config.image_dim is not None:
-            raise PackingError(
-                "This Wan transformer also attends to image tokens (image-to-video), which packing does not carry; "
-                "use a text-to-video model."
-            )
-        super().check(transformer, strip_length=strip_length)
+    interpolates = True
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""
@@ -44,26 +49,80 @@ class WanFamily(Family):
         """Return the configured text channels."""
         return int(transformer.config.text_dim)
 
+    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+        """Return the image tokens of image-to-video models."""
+        return () if transformer.condition_embedder.image_embedder is None else (IMAGE,)
+
     def processor(self, name: str, backend: Backend) -> PackedWanAttnProcessor:
         """Return Wan's."""
         return PackedWanAttnProcessor(backend)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `rope`."""
-        return [transformer.rope.register_forward_hook(_positions)]
+        """Hook `rope`, and what embeds image tokens: it is to see samples as rows, and attention one row of them."""
+
+        def rotate(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
+            def table(grid: Grid) -> tuple[torch.Tensor, ...]:
+                return _rotary(module, args[0], grid, base_size)
+
+            return position_rows(active_layout(), table)
+
+        def pair_frames(module: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
+            return _frames(module, args[0])
+
+        def join_samples(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            return output.flatten(0, 1)[None]
+
+        handles = [transformer.rope.register_forward_hook(rotate)]
+        images = transformer.condition_embedder.image_embedder
+        if images is None:
+            return handles
+        return [
+            *handles,
+            images.register_forward_pre_hook(pair_frames),
+            images.register_forward_hook(join_samples),
+        ]
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Add the image tokens, whose models split them from exactly 512 text tokens."""
+        if batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
+            raise PackingError(
+                f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
+            )
+        return {**super().forward_kwargs(batch), **batch.conditioning}
+
+    def run_alone(
+        self,
+        transformer: Transformer,
+        latent: torch.Tensor,
+        *,
+        timestep: torch.Tensor,
+        text: torch.Tensor,
+        conditioning: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run a batch of one."""
+        images = transformer.condition_embedder.image_embedder
+        tokens = {name: _frames(images, values[None]) for name, values in conditioning.items()}
+        output: torch.Tensor = transformer(latent[None], timestep[None], text[None], return_dict=False, **tokens)[0]
+        return output[0]
 
 
-def _positions(
-    rope: WanRotaryPosEmbed, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each sample's own cosines and sines, in strips: two of `(rows, strip_length, 1, head_dim)`."""
-    p_t, p_h, p_w = rope.patch_size
+def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return image tokens `(n, tokens, dim)` as models of a first and a last frame take them: a row per frame."""
+    return tokens if embedder.pos_embed is None else tokens.unflatten(1, (2, -1)).flatten(0, 1)
 
-    def table(grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-        t, h, w = grid
-        shape_only = args[0].new_empty(()).expand(1, 1, t * p_t, h * p_h, w * p_w)
-        cosines, sines = rope.forward(shape_only)  # not rope(…), which would come back here
-        return cosines[0], sines[0]
 
-    cosines, sines = position_rows(active_layout(), table)
-    return cosines, sines
+def _rotary(
+    rope: WanRotaryPosEmbed, latents: torch.Tensor, grid: Grid, base_size: Grid | None
+) -> tuple[torch.Tensor, ...]:
+    """Return a sample's cosines and sines, `(t·h·w, 1, head_dim)` each."""
+    if base_size is None:
+        # rope.forward and not rope(…), which would come back to the hook
+        return tuple(table[0] for table in rope.forward(shape_only(latents, grid, rope.patch_size)))
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+
+    axes = axis_coordinates(grid, base_size, device=rope.freqs_cos.device, dtype=torch.float64)
+    pairs = [
+        get_1d_rotary_pos_embed(dim, axis, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
+        for dim, axis in zip((rope.t_dim, rope.h_dim, rope.w_dim), axes, strict=True)
+    ]
+    return tuple(torch.cat(over_grid(side), -1)[:, None] for side in zip(*pairs, strict=True))
