@@ -195,9 +195,14 @@ def _largest(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> fl
 
 
 def _largest_relative(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference relative to the own norm, or to a thousandth of the largest norm if that is more.
+
+    Some gradients are nothing but rounding: of a bias that all keys of an attention share, which softmax cannot see.
+    """
+    norms = [float(one.norm()) for one in ones]
+    floor = max(1e-3 * max(norms), 1e-30)
     return max(
-        float((one - other).norm() / one.norm().clamp(min=1e-30)) if bool(one.norm()) else float(other.norm())
-        for one, other in zip(ones, others, strict=True)
+        float((one - other).norm()) / max(norm, floor) for norm, one, other in zip(norms, ones, others, strict=True)
     )
 
 
