@@ -13,6 +13,7 @@ from diffusers import (
     LTXPipeline,
     LTXVideoTransformer3DModel,
     PixArtTransformer2DModel,
+    WanTransformer3DModel,
 )
 
 SINCOS = {
@@ -109,6 +110,36 @@ def allegro_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text
         timestep=timestep[None],
         image_rotary_emb=rotary,
     ).sample[0]
+
+
+def make_wan(**config: Any) -> WanTransformer3DModel:
+    settings = {
+        **{"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4},
+        **{"out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48, "num_layers": 2},
+        **{"cross_attn_norm": True, "rope_max_seq_len": 64},
+    }
+    return WanTransformer3DModel(**{**settings, **config})
+
+
+def wan_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    return model(latent[None], timestep[None], text[None]).sample[0]
+
+
+def make_wan_image(**config: Any) -> WanTransformer3DModel:
+    return make_wan(**{"in_channels": 6, "image_dim": 8, "added_kv_proj_dim": 24, **config})
+
+
+def wan_image_alone(
+    model: Any,
+    latent: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    *,
+    encoder_hidden_states_image: torch.Tensor,
+) -> torch.Tensor:
+    frames = 1 if model.config.pos_embed_seq_len is None else 2
+    image = encoder_hidden_states_image.view(frames, -1, encoder_hidden_states_image.shape[-1])
+    return model(latent[None], timestep[None], text[None], image).sample[0]
 
 
 def make_cosmos(**config: Any) -> CosmosTransformer3DModel:

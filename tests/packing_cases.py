@@ -6,7 +6,8 @@ Every family has a row in `CASES`: how its small model is made, its samples, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,19 +30,6 @@ TEXT_LENGTHS = (7, 3, 5, 1, 7, 4)
 
 
 TIMESTEPS = torch.tensor([10.0, 500.0, 900.0, 0.5, 999.0, 333.0])
-
-
-def make_wan(**config: Any) -> WanTransformer3DModel:
-    settings = {
-        **{"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 24, "in_channels": 4},
-        **{"out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 64, "num_layers": 3},
-        **{"cross_attn_norm": True, "rope_max_seq_len": 64},
-    }
-    return WanTransformer3DModel(**{**settings, **config})
-
-
-def wan_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **_: Any) -> torch.Tensor:
-    return model(latent[None], timestep[None], text[None]).sample[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +69,32 @@ class FamilyCase:
         for parameter in model.parameters():  # many start at zero or one, where errors would not show
             parameter.data += 0.02 * torch.randn_like(parameter)
         model = model.to(dtype)
-        if hasattr(model, "learnable_pos_embed"):
+        if getattr(model, "learnable_pos_embed", None) is not None:
             model.learnable_pos_embed.float()  # Cosmos computes it in no other dtype
         return model
 
 
-WAN = FamilyCase(make=make_wan, alone=wan_alone)
+WAN = FamilyCase(make=models.make_wan, alone=models.wan_alone)
+WAN_IMAGE = FamilyCase(
+    make=models.make_wan_image,
+    alone=models.wan_image_alone,
+    channels=6,
+    text_lengths=(512,) * len(SIZES),  # the stock processor splits text from image tokens at this count
+    conditioning=lambda draw, count: {"encoder_hidden_states_image": draw(count, 6, 8)},
+)
+WAN_FIRST_AND_LAST = replace(WAN_IMAGE, make=partial(models.make_wan_image, pos_embed_seq_len=6))
 
 LATTE = FamilyCase(make=models.make_latte, alone=models.latte_alone, out_channels=8)
 IMAGES = tuple((1, height, width) for _, height, width in SIZES)
 PIXART = FamilyCase(make=models.make_pixart, alone=models.pixart_alone, sizes=IMAGES, out_channels=8)
+PIXART_CONDITIONED = replace(
+    PIXART,
+    make=partial(models.make_pixart, use_additional_conditions=True),
+    conditioning=lambda draw, count: {
+        "resolution": torch.tensor([[256.0, 384.0 + 32 * sample] for sample in range(count)]),
+        "aspect_ratio": torch.tensor([[256.0 / (384 + 32 * sample)] for sample in range(count)]),
+    },
+)
 LTX = FamilyCase(
     make=models.make_ltx,
     alone=models.ltx_alone,
@@ -99,6 +103,7 @@ LTX = FamilyCase(
     },
     float64=False,
 )
+LTX_PATCHES = replace(LTX, make=partial(models.make_ltx, patch_size=2, in_channels=16, out_channels=16))
 # The stock Allegro cannot run a sample of one token, whose dimension its blocks squeeze away.
 ALLEGRO = FamilyCase(
     make=models.make_allegro,
@@ -113,20 +118,37 @@ COSMOS = FamilyCase(
     float64=False,
 )
 
+COSMOS_ROTARY_ONLY = replace(
+    COSMOS,
+    make=partial(
+        models.make_cosmos,
+        extra_pos_embed_type=None,
+        use_crossattn_projection=True,
+        crossattn_proj_in_channels=16,
+        encoder_hidden_states_channels=16,
+    ),
+)
+
 CASES: dict[str, FamilyCase] = {
     "allegro": ALLEGRO,
     "cosmos": COSMOS,
+    "cosmos rotary only": COSMOS_ROTARY_ONLY,
     "latte": LATTE,
     "ltx": LTX,
+    "ltx patches": LTX_PATCHES,
     "pixart": PIXART,
+    "pixart conditioned": PIXART_CONDITIONED,
     "wan": WAN,
+    "wan image": WAN_IMAGE,
+    "wan first and last": WAN_FIRST_AND_LAST,
     **{name: FamilyCase(**settings) for name, settings in JOINT_CASES.items()},
 }
 
 
 def make_model(dtype: torch.dtype = torch.float32, **config: Any) -> WanTransformer3DModel:
     torch.manual_seed(0)
-    return make_wan(**config).to(dtype)
+    width = {"num_attention_heads": 4, "attention_head_dim": 24, "ffn_dim": 64, "num_layers": 3}
+    return models.make_wan(**{**width, **config}).to(dtype)
 
 
 class Samples:
