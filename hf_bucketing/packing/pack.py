@@ -187,8 +187,11 @@ def packing_of(transformer: torch.nn.Module) -> Packing:
 
 
 def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformer inside the wrappers of accelerate and torch.compile."""
-    return extract_model_from_parallel(transformer, keep_torch_compile=False)
+    """Return the transformer inside the wrappers of accelerate, torch.compile and peft."""
+    model = extract_model_from_parallel(transformer, keep_torch_compile=False)
+    # peft's PeftModel, told by what it offers, as peft need not be installed
+    base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
 def _texts(
