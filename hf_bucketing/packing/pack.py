@@ -209,7 +209,8 @@ def _texts(
 def _distinct(texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     """Return the texts that differ as memory, and which of them each sample reads: contents are not compared."""
     stored: dict[tuple[object, ...], tuple[int, torch.Tensor]] = {}
-    keys = [(words.data_ptr(), words.shape, words.stride(), words.requires_grad) for words in texts]
+    # without memory of its own (meta tensors, empty texts) a tensor is only itself
+    keys = [(words.data_ptr() or id(words), words.shape, words.stride(), words.requires_grad) for words in texts]
     for key, words in zip(keys, texts, strict=True):
         stored.setdefault(key, (len(stored), words))
     return [words for _, words in stored.values()], tuple(stored[key][0] for key in keys)
