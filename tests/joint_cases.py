@@ -70,14 +70,16 @@ class _PositionsOfThePipeline(CogVideoXPipeline):
         self.transformer, self.vae_scale_factor_spatial = transformer, 8
 
 
+def cogvideox_rotary(model: Any, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    frames, height, width = latent.shape[1:]
+    positions = _PositionsOfThePipeline(model)._prepare_rotary_positional_embeddings
+    return positions(8 * height, 8 * width, frames, torch.device("cpu"))
+
+
 def cogvideox_alone(
     model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, *, ofs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    frames, height, width = latent.shape[1:]
-    rotary = None
-    if model.config.use_rotary_positional_embeddings:
-        positions = _PositionsOfThePipeline(model)._prepare_rotary_positional_embeddings
-        rotary = positions(8 * height, 8 * width, frames, torch.device("cpu"))
+    rotary = cogvideox_rotary(model, latent) if model.config.use_rotary_positional_embeddings else None
     output = model(
         latent.transpose(0, 1)[None],
         text[None],
@@ -114,6 +116,11 @@ def make_flux(**config: Any) -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**{**settings, **config})
 
 
+def flux_ids(latent: torch.Tensor) -> torch.Tensor:
+    height, width = latent.shape[2:]
+    return FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latent.device, latent.dtype)
+
+
 def flux_alone(
     model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
 ) -> torch.Tensor:
@@ -122,7 +129,7 @@ def flux_alone(
         FluxPipeline._pack_latents(latent.transpose(0, 1), 1, channels, height, width),
         encoder_hidden_states=text[None],
         timestep=timestep[None] / 1000,
-        img_ids=FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latent.device, latent.dtype),
+        img_ids=flux_ids(latent),
         txt_ids=torch.zeros(len(text), 3),
         **{name: values[None] for name, values in conditioning.items()},
     ).sample
@@ -147,7 +154,6 @@ JOINT_CASES: dict[str, dict[str, Any]] = {
         "alone": cogvideox_alone,
         "sizes": _VIDEO_SIZES,
         "text_lengths": _PADDED,
-        "empty_text": False,
     },
     "cogvideox-learned": {
         "make": make_cogvideox_learned,
@@ -155,7 +161,6 @@ JOINT_CASES: dict[str, dict[str, Any]] = {
         "channels": 8,
         "sizes": tuple((frames, 10, 12) for frames, _, _ in _VIDEO_SIZES),
         "text_lengths": _PADDED,
-        "empty_text": False,
     },
     "cogvideox-1.5": {
         "make": make_cogvideox_15,

@@ -17,7 +17,7 @@ from hf_bucketing.packing import (
     verify_packing,
 )
 from hf_bucketing.packing.families import FAMILIES, JointFamily
-from hf_bucketing.packing.families.cogvideox import _centred
+from hf_bucketing.packing.families.cogvideox_positions import centred
 
 from .joint_cases import JOINT_CASES, make_cogvideox, make_flux, make_hunyuan, make_sd3, make_sd35
 from .packing_cases import CASES, Samples, assert_same_gradients, gradients, largest_difference
@@ -132,7 +132,7 @@ def test_every_text_token_takes_part_in_joint_attention() -> None:
 @settings(max_examples=200)
 def test_grids_are_centred_as_the_pipeline_centres_them(height: int, width: int, base_height: int, base_width: int):
     expected = get_resize_crop_region_for_grid((height, width), base_width, base_height)
-    assert _centred(height, width, base=(base_height, base_width)) == expected
+    assert centred(height, width, whole=(base_height, base_width)) == expected
 
 
 def test_models_that_packing_cannot_run_are_refused_with_the_reason() -> None:

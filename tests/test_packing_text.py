@@ -48,7 +48,7 @@ def test_masked_text_is_what_the_pipeline_makes_of_it(case: FamilyCase) -> None:
 @each_family
 def test_an_empty_caption_attends_to_no_text(case: FamilyCase) -> None:
     model, samples = case.model(), Samples(case=case)
-    if not case.empty_text:
+    if not case.empty_text or len(set(case.text_lengths)) == 1:
         pytest.skip("the model runs no empty text")
     samples.text[1] = samples.text[1][:0]
     packing = enable_packing(model, strip_length=4)

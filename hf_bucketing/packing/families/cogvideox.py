@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from ...errors import PackingError
 from ..context import active_layout
 from ..layout import Grid, PackedLayout
-from ..strips import position_rows
+from ..strips import position_rows, token_grid
 from .base import UNLIMITED, Transformer
+from .cogvideox_positions import base_grid, rotary_table, sincos_table
 from .joint import JointFamily, refuse_stale_fusion
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class CogVideoXFamily(JointFamily):
     """Recipe of `CogVideoXTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
     text_rule = "encoded_padding"
+    interpolates = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions for patches of several frames, which the model itself cannot add."""
@@ -43,7 +44,7 @@ class CogVideoXFamily(JointFamily):
     def check_grids(self, transformer: Transformer, grids: Sequence[Grid]) -> None:
         """Refuse samples beyond the positions of CogVideoX 1.5, or of another size than learned ones are for."""
         super().check_grids(transformer, grids)
-        height, width = _base_grid(transformer)
+        height, width = base_grid(transformer)
         for sample, grid in enumerate(grids):
             if transformer.config.use_learned_positional_embeddings and grid[1:] != (height, width):
                 raise PackingError(
@@ -55,7 +56,7 @@ class CogVideoXFamily(JointFamily):
         """Return the sides of the sample size for CogVideoX 1.5, whose positions are cut from it."""
         if transformer.config.patch_size_t is None:
             return UNLIMITED, UNLIMITED, UNLIMITED
-        return UNLIMITED, *_base_grid(transformer)
+        return UNLIMITED, *base_grid(transformer)
 
     def longest_strip(self, transformer: Transformer) -> int:
         """Return no limit: positions are not looked up for a strip."""
@@ -81,11 +82,24 @@ class CogVideoXFamily(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass each sample's own rotary positions, and add its own table instead of the module's."""
-        handles: list[Any] = []
+        embed, handles = transformer.patch_embed, []
+        if base_size is not None and transformer.config.use_learned_positional_embeddings:
+            raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
+
+        def pass_rotary(module: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            layout = active_layout()
+            rotary = position_rows(layout, lambda grid: rotary_table(module, grid, base_size, device=layout.device))
+            return args, {**kwargs, "image_rotary_emb": rotary}
+
+        def add_table(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            layout = active_layout()
+            (table,) = position_rows(layout, lambda grid: (sincos_table(module, grid, base_size, output.device),))
+            return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # text has none
+
         if transformer.config.use_rotary_positional_embeddings:
-            handles.append(transformer.register_forward_pre_hook(_pass_rotary, with_kwargs=True))
+            handles.append(transformer.register_forward_pre_hook(pass_rotary, with_kwargs=True))
         if _has_table(transformer):
-            handles += [_Tableless(transformer.patch_embed), transformer.patch_embed.register_forward_hook(_add_table)]
+            handles += [_Tableless(embed), embed.register_forward_hook(add_table)]
         return handles
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
@@ -106,14 +120,13 @@ class CogVideoXFamily(JointFamily):
         conditioning: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Run a batch of one, with the rotary positions of its size."""
-        p_t, p_h, p_w = self.patch(transformer)
-        grid = (latent.shape[1] // p_t, latent.shape[2] // p_h, latent.shape[3] // p_w)
+        grid = token_grid(latent, self.patch(transformer), sample=0)
         rotary = transformer.config.use_rotary_positional_embeddings
         output: torch.Tensor = transformer(
             hidden_states=latent.transpose(0, 1)[None],
             timestep=timestep[None],
             encoder_hidden_states=text[None],
-            image_rotary_emb=_rotary(transformer, grid, latent.device) if rotary else None,
+            image_rotary_emb=rotary_table(transformer, grid, None, device=latent.device) if rotary else None,
             **{name: value[None] for name, value in conditioning.items()},
             return_dict=False,
         )[0]
@@ -137,58 +150,3 @@ def _has_table(transformer: Transformer) -> bool:
     """Return whether positions are added to the tokens, instead of or beside rotating queries and keys."""
     config = transformer.config
     return not config.use_rotary_positional_embeddings or bool(config.use_learned_positional_embeddings)
-
-
-def _base_grid(transformer: Transformer) -> tuple[int, int]:
-    config = transformer.config
-    return config.sample_height // config.patch_size, config.sample_width // config.patch_size
-
-
-def _rotary(transformer: Transformer, grid: Grid, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines as the pipelines pass them, two of `(tokens, head_dim)`."""
-    base, (frames, height, width) = _base_grid(transformer), grid
-    places: dict[str, Any] = {"crops_coords": _centred(height, width, base=base)}
-    if transformer.config.patch_size_t is not None:
-        places = {"crops_coords": None, "grid_type": "slice", "max_size": base}
-    cosines, sines = get_3d_rotary_pos_embed(
-        embed_dim=transformer.config.attention_head_dim,
-        grid_size=(height, width),
-        temporal_size=frames,
-        device=device,
-        **places,
-    )
-    return cosines, sines
-
-
-def _centred(height: int, width: int, *, base: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the corners of a grid scaled to fit into the middle of a base grid, as CogVideoX 1.0 places it."""
-    scale = min(base[0] / height, base[1] / width)
-    fitted = round(scale * height), round(scale * width)
-    top, left = (round((side - part) / 2.0) for side, part in zip(base, fitted, strict=True))
-    return (top, left), (top + fitted[0], left + fitted[1])
-
-
-def _pass_rotary(
-    transformer: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass each sample's own cosines and sines, in strips: two of `(rows, strip_length, head_dim)`."""
-    layout = active_layout()
-    device = torch.device(layout.device)
-    rotary = position_rows(layout, lambda grid: _rotary(transformer, grid, device))
-    return args, {**kwargs, "image_rotary_emb": rotary}
-
-
-def _add_table(embed: CogVideoXPatchEmbed, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    """Add each sample's own positions to the strips' tokens; `output` is text, then tokens."""
-
-    def table(grid: Grid) -> tuple[torch.Tensor]:
-        latent_size = grid[1] * embed.patch_size, grid[2] * embed.patch_size
-        frames = (grid[0] - 1) * embed.temporal_compression_ratio + 1
-        joint = embed.pos_embedding
-        if (*latent_size, frames) != (embed.sample_height, embed.sample_width, embed.sample_frames):
-            joint = embed._get_positional_embeddings(*latent_size, frames, device=output.device)
-        return (joint[0, embed.max_text_seq_length :],)
-
-    (positions,) = position_rows(active_layout(), table)
-    slots = output.shape[1] - positions.shape[1]
-    return output + F.pad(positions.to(output.dtype), (0, 0, slots, 0))

@@ -14,13 +14,12 @@ import torch
 from ...errors import PackingError
 from ..context import active_layout
 from ..layout import Grid, PackedLayout
+from ..positions import axis_coordinates, over_grid
 from ..strips import from_strips, position_rows, to_strips, token_grid
 from .base import UNLIMITED, Transformer
-from .joint import JointFamily
+from .joint import JointFamily, refuse_videos
 
 if TYPE_CHECKING:
-    from diffusers.models.transformers.transformer_flux import FluxPosEmbed
-
     from ..pack import PackedBatch
 
 BLOCK = 2
@@ -31,6 +30,7 @@ class FluxFamily(JointFamily):
     """Recipe of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
     text_rule = "encoded_padding"
+    interpolates = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse channels that are not those of blocks of four latent pixels."""
@@ -62,9 +62,19 @@ class FluxFamily(JointFamily):
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and the distilled guidance, `(n,)`."""
         return ("pooled_projections", *(("guidance",) if transformer.config.guidance_embeds else ()))
 
+    def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
+        """Refuse videos also where positions are stretched."""
+        refuse_videos(transformer, layout.grids)
+        return super().with_text_slots(transformer, layout)
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `pos_embed`."""
-        return [transformer.pos_embed.register_forward_hook(_positions)]
+        """Hook `pos_embed`. Text stands at place zero, where nothing is rotated: the processor leaves it alone."""
+
+        def rotate(embed: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
+            layout = active_layout()  # embed.forward and not embed(…), which would come back here
+            return position_rows(layout, lambda grid: embed.forward(_ids(grid, base_size, device=layout.device)))
+
+        return [transformer.pos_embed.register_forward_hook(rotate)]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Flatten each block of latent pixels into a token; places are the hook's."""
@@ -98,7 +108,7 @@ class FluxFamily(JointFamily):
             hidden_states=_tokens(to_strips([latent], self.patch(transformer), layout=layout)),
             timestep=timestep[None] / 1000,
             encoder_hidden_states=text[None],
-            img_ids=_ids(grid, latent.device),
+            img_ids=_ids(grid, None, device=latent.device),
             txt_ids=text.new_zeros(len(text), 3),
             **{name: values[None] for name, values in conditioning.items()},
             return_dict=False,
@@ -116,20 +126,6 @@ def _strips(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.unflatten(2, (-1, 1, BLOCK, BLOCK)).permute(0, 2, 3, 4, 1, 5).flatten(4)
 
 
-def _ids(grid: Grid, device: torch.device | str) -> torch.Tensor:
+def _ids(grid: Grid, base_size: Grid | None, *, device: torch.device | str) -> torch.Tensor:
     """Return the place of each token as the pipelines number it: `(h·w, 3)` of zero, row and column."""
-    return torch.cartesian_prod(*(torch.arange(side, device=device) for side in grid)).view(-1, 3)
-
-
-def _positions(embed: FluxPosEmbed, args: tuple[torch.Tensor, ...], output: Any) -> Any:
-    """Return the cosines and sines of each sample's tokens, in strips: two of `(rows, strip_length, head_dim)`.
-
-    Text stands at place zero, where nothing is rotated: the processor leaves it alone.
-    """
-    layout = active_layout()
-
-    def table(grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-        cosines, sines = embed.forward(_ids(grid, layout.device))  # not embed(…), which would come back here
-        return cosines, sines
-
-    return position_rows(layout, table)
+    return torch.stack(over_grid(axis_coordinates(grid, base_size, device=device)), 1)

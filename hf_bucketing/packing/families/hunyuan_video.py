@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import PackingError
 from ..attention import Backend
 from ..context import active_layout
 from ..layout import Grid, PackedLayout
+from ..positions import axis_coordinates, over_grid
 from ..strips import position_rows
 from .base import Transformer
 from .joint import JointFamily
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 class HunyuanVideoFamily(JointFamily):
     """Recipe of `HunyuanVideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
+
+    interpolates = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models that modulate the first frame otherwise than the rest of a batch row."""
@@ -64,8 +68,13 @@ class HunyuanVideoFamily(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `rope`, and the refiner before and after."""
+
+        def rotate(rope: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
+            layout = active_layout()
+            return position_rows(layout, lambda grid: _rotary(rope, grid, base_size, device=layout.device))
+
         return [
-            transformer.rope.register_forward_hook(_positions),
+            transformer.rope.register_forward_hook(rotate),
             transformer.context_embedder.register_forward_pre_hook(_gather_texts),
             transformer.context_embedder.register_forward_hook(_deal_texts),
         ]
@@ -89,16 +98,16 @@ class HunyuanVideoFamily(JointFamily):
         return super().run_alone(transformer, latent, timestep=timestep, text=text, conditioning=conditioning)
 
 
-def _positions(rope: HunyuanVideoRotaryPosEmbed, args: tuple[torch.Tensor, ...], output: Any) -> Any:
-    """Return each sample's own cosines and sines, in strips: two of `(rows, strip_length, head_dim)`."""
-
-    def table(grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-        t, h, w = grid
-        sides = t * rope.patch_size_t, h * rope.patch_size, w * rope.patch_size
-        cosines, sines = rope.forward(args[0].new_empty(()).expand(1, 1, *sides))  # not rope(…), which comes back here
-        return cosines, sines
-
-    return position_rows(active_layout(), table)
+def _rotary(
+    rope: HunyuanVideoRotaryPosEmbed, grid: Grid, base_size: Grid | None, *, device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
+    """Return a sample's cosines and sines as `rope` computes them, `(t·h·w, head_dim)` each."""
+    axes = axis_coordinates(grid, base_size, device=device)
+    pairs = [
+        get_1d_rotary_pos_embed(dim, axis, rope.theta, use_real=True)
+        for dim, axis in zip(rope.rope_dim, axes, strict=True)
+    ]
+    return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
 
 
 def _gather_texts(refiner: HunyuanVideoTokenRefiner, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import PackingError
 from ..attention import Backend
 from ..joint_layout import fewest_places
-from ..layout import PackedLayout
+from ..layout import Grid, PackedLayout
 from ..processors import PackedJointAttnProcessor
 from .base import Family, Transformer
 
@@ -39,6 +40,15 @@ class JointFamily(Family):
             "encoder_hidden_states": batch.layout.joint.text_rows(batch.text),
             **{name: values[batch.layout.row_segments] for name, values in batch.conditioning.items()},
         }
+
+
+def refuse_videos(transformer: Transformer, grids: Sequence[Grid]) -> None:
+    """Refuse samples of more than one frame, for models of images."""
+    for sample, grid in enumerate(grids):
+        if grid[0] > 1:
+            raise PackingError(
+                f"Sample {sample} has {grid[0]} latent frames, but {type(transformer).__name__} takes images."
+            )
 
 
 def refuse_stale_fusion(transformer: Transformer) -> None:

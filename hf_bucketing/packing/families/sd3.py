@@ -12,10 +12,11 @@ import torch
 
 from ...errors import PackingError
 from ..context import active_layout
-from ..layout import Grid
+from ..layout import Grid, PackedLayout
+from ..positions import axis_coordinates
 from ..strips import position_rows
 from .base import Transformer
-from .joint import JointFamily, refuse_stale_fusion
+from .joint import JointFamily, refuse_stale_fusion, refuse_videos
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import PatchEmbed
@@ -27,6 +28,7 @@ class SD3Family(JointFamily):
     """Recipe of `SD3Transformer2DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
     text_rule = "encoded_padding"
+    interpolates = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and fused projections that skip a norm."""
@@ -53,9 +55,21 @@ class SD3Family(JointFamily):
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`."""
         return ("pooled_projections",)
 
+    def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
+        """Refuse videos also where positions are stretched."""
+        refuse_videos(transformer, layout.grids)
+        return super().with_text_slots(transformer, layout)
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `pos_embed`."""
-        return [transformer.pos_embed.register_forward_hook(_embed)]
+
+        def embed_strips(embed: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            (positions,) = position_rows(active_layout(), lambda grid: (_table(embed, grid, base_size),))
+            tokens = embed.proj(args[0]).flatten(2).transpose(1, 2)
+            embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
+            return embedded
+
+        return [transformer.pos_embed.register_forward_hook(embed_strips)]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Drop the frames of the strips, which are images."""
@@ -79,11 +93,21 @@ class SD3Family(JointFamily):
         return output.unsqueeze(1)
 
 
-def _embed(embed: PatchEmbed, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    """Return the strips' tokens at each sample's own positions, `(rows, strip_length, dim)`."""
-    side = embed.patch_size
-    (positions,) = position_rows(
-        active_layout(), lambda grid: (embed.cropped_pos_embed(grid[1] * side, grid[2] * side)[0],)
-    )
-    tokens = embed.proj(args[0]).flatten(2).transpose(1, 2)
-    return (tokens + positions).to(tokens.dtype)
+def _table(embed: PatchEmbed, grid: Grid, base_size: Grid | None) -> torch.Tensor:
+    """Return a sample's positions, `(h·w, dim)`: the middle of the table, or that of the base size interpolated."""
+    _, height, width = base_size or grid
+    middle: torch.Tensor = embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]
+    if base_size is None:
+        return middle
+    table = middle.unflatten(0, (height, width))
+    for axis, places in enumerate(axis_coordinates(grid, base_size, device=table.device)[1:]):
+        table = _between(table, places, axis)
+    return table.flatten(0, 1)
+
+
+def _between(table: torch.Tensor, places: torch.Tensor, axis: int) -> torch.Tensor:
+    """Interpolate a table linearly at fractional places of an axis; beyond its last entry lies that one."""
+    last = table.shape[axis] - 1
+    below = places.long().clamp(max=last)
+    share = (places - below).to(table.dtype).view(-1, *[1] * (table.ndim - 1 - axis))
+    return table.index_select(axis, below).lerp(table.index_select(axis, (below + 1).clamp(max=last)), share)
