@@ -5,13 +5,19 @@ from .context import active_layout, use_layout
 from .enable import disable_packing, enable_packing
 from .layout import PackedLayout
 from .pack import PackedBatch, Packing, packed_forward
-from .processors import PackedAttnProcessor, PackedLTXVideoAttnProcessor, PackedWanAttnProcessor
+from .processors import (
+    PackedAttnProcessor,
+    PackedJointAttnProcessor,
+    PackedLTXVideoAttnProcessor,
+    PackedWanAttnProcessor,
+)
 from .segments import SegmentSpans
 from .verify import VerificationCheck, VerificationReport, verify_packing
 
 __all__ = [
     "PackedAttnProcessor",
     "PackedBatch",
+    "PackedJointAttnProcessor",
     "PackedLTXVideoAttnProcessor",
     "PackedLayout",
     "PackedWanAttnProcessor",

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from ..errors import PackingError
+from .joint_layout import JointLayout, joint_layout
 from .segments import SegmentSpans
 
 Grid = tuple[int, int, int]
@@ -24,6 +25,8 @@ class PackedLayout:
         grids (tuple of `(t, h, w)`): Token grid of each sample, at least one.
         text_lengths (tuple of `int`): Text tokens of each sample, one after the other without padding.
         strip_length (`int`): Tokens per strip, which is one batch row of the model.
+        text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
+            the same sequence; a sample then has as many strips as its text needs. 0 where text lies apart.
         device (`torch.device`): Where the tensors below live.
         caption_ids (tuple of `int`, *optional*): Which stored text each sample reads, numbered by first use; without
             it, each sample's own.
@@ -44,12 +47,16 @@ class PackedLayout:
     grids: tuple[Grid, ...]
     text_lengths: tuple[int, ...]
     strip_length: int
+    text_slots: int = 0
     device: torch.device | str = "cpu"
     caption_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.grids or self.strip_length < 1:
-            raise PackingError(f"A pack needs a sample and a strip_length of at least 1, got {self.strip_length}.")
+        if not self.grids or self.strip_length < 1 or self.text_slots < 0:
+            raise PackingError(
+                f"A pack needs a sample, a strip_length of at least 1 and text_slots of at least 0, got "
+                f"{len(self.grids)} samples, {self.strip_length} and {self.text_slots}."
+            )
         if len(self.text_lengths) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts: {len(self.text_lengths)}.")
         if self.caption_ids is not None and len(self.caption_ids) != len(self.grids):
@@ -69,7 +76,10 @@ class PackedLayout:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Strips of each sample."""
-        return tuple(-(-length // self.strip_length) for length in self.lengths)
+        return tuple(
+            max(-(-length // self.strip_length), -(-text // self.text_slots) if self.text_slots else 0)
+            for length, text in zip(self.lengths, self.text_lengths, strict=True)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +167,11 @@ class PackedLayout:
         starts = _starts(self._stored_lengths)
         pieces = zip(self.caption_ids, self.text_lengths, strict=True)
         return torch.cat([torch.arange(starts[one], starts[one] + length) for one, length in pieces]).to(self.device)
+
+    @cached_property
+    def joint(self) -> JointLayout:
+        """Each sample's tokens and its text tokens as one sequence, where strips carry both."""
+        return joint_layout(self)
 
     @cached_property
     def row_segments(self) -> torch.Tensor:

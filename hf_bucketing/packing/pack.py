@@ -10,7 +10,8 @@ from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
 from .context import bind_checkpoints, use_layout
-from .families import Family
+from .families import Family, JointFamily
+from .families.base import TextRule
 from .layout import Grid, PackedLayout
 from .strips import from_strips, to_strips, token_grid
 
@@ -64,7 +65,7 @@ class PackedBatch:
         grids = tuple(token_grid(tensor, self.patch, sample=sample) for sample, tensor in enumerate(tensors))
         if grids != self.layout.grids:
             raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
-        return to_strips(tensors, self.patch, strip_length=self.layout.strip_length)
+        return to_strips(tensors, self.patch, layout=self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +96,8 @@ class Packing:
                 is attended to, also padding: leave out what the model must not see. One tensor given for several
                 samples is stored once.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
-                then treated as the family's pipeline does: left out (`text_rule` `"masked"`), or attended to as zeros
-                (`"keep_padding"`, such as Wan).
+                then treated as the family's pipeline does: left out (`text_rule` `"masked"`), attended to as zeros
+                (`"keep_padding"`, such as Wan), or attended to as it is (`"encoded_padding"`, such as SD3).
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's own forward, under its names; those that the family needs, and no others.
 
@@ -109,7 +110,7 @@ class Packing:
         """
         conditioning = self._check_conditioning(conditioning or {}, count=len(latents))
         patch, channels = self.family.patch(self.transformer), self.family.in_channels(self.transformer)
-        texts = _texts(text, text_mask, zeroed=self.family.text_rule == "keep_padding")
+        texts = _texts(text, text_mask, self.family.text_rule)
         if not len(latents) == len(texts) == len(timesteps) or timesteps.ndim != 1 or not len(latents):
             raise PackingError(
                 f"A pack needs one text and one timestep per latent, got {len(latents)} latents, {len(texts)} texts "
@@ -127,17 +128,20 @@ class Packing:
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
         stored, caption_ids = _distinct(texts) if self.family.shares_texts else (texts, None)
+        layout = PackedLayout(
+            grids=grids,
+            text_lengths=tuple(map(len, texts)),
+            strip_length=self.strip_length,
+            device=latents[0].device,
+            caption_ids=caption_ids,
+        )
+        if isinstance(self.family, JointFamily):
+            layout = self.family.with_text_slots(self.transformer, layout)
         return PackedBatch(
-            strips=to_strips(latents, patch, strip_length=self.strip_length),
+            strips=to_strips(latents, patch, layout=layout),
             timesteps=timesteps,
             text=torch.cat(stored),
-            layout=PackedLayout(
-                grids=grids,
-                text_lengths=tuple(map(len, texts)),
-                strip_length=self.strip_length,
-                device=latents[0].device,
-                caption_ids=caption_ids,
-            ),
+            layout=layout,
             patch=patch,
             conditioning=conditioning,
         )
@@ -195,13 +199,15 @@ def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
 
 
 def _texts(
-    text: Sequence[torch.Tensor] | torch.Tensor, mask: torch.Tensor | None, *, zeroed: bool
+    text: Sequence[torch.Tensor] | torch.Tensor, mask: torch.Tensor | None, rule: TextRule
 ) -> list[torch.Tensor]:
     if mask is None:
         return list(text)
     if not isinstance(text, torch.Tensor) or text.shape[:2] != mask.shape:
         raise PackingError("text_mask of shape (n, length) goes with a text tensor of shape (n, length, text_dim).")
-    if zeroed:
+    if rule == "encoded_padding":
+        return list(text)
+    if rule == "keep_padding":
         return list(text.masked_fill(~mask.bool()[..., None], 0))
     return [words[keep.bool()] for words, keep in zip(text, mask, strict=True)]
 

@@ -35,9 +35,9 @@ def token_grid(latent: torch.Tensor, patch: Grid, *, sample: int) -> Grid:
     return t, h, w
 
 
-def to_rows(tokens: torch.Tensor, strip_length: int) -> torch.Tensor:
-    """Cut `(L, …)` into `(R, S, …)`, the last row padded with zeros."""
-    padding = -tokens.shape[0] % strip_length
+def to_rows(tokens: torch.Tensor, strip_length: int, *, rows: int) -> torch.Tensor:
+    """Cut `(L, …)` into `(rows, S, …)`, padded with zeros."""
+    padding = rows * strip_length - tokens.shape[0]
     return F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding]).unflatten(0, (-1, strip_length))
 
 
@@ -51,22 +51,25 @@ def position_rows(layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tens
     Returns:
         `tuple` of `torch.Tensor` of shape `(R, S, …)`: As many as `table` returns.
     """
-    tables = {
-        grid: [to_rows(part, layout.strip_length) for part in table(grid)] for grid in dict.fromkeys(layout.grids)
-    }
-    return tuple(torch.cat(parts) for parts in zip(*(tables[grid] for grid in layout.grids), strict=True))
+    tables = {grid: table(grid) for grid in dict.fromkeys(layout.grids)}
+    samples = [
+        [to_rows(part, layout.strip_length, rows=rows) for part in tables[grid]]
+        for grid, rows in zip(layout.grids, layout.rows, strict=True)
+    ]
+    return tuple(torch.cat(parts) for parts in zip(*samples, strict=True))
 
 
-def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, strip_length: int) -> torch.Tensor:
+def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, layout: PackedLayout) -> torch.Tensor:
     """Cut latents of shape `(C, F, H, W)` into the strips of a pack, `(R, C, p_t, p_h, S·p_w)`.
 
     Tokens come in the order in which a patch embedding over frames, rows and columns makes them.
     """
-    return torch.cat([_strips_of(latent, patch, strip_length) for latent in latents])
+    samples = zip(latents, layout.rows, strict=True)
+    return torch.cat([_strips_of(latent, patch, layout.strip_length, rows) for latent, rows in samples])
 
 
-def _strips_of(latent: torch.Tensor, patch: Grid, strip_length: int) -> torch.Tensor:
-    return tokens_to_strips(to_rows(patchify(latent, patch), strip_length))
+def _strips_of(latent: torch.Tensor, patch: Grid, strip_length: int, rows: int) -> torch.Tensor:
+    return tokens_to_strips(to_rows(patchify(latent, patch), strip_length, rows=rows))
 
 
 def patchify(latent: torch.Tensor, patch: Grid) -> torch.Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
 
-TextRule: TypeAlias = Literal["masked", "keep_padding"]
+TextRule: TypeAlias = Literal["masked", "keep_padding", "encoded_padding"]
 
 UNLIMITED = sys.maxsize
 """Positions of an axis that are computed for any length."""
@@ -34,8 +34,8 @@ class Family(ABC):
     latents `(batch, channels, frames, height, width)`, one timestep per row, and text that each row attends to.
 
     Attributes:
-        text_rule (`"masked"` or `"keep_padding"`): What the pipeline does with the padding of a text: leaves it out of
-            attention, or attends to it as zeros.
+        text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
+            text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
         shares_texts (`bool`): Whether samples of one caption can read one copy of it: texts are only ever attended to.
         interpolates (`bool`): Whether positions can be stretched to a base size.
     """
@@ -94,7 +94,7 @@ class Family(ABC):
 
     @abstractmethod
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the packed processor for the attention module of that name."""
+        """Return the packed processor for the attention module of that name; `None` leaves it its own."""
 
     @abstractmethod
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
@@ -112,7 +112,7 @@ class Family(ABC):
         handles = self.hook_positions(transformer, base_size)
         originals = {name: module.processor for name, module in _attentions(transformer)}
         for name, module in _attentions(transformer):
-            module.set_processor(self.processor(name, backend))
+            module.set_processor(self.processor(name, backend) or originals[name])
 
         def detach() -> None:
             for handle in handles:
