@@ -191,8 +191,11 @@ def packing_of(transformer: torch.nn.Module) -> Packing:
 
 
 def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformer inside the wrappers of accelerate and torch.compile."""
-    return extract_model_from_parallel(transformer, keep_torch_compile=False)
+    """Return the transformer inside the wrappers of accelerate, torch.compile and peft."""
+    model = extract_model_from_parallel(transformer, keep_torch_compile=False)
+    # peft's PeftModel, told by what it offers, as peft need not be installed
+    base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
 def _texts(
@@ -212,7 +215,8 @@ def _texts(
 def _distinct(texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     """Return the texts that differ as memory, and which of them each sample reads: contents are not compared."""
     stored: dict[tuple[object, ...], tuple[int, torch.Tensor]] = {}
-    keys = [(words.data_ptr(), words.shape, words.stride(), words.requires_grad) for words in texts]
+    # without memory of its own (meta tensors, empty texts) a tensor is only itself
+    keys = [(words.data_ptr() or id(words), words.shape, words.stride(), words.requires_grad) for words in texts]
     for key, words in zip(keys, texts, strict=True):
         stored.setdefault(key, (len(stored), words))
     return [words for _, words in stored.values()], tuple(stored[key][0] for key in keys)

@@ -88,6 +88,10 @@ class Family(ABC):
         """Return the names of further per-sample tensors that the transformer's own forward needs beside the text."""
         return ()
 
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return plausible values of [`conditioning`] for samples of these grids, to try a model out."""
+        return {}
+
     @abstractmethod
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` leaves it its own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,10 @@ class CosmosFamily(Family):
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the frame rate."""
         return ("fps",)
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return 24 frames per second for all."""
+        return {"fps": torch.full((len(grids),), 24.0)}
 
     def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
         """Attend inside a sample."""

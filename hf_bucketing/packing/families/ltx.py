@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,10 @@ class LTXFamily(Family):
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return seconds per latent frame and pixels per latent row and column."""
         return ("rope_interpolation_scale",)
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return 24 frames per second and LTX-Video's autoencoder for all."""
+        return {"rope_interpolation_scale": torch.tensor([[8 / 24, 32.0, 32.0]]).repeat(len(grids), 1)}
 
     def processor(self, name: str, backend: Backend) -> PackedLTXVideoAttnProcessor:
         """Return LTX-Video's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,13 @@ class PixArtFamily(Family):
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return what PixArt-α was trained with at 1024 pixels: height and width in pixels, and height ÷ width."""
         return ("resolution", "aspect_ratio") if transformer.use_additional_conditions else ()
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return each image's own, with eight pixels to a latent row and column."""
+        if not self.conditioning(transformer):
+            return {}
+        sides = torch.tensor([[h, w] for _, h, w in grids]) * 8.0 * transformer.config.patch_size
+        return {"resolution": sides, "aspect_ratio": sides[:, :1] / sides[:, 1:]}
 
     def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
         """Attend inside a sample."""

@@ -6,7 +6,7 @@ or with a text_mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +52,14 @@ class WanFamily(Family):
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the image tokens of image-to-video models."""
         return () if transformer.condition_embedder.image_embedder is None else (IMAGE,)
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return image tokens of the number that CLIP ViT-H makes."""
+        tokens = transformer.config.pos_embed_seq_len or 257
+        return {
+            name: torch.randn(len(grids), tokens, transformer.config.image_dim)
+            for name in self.conditioning(transformer)
+        }
 
     def processor(self, name: str, backend: Backend) -> PackedWanAttnProcessor:
         """Return Wan's."""
