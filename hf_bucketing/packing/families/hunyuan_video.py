@@ -35,6 +35,7 @@ class HunyuanVideoFamily(JointFamily):
     """Recipe of `HunyuanVideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
     interpolates = True
+    guidance = 6000.0  # a thousandfold, as its pipeline scales it
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models that modulate the first frame otherwise than the rest of a batch row."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from ...errors import PackingError
 from ..attention import Backend
@@ -18,7 +20,22 @@ if TYPE_CHECKING:
 
 
 class JointFamily(Family):
-    """Base of the recipes whose models attend to tokens and text tokens in one sequence."""
+    """Base of the recipes whose models attend to tokens and text tokens in one sequence.
+
+    Attributes:
+        guidance (`float`): The distilled guidance that the pipeline passes when nothing else is asked for.
+    """
+
+    guidance: ClassVar[float] = 3.5
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return pooled text embeddings, and what the pipelines pass by default."""
+        draws: dict[str, Callable[[], torch.Tensor]] = {
+            "pooled_projections": lambda: torch.randn(len(grids), transformer.config.pooled_projection_dim),
+            "guidance": lambda: torch.full((len(grids),), self.guidance),
+            "ofs": lambda: torch.full((len(grids),), 2.0),
+        }
+        return {name: draws[name]() for name in self.conditioning(transformer)}
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the one that attends jointly."""
