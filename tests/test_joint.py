@@ -14,7 +14,6 @@ from hf_bucketing.packing import (
     disable_packing,
     enable_packing,
     packed_forward,
-    verify_packing,
 )
 from hf_bucketing.packing.families import FAMILIES, JointFamily
 from hf_bucketing.packing.families.cogvideox_positions import centred
