@@ -75,7 +75,7 @@ def documented_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None
         lengths = offsets.diff()
         assert (int(offsets[0]), int(offsets[-1])) == (0, len(tokens))
         assert lengths.min() >= 0
-        assert int(lengths.max()) == longest
+        assert lengths.max() <= longest <= max(1, 2 * lengths.max())
     assert enable_gqa or query.shape[1] == key.shape[1]
     spans = [tuple(zip(side[:-1].tolist(), side[1:].tolist(), strict=True)) for side in (cu_q, cu_k)]
     segments = SegmentSpans(queries=spans[0], keys=spans[1], num_queries=len(query), num_keys=len(key))
@@ -99,7 +99,7 @@ def test_padding_forms_segments_of_its_own_so_that_offsets_cover_all_tokens() ->
     offsets = long_segments().varlen(CPU)
     assert offsets.cu_seqlens_q.tolist() == [0, 130, 256, 256, 640, 700, 701, 710, 1000, 1100, 1100]
     assert offsets.cu_seqlens_k.tolist() == [0, 300, 300, 310, 700, 700, 720, 720, 725, 725, 800]
-    assert (offsets.max_q, offsets.max_k, offsets.key_index) == (384, 390, None)
+    assert (offsets.max_q, offsets.max_k, offsets.key_index) == (512, 512, None)
 
 
 def test_keys_that_segments_share_are_taken_once_for_each() -> None:

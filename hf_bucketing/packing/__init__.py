@@ -7,14 +7,17 @@ from .layout import PackedLayout
 from .pack import PackedBatch, Packing, packed_forward
 from .processors import PackedWanAttnProcessor
 from .segments import SegmentSpans
+from .token_drop import BetaRate, TokenDrop
 from .verify import VerificationCheck, VerificationReport, verify_packing
 
 __all__ = [
+    "BetaRate",
     "PackedBatch",
     "PackedLayout",
     "PackedWanAttnProcessor",
     "Packing",
     "SegmentSpans",
+    "TokenDrop",
     "VerificationCheck",
     "VerificationReport",
     "active_layout",

@@ -38,8 +38,8 @@ def active_layout() -> PackedLayout:
         raise PackingError(
             "This transformer has packing enabled, but no pack is being computed. Call it by packed_forward(…), or "
             "disable_packing(transformer) first. For gradient checkpointing use "
-            "transformer.enable_gradient_checkpointing() or the activation checkpointing of FSDP, which packed_forward "
-            "binds to its pack."
+            "transformer.enable_gradient_checkpointing() or the activation checkpointing of FSDP, which "
+            "packed_forward binds to its pack."
         )
     return layout
 
@@ -77,14 +77,22 @@ def bind_checkpoints(model: torch.nn.Module, layout: PackedLayout) -> Iterator[N
             setattr(module, name, original)
 
 
+class _WithLayout:
+    """A block and the layout of its pack. A class, as torch.compile follows calls of its objects into checkpoints."""
+
+    def __init__(self, block: Callable[..., Any], layout: PackedLayout) -> None:
+        self.block = block
+        self.layout = layout
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _active.layout is not None:
+            return self.block(*args, **kwargs)  # in a graph, which has its layout's tensors also in the backward
+        with use_layout(self.layout):
+            return self.block(*args, **kwargs)
+
+
 def _bound(checkpoint: Any, layout: PackedLayout) -> Callable[..., Any]:
     def checkpoint_with_layout(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def run(*inputs: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling():  # the layout's tensors are in the graph, also in that of the backward
-                return block(*inputs, **options)
-            with use_layout(layout):
-                return block(*inputs, **options)
-
-        return checkpoint(run, *args, **kwargs)
+        return checkpoint(_WithLayout(block, layout), *args, **kwargs)
 
     return checkpoint_with_layout

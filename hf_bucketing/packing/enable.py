@@ -8,6 +8,7 @@ from ..errors import PackingError
 from .attention import resolve_backend
 from .families import family_of
 from .pack import ATTRIBUTE, Packing, packing_of, unwrap
+from .precision import keep_scalars_exact
 
 
 def enable_packing(transformer: torch.nn.Module, *, backend: str = "auto", strip_length: int = 64) -> Packing:
@@ -18,7 +19,9 @@ def enable_packing(transformer: torch.nn.Module, *, backend: str = "auto", strip
 
     Args:
         transformer (`torch.nn.Module`): Of a family that packing knows.
-        backend (`"auto"` or `"segments"`): How attention is computed.
+        backend (`"auto"`, `"segments"`, `"varlen"`, `"flex"` or `"dense"`): How attention is computed, see
+            [`packed_attention`][hf_bucketing.packing.packed_attention]. `"auto"` chooses at the first forward, as the
+            model may be moved until then, and says so in the log.
         strip_length (`int`): Tokens per strip, which is one batch row of the model. Each sample is padded to whole
             strips; per-row modulation takes memory in proportion to the rows.
 
@@ -26,7 +29,8 @@ def enable_packing(transformer: torch.nn.Module, *, backend: str = "auto", strip
         [`Packing`]: Its `pack` makes packs for [`packed_forward`].
 
     Raises:
-        PackingError: If the family is unknown or the model cannot run such strips, or packing is enabled already.
+        PackingError: If the family is unknown or the model cannot run such strips, the backend is unknown or not to
+            be had on this machine, or packing is enabled already.
     """
     model = unwrap(transformer)
     family = family_of(model)
@@ -35,8 +39,15 @@ def enable_packing(transformer: torch.nn.Module, *, backend: str = "auto", strip
     if strip_length < 1:
         raise PackingError(f"strip_length must be at least 1, got {strip_length}.")
     family.check(model, strip_length=strip_length)
-    detach = family.attach(model, resolve_backend(backend))
-    packing = Packing(transformer=model, family=family, strip_length=strip_length, detach=detach)
+    resolved = resolve_backend(backend)
+    detach_family = family.attach(model, resolved)
+    handle = keep_scalars_exact(model)
+
+    def detach() -> None:
+        handle.remove()
+        detach_family()
+
+    packing = Packing(transformer=model, family=family, strip_length=strip_length, backend=resolved, detach=detach)
     setattr(model, ATTRIBUTE, packing)
     return packing
 

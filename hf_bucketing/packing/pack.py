@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
+from .attention import Backend
 from .context import bind_checkpoints, use_layout
 from .families import Family
-from .layout import PackedLayout
+from .layout import Grid, PackedLayout
+from .precision import exact_scalars
 from .strips import from_strips, to_strips, token_grid
+from .token_drop import Seed, TokenDrop
 
 ATTRIBUTE = "_hf_bucketing_packing"
 """Name under which a transformer carries its [`Packing`]."""
@@ -39,7 +44,7 @@ class PackedBatch:
     conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
-        """Return one `(channels, frames, height, width)` tensor per sample.
+        """Return one `(channels, frames, height, width)` tensor per sample, zero where a token was dropped.
 
         Raises:
             PackingError: If the prediction is not of this pack.
@@ -48,6 +53,8 @@ class PackedBatch:
 
     def pack_like(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack targets, noise or masks as the latents are packed: `(rows, channels, p_t, p_h, strip_length·p_w)`.
+
+        The same tokens are dropped.
 
         Args:
             tensors (sequence of `(channels, frames, height, width)`): Sized as the latents; any number of channels.
@@ -58,7 +65,7 @@ class PackedBatch:
         grids = tuple(token_grid(tensor, self.patch, sample=sample) for sample, tensor in enumerate(tensors))
         if grids != self.layout.grids:
             raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
-        return to_strips(tensors, self.patch, strip_length=self.layout.strip_length)
+        return to_strips(tensors, self.patch, layout=self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,7 @@ class Packing:
     transformer: torch.nn.Module
     family: Family
     strip_length: int
+    backend: Backend
     detach: Callable[[], None]
 
     def pack(
@@ -78,24 +86,34 @@ class Packing:
         text: Sequence[torch.Tensor] | torch.Tensor,
         text_mask: torch.Tensor | None = None,
         conditioning: Mapping[str, torch.Tensor] | None = None,
+        token_drop: TokenDrop | None = None,
+        seeds: Sequence[Seed] | None = None,
+        pad_to: int | None = None,
+        pad_text_to: int | None = None,
     ) -> PackedBatch:
         """Pack samples of any sizes.
 
         Args:
             latents (sequence of `(channels, frames, height, width)`): On one device, of one dtype.
-            timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
+            timesteps (`torch.Tensor` of shape `(n,)`): One per sample, whole numbers or at least `float32`: half
+                precision takes 999 for 1000.
             text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): Every token
                 is attended to, also padding: leave out what the model must not see.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for the tokens of `text` to keep.
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's own forward, under its names; those that the family needs, and no others.
+            token_drop ([`TokenDrop`], *optional*): Leaves tokens out of the pack; in training only.
+            seeds (sequence of `int`, or of tuples of them, *optional*): One per sample; what token drop draws from.
+            pad_to (`int`, *optional*): Strips of the pack: padding is added, so that all packs have one shape and
+                `torch.compile` makes one graph of them.
+            pad_text_to (`int`, *optional*): Text tokens of the pack, likewise.
 
         Returns:
             [`PackedBatch`].
 
         Raises:
-            PackingError: If counts or channels differ, a latent does not divide into patches, or a sample is beyond
-                the model's positions.
+            PackingError: If counts or channels differ, a latent does not divide into patches, a sample is beyond the
+                model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
         conditioning = self._check_conditioning(conditioning or {}, count=len(latents))
         patch, channels = self.family.patch(self.transformer), self.family.in_channels(self.transformer)
@@ -115,19 +133,43 @@ class Packing:
                     f"{self.family.text_dim(self.transformer)})."
                 )
         self.family.check_grids(self.transformer, grids)
+        layout = PackedLayout(
+            grids=grids,
+            text_lengths=tuple(map(len, texts)),
+            strip_length=self.strip_length,
+            device=latents[0].device,
+            kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
+        )
+        layout = replace(
+            layout,
+            empty_rows=_padding("strips", layout.num_rows, pad_to),
+            text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
+        )
         return PackedBatch(
-            strips=to_strips(latents, patch, strip_length=self.strip_length),
-            timesteps=timesteps,
-            text=torch.cat(texts),
-            layout=PackedLayout(
-                grids=grids,
-                text_lengths=tuple(map(len, texts)),
-                strip_length=self.strip_length,
-                device=latents[0].device,
-            ),
+            strips=to_strips(latents, patch, layout=layout),
+            timesteps=_exact(timesteps),
+            text=F.pad(torch.cat(texts), (0, 0, 0, layout.text_padding)),
+            layout=layout,
             patch=patch,
             conditioning=conditioning,
         )
+
+    def _kept(
+        self, grids: Sequence[Grid], drop: TokenDrop | None, seeds: Sequence[Seed] | None, *, device: torch.device
+    ) -> tuple[torch.Tensor, ...] | None:
+        if drop is None:
+            return None
+        name = type(self.transformer).__name__
+        if not self.family.drops_tokens:
+            raise PackingError(f"{name} does more than attention across tokens; pack it without token_drop.")
+        if not self.transformer.training:
+            raise PackingError("Tokens are dropped in training only: call transformer.train(), or omit token_drop.")
+        if seeds is None:
+            raise PackingError("Token drop draws from the samples' own seeds; pass seeds=, one per sample.")
+        kept = drop.kept(grids, seeds=seeds)
+        if [len(tokens) for tokens in kept] == [math.prod(grid) for grid in grids]:
+            return None
+        return tuple(torch.from_numpy(tokens).to(device) for tokens in kept)
 
     def _check_conditioning(
         self, conditioning: Mapping[str, torch.Tensor], *, count: int
@@ -156,8 +198,10 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
         PackingError: If packing is not enabled.
     """
     packing = packing_of(transformer)
-    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout):
-        output = transformer(**packing.family.forward_kwargs(batch), return_dict=False)[0]
+    batch.layout.prepare(packing.backend)
+    kwargs = packing.family.forward_kwargs(batch)
+    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):
+        output = transformer(**kwargs, return_dict=False)[0]
     return packing.family.output_strips(batch, output)
 
 
@@ -176,6 +220,19 @@ def packing_of(transformer: torch.nn.Module) -> Packing:
 def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
     """Return the transformer inside the wrappers of accelerate and torch.compile."""
     return extract_model_from_parallel(transformer, keep_torch_compile=False)
+
+
+def _padding(what: str, count: int, fixed: int | None) -> int:
+    if fixed is not None and fixed < count:
+        raise PackingError(f"The pack has {count} {what}, more than the {fixed} to pad to; raise them or pack less.")
+    return 0 if fixed is None else fixed - count
+
+
+def _exact(timesteps: torch.Tensor) -> torch.Tensor:
+    """Return timesteps as they reach their embedding, which computes in float32."""
+    if timesteps.is_floating_point() and timesteps.dtype.itemsize < 4:
+        raise PackingError(f"Timesteps must be whole numbers or at least float32, got {timesteps.dtype}.")
+    return timesteps if timesteps.is_floating_point() else timesteps.float()
 
 
 def _texts(text: Sequence[torch.Tensor] | torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:

@@ -32,8 +32,8 @@ class VarlenOffsets(NamedTuple):
     Attributes:
         cu_seqlens_q (`torch.Tensor` of shape `(n + 1,)`): `int32`, from 0 to `num_queries`.
         cu_seqlens_k (`torch.Tensor` of shape `(n + 1,)`): `int32`, from 0 to the number of keys.
-        max_q (`int`): Queries of the longest segment.
-        max_k (`int`): Keys of the longest segment.
+        max_q (`int`): Queries of the longest segment, rounded up to a power of two.
+        max_k (`int`): Keys of the longest segment, rounded likewise.
         key_index (`torch.Tensor`, *optional*): Which keys to take first, where segments share keys or take them in
             another order than they lie; else they are taken as they lie.
     """
@@ -119,11 +119,14 @@ class SegmentSpans:
         key_index = None
         if not self.keys_ascend:
             key_index = torch.cat([torch.arange(*span) for span in self.keys]).to(device)
+        offsets = [_offsets(lengths).to(device) for lengths in (query_lengths, key_lengths)]
+        for side in offsets:
+            torch._dynamo.maybe_mark_dynamic(side, 0)
         return VarlenOffsets(
-            cu_seqlens_q=_offsets(query_lengths).to(device),
-            cu_seqlens_k=_offsets(key_lengths).to(device),
-            max_q=max(query_lengths),
-            max_k=max(key_lengths),
+            cu_seqlens_q=offsets[0],
+            cu_seqlens_k=offsets[1],
+            max_q=_round_up(max(query_lengths)),
+            max_k=_round_up(max(key_lengths)),
             key_index=key_index,
         )
 
@@ -136,6 +139,11 @@ class SegmentSpans:
     @cached_property
     def _made(self) -> dict[Hashable, Any]:
         return {}
+
+
+def _round_up(length: int) -> int:
+    """Return a power of two: kernels need an upper bound, and compiled models few values of it."""
+    return 1 << (length - 1).bit_length() if length else 0
 
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:

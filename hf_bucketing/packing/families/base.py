@@ -19,7 +19,14 @@ Transformer: TypeAlias = Any
 
 
 class Family(Protocol):
-    """How the transformers of one class attend, place and are called."""
+    """How the transformers of one class attend, place and are called.
+
+    Attributes:
+        drops_tokens (`bool`): Whether tokens may be left out: all that the model does between attentions is per token,
+            and attention minds positions alone, not which tokens there are.
+    """
+
+    drops_tokens: bool
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class WanFamily:
     """Recipe of `WanTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family]."""
 
+    drops_tokens = True
+
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse image-to-video models, and strips longer than the rotary table."""
         if transformer.config.added_kv_proj_dim is not None or transformer.config.image_dim is not None:

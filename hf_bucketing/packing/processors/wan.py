@@ -17,7 +17,7 @@ class PackedWanAttnProcessor:
     """Self- and cross-attention of Wan over the strips of a pack, with the layout that `packed_forward` set.
 
     Args:
-        backend (`"segments"`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
     """
 
     def __init__(self, backend: Backend = "segments") -> None:
