@@ -64,9 +64,9 @@ def packed_mse(prediction: torch.Tensor, target: torch.Tensor, layout: PackedLay
     Raises:
         BucketingError: If the shapes differ or are not the layout's.
     """
-    if prediction.shape != target.shape or prediction.shape[0] != sum(layout.rows):
+    if prediction.shape != target.shape or prediction.shape[0] != layout.num_rows:
         raise BucketingError(
-            f"Expected two tensors of {sum(layout.rows)} rows and one shape, got {tuple(prediction.shape)} and "
+            f"Expected two tensors of {layout.num_rows} rows and one shape, got {tuple(prediction.shape)} and "
             f"{tuple(target.shape)}."
         )
     errors = _squared_error(prediction, target).unflatten(4, (layout.strip_length, -1)).mean((1, 2, 3, 5)).flatten()

@@ -23,7 +23,9 @@ TORCH_FREE = [
     "sampling",
 ]
 FLOORS = {
-    **dict.fromkeys(["errors", "geometry", "assignment", "nearest", "buckets", "open_table", "ladders", "cost"], 0),
+    **dict.fromkeys(
+        ["errors", "geometry", "assignment", "nearest", "buckets", "open_table", "ladders", "cost", "shift"], 0
+    ),
     "sampling": 1,
     **dict.fromkeys(["media", "losses", "report"], 2),
     **dict.fromkeys(["mapping", "loading", "packing"], 3),

@@ -77,7 +77,9 @@ def test_segment_attention_equals_a_masked_dense_one(grids, strip_length: int, c
 def test_segments_of_equal_lengths_share_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attend = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v: calls.append(q.shape) or attend(q, k, v))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, **_: calls.append(q.shape) or attend(q, k, v)
+    )
     layout = PackedLayout(grids=((1, 2, 3), (1, 3, 2), (2, 2, 2), (6, 1, 1)), text_lengths=(1,) * 4, strip_length=4)
     tokens = torch.randn(layout.num_tokens, 2, 4)
     packed_attention(tokens, tokens, tokens, layout.self_segments)

@@ -12,9 +12,11 @@ from .processors import (
     PackedWanAttnProcessor,
 )
 from .segments import SegmentSpans
+from .token_drop import BetaRate, TokenDrop
 from .verify import VerificationCheck, VerificationReport, verify_packing
 
 __all__ = [
+    "BetaRate",
     "PackedAttnProcessor",
     "PackedBatch",
     "PackedJointAttnProcessor",
@@ -23,6 +25,7 @@ __all__ = [
     "PackedWanAttnProcessor",
     "Packing",
     "SegmentSpans",
+    "TokenDrop",
     "VerificationCheck",
     "VerificationReport",
     "active_layout",

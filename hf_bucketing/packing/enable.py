@@ -11,6 +11,7 @@ from .attention import resolve_backend
 from .families import family_of
 from .layout import Grid
 from .pack import ATTRIBUTE, Packing, packing_of, unwrap
+from .precision import keep_scalars_exact
 
 
 def enable_packing(
@@ -28,7 +29,9 @@ def enable_packing(
 
     Args:
         transformer (`torch.nn.Module`): Of a family that packing knows.
-        backend (`"auto"` or `"segments"`): How attention is computed.
+        backend (`"auto"`, `"segments"`, `"varlen"`, `"flex"` or `"dense"`): How attention is computed, see
+            [`packed_attention`][hf_bucketing.packing.packed_attention]. `"auto"` chooses at the first forward, as the
+            model may be moved until then, and says so in the log.
         strip_length (`int`): Tokens per strip, which is one batch row of the model. Each sample is padded to whole
             strips; per-row modulation takes memory in proportion to the rows.
         positions (`"native"` or `"interpolate"`): Each token placed as the model places it in its sample alone, or
@@ -41,7 +44,8 @@ def enable_packing(
         [`Packing`]: Its `pack` makes packs for [`packed_forward`].
 
     Raises:
-        PackingError: If the family is unknown or the model cannot run such strips, or packing is enabled already.
+        PackingError: If the family is unknown or the model cannot run such strips, the backend is unknown or not to
+            be had on this machine, or packing is enabled already.
     """
     model = unwrap(transformer)
     family = family_of(model)
@@ -51,8 +55,22 @@ def enable_packing(
         raise PackingError(f"strip_length must be at least 1, got {strip_length}.")
     family.check(model, strip_length=strip_length)
     _check_positions(model, positions, base_size)
-    detach = family.attach(model, resolve_backend(backend), base_size=base_size)
-    packing = Packing(transformer=model, family=family, strip_length=strip_length, base_size=base_size, detach=detach)
+    resolved = resolve_backend(backend)
+    detach_family = family.attach(model, resolved, base_size=base_size)
+    handle = keep_scalars_exact(model)
+
+    def detach() -> None:
+        handle.remove()
+        detach_family()
+
+    packing = Packing(
+        transformer=model,
+        family=family,
+        strip_length=strip_length,
+        backend=resolved,
+        base_size=base_size,
+        detach=detach,
+    )
     setattr(model, ATTRIBUTE, packing)
     return packing
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from ..errors import PackingError
+from .attention import Backend, prepare_segments
 from .joint_layout import JointLayout, joint_layout
 from .segments import SegmentSpans
 
@@ -30,6 +31,10 @@ class PackedLayout:
         device (`torch.device`): Where the tensors below live.
         caption_ids (tuple of `int`, *optional*): Which stored text each sample reads, numbered by first use; without
             it, each sample's own.
+        kept (tuple of `torch.Tensor`, *optional*): The tokens of each sample that are in the pack, as ascending
+            positions in its grid; all of them without it.
+        empty_rows (`int`): Strips of padding at the end, for packs of one fixed shape.
+        text_padding (`int`): Text tokens of padding at the end.
 
     Raises:
         PackingError: If there is no sample, a count differs, or a length is impossible.
@@ -50,6 +55,9 @@ class PackedLayout:
     text_slots: int = 0
     device: torch.device | str = "cpu"
     caption_ids: tuple[int, ...] | None = None
+    kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
+    empty_rows: int = 0
+    text_padding: int = 0
 
     def __post_init__(self) -> None:
         if not self.grids or self.strip_length < 1 or self.text_slots < 0:
@@ -63,6 +71,8 @@ class PackedLayout:
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many caption_ids: {self.caption_ids}.")
         if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
             raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
+        if min(self.empty_rows, self.text_padding) < 0:
+            raise PackingError(f"Padding must be at least 0: {self.empty_rows} rows, {self.text_padding} text tokens.")
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -71,7 +81,7 @@ class PackedLayout:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample, without padding."""
-        return tuple(map(math.prod, self.grids))
+        return tuple(map(math.prod, self.grids)) if self.kept is None else tuple(map(len, self.kept))
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
@@ -82,14 +92,19 @@ class PackedLayout:
         )
 
     @property
+    def num_rows(self) -> int:
+        """Strips of the pack, those of padding included."""
+        return sum(self.rows) + self.empty_rows
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the pack, padding included: rows × strip_length."""
-        return sum(self.rows) * self.strip_length
+        return self.num_rows * self.strip_length
 
     @property
     def num_text_tokens(self) -> int:
-        """Text tokens of the pack."""
-        return sum(self.text_lengths)
+        """Text tokens of the pack, padding included."""
+        return sum(self.text_lengths) + self.text_padding
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -175,8 +190,8 @@ class PackedLayout:
 
     @cached_property
     def row_segments(self) -> torch.Tensor:
-        """The sample that each strip belongs to; `int64`, shape `(rows,)`."""
-        return _repeat(range(len(self)), self.rows).to(self.device)
+        """The sample that each strip belongs to, −1 for padding; `int64`, shape `(rows,)`."""
+        return _repeat([*range(len(self)), -1], [*self.rows, self.empty_rows]).to(self.device)
 
     @cached_property
     def segment_ids(self) -> torch.Tensor:
@@ -188,8 +203,13 @@ class PackedLayout:
 
     @cached_property
     def text_segment_ids(self) -> torch.Tensor:
-        """The sample that each text token belongs to; `int64`, shape `(num_text_tokens,)`."""
-        return _repeat(range(len(self)), self.text_lengths).to(self.device)
+        """The sample that each text token belongs to, −1 for padding; `int64`, shape `(num_text_tokens,)`."""
+        return _repeat([*range(len(self)), -1], [*self.text_lengths, self.text_padding]).to(self.device)
+
+    def prepare(self, backend: Backend) -> None:
+        """Make what attention derives from this layout on its device; compiled models need it made beforehand."""
+        for segments in (self.self_segments, self.joint.segments if self.text_slots else self.cross_segments):
+            prepare_segments(segments, backend, torch.device(self.device))
 
     def self_attention_mask(self) -> torch.Tensor:
         """Return which tokens attend to which: `bool`, `(num_tokens, num_tokens)`; padding attends to nothing."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
+from .attention import Backend
 from .context import bind_checkpoints, use_layout
 from .families import Family, JointFamily
-from .families.base import TextRule
 from .layout import Grid, PackedLayout
+from .precision import exact_scalars, exact_timesteps
 from .strips import from_strips, to_strips, token_grid
+from .texts import distinct, padded_as
+from .token_drop import Seed, TokenDrop
 
 ATTRIBUTE = "_hf_bucketing_packing"
 """Name under which a transformer carries its [`Packing`]."""
@@ -46,7 +51,7 @@ class PackedBatch:
         return self.timesteps[self.layout.row_segments]
 
     def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
-        """Return one `(channels, frames, height, width)` tensor per sample.
+        """Return one `(channels, frames, height, width)` tensor per sample, zero where a token was dropped.
 
         Raises:
             PackingError: If the prediction is not of this pack.
@@ -55,6 +60,8 @@ class PackedBatch:
 
     def pack_like(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack targets, noise or masks as the latents are packed: `(rows, channels, p_t, p_h, strip_length·p_w)`.
+
+        The same tokens are dropped.
 
         Args:
             tensors (sequence of `(channels, frames, height, width)`): Sized as the latents; any number of channels.
@@ -75,6 +82,7 @@ class Packing:
     transformer: torch.nn.Module
     family: Family
     strip_length: int
+    backend: Backend
     detach: Callable[[], None]
     base_size: Grid | None = None
 
@@ -86,12 +94,17 @@ class Packing:
         text: Sequence[torch.Tensor] | torch.Tensor,
         text_mask: torch.Tensor | None = None,
         conditioning: Mapping[str, torch.Tensor] | None = None,
+        token_drop: TokenDrop | None = None,
+        seeds: Sequence[Seed] | None = None,
+        pad_to: int | None = None,
+        pad_text_to: int | None = None,
     ) -> PackedBatch:
         """Pack samples of any sizes.
 
         Args:
             latents (sequence of `(channels, frames, height, width)`): On one device, of one dtype.
-            timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
+            timesteps (`torch.Tensor` of shape `(n,)`): One per sample, whole numbers or at least `float32`: half
+                precision takes 999 for 1000.
             text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): Every token
                 is attended to, also padding: leave out what the model must not see. One tensor given for several
                 samples is stored once.
@@ -100,17 +113,22 @@ class Packing:
                 (`"keep_padding"`, such as Wan), or attended to as it is (`"encoded_padding"`, such as SD3).
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's own forward, under its names; those that the family needs, and no others.
+            token_drop ([`TokenDrop`], *optional*): Leaves tokens out of the pack; in training only.
+            seeds (sequence of `int`, or of tuples of them, *optional*): One per sample; what token drop draws from.
+            pad_to (`int`, *optional*): Strips of the pack: padding is added, so that all packs have one shape and
+                `torch.compile` makes one graph of them.
+            pad_text_to (`int`, *optional*): Text tokens of the pack, likewise.
 
         Returns:
             [`PackedBatch`].
 
         Raises:
-            PackingError: If counts or channels differ, a latent does not divide into patches, or a sample is beyond
-                the model's positions.
+            PackingError: If counts or channels differ, a latent does not divide into patches, a sample is beyond the
+                model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
         conditioning = self._check_conditioning(conditioning or {}, count=len(latents))
         patch, channels = self.family.patch(self.transformer), self.family.in_channels(self.transformer)
-        texts = _texts(text, text_mask, self.family.text_rule)
+        texts = padded_as(self.family.text_rule, text, mask=text_mask)
         if not len(latents) == len(texts) == len(timesteps) or timesteps.ndim != 1 or not len(latents):
             raise PackingError(
                 f"A pack needs one text and one timestep per latent, got {len(latents)} latents, {len(texts)} texts "
@@ -127,24 +145,50 @@ class Packing:
                 )
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
-        stored, caption_ids = _distinct(texts) if self.family.shares_texts else (texts, None)
+        shared = self.family.shares_texts and pad_text_to is None
+        stored, caption_ids = distinct(texts) if shared else (texts, None)
         layout = PackedLayout(
             grids=grids,
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             device=latents[0].device,
             caption_ids=caption_ids,
+            kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
         )
         if isinstance(self.family, JointFamily):
             layout = self.family.with_text_slots(self.transformer, layout)
+            if pad_text_to is not None:
+                raise PackingError("The text of this model rides in the strips: use pad_to without pad_text_to.")
+        layout = replace(
+            layout,
+            empty_rows=_padding("strips", layout.num_rows, pad_to),
+            text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
+        )
         return PackedBatch(
             strips=to_strips(latents, patch, layout=layout),
-            timesteps=timesteps,
-            text=torch.cat(stored),
+            timesteps=exact_timesteps(timesteps),
+            text=F.pad(torch.cat(stored), (0, 0, 0, layout.text_padding)),
             layout=layout,
             patch=patch,
             conditioning=conditioning,
         )
+
+    def _kept(
+        self, grids: Sequence[Grid], drop: TokenDrop | None, seeds: Sequence[Seed] | None, *, device: torch.device
+    ) -> tuple[torch.Tensor, ...] | None:
+        if drop is None:
+            return None
+        name = type(self.transformer).__name__
+        if not self.family.drops_tokens:
+            raise PackingError(f"{name} does more than attention across tokens; pack it without token_drop.")
+        if not self.transformer.training:
+            raise PackingError("Tokens are dropped in training only: call transformer.train(), or omit token_drop.")
+        if seeds is None:
+            raise PackingError("Token drop draws from the samples' own seeds; pass seeds=, one per sample.")
+        kept = drop.kept(grids, seeds=seeds)
+        if [len(tokens) for tokens in kept] == [math.prod(grid) for grid in grids]:
+            return None
+        return tuple(torch.from_numpy(tokens).to(device) for tokens in kept)
 
     def _check_conditioning(
         self, conditioning: Mapping[str, torch.Tensor], *, count: int
@@ -173,8 +217,10 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
         PackingError: If packing is not enabled.
     """
     packing = packing_of(transformer)
-    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout):
-        output = transformer(**packing.family.forward_kwargs(batch), return_dict=False)[0]
+    batch.layout.prepare(packing.backend)
+    kwargs = packing.family.forward_kwargs(batch)
+    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):
+        output = transformer(**kwargs, return_dict=False)[0]
     return packing.family.output_strips(batch, output)
 
 
@@ -198,25 +244,7 @@ def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
     return base
 
 
-def _texts(
-    text: Sequence[torch.Tensor] | torch.Tensor, mask: torch.Tensor | None, rule: TextRule
-) -> list[torch.Tensor]:
-    if mask is None:
-        return list(text)
-    if not isinstance(text, torch.Tensor) or text.shape[:2] != mask.shape:
-        raise PackingError("text_mask of shape (n, length) goes with a text tensor of shape (n, length, text_dim).")
-    if rule == "encoded_padding":
-        return list(text)
-    if rule == "keep_padding":
-        return list(text.masked_fill(~mask.bool()[..., None], 0))
-    return [words[keep.bool()] for words, keep in zip(text, mask, strict=True)]
-
-
-def _distinct(texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
-    """Return the texts that differ as memory, and which of them each sample reads: contents are not compared."""
-    stored: dict[tuple[object, ...], tuple[int, torch.Tensor]] = {}
-    # without memory of its own (meta tensors, empty texts) a tensor is only itself
-    keys = [(words.data_ptr() or id(words), words.shape, words.stride(), words.requires_grad) for words in texts]
-    for key, words in zip(keys, texts, strict=True):
-        stored.setdefault(key, (len(stored), words))
-    return [words for _, words in stored.values()], tuple(stored[key][0] for key in keys)
+def _padding(what: str, count: int, fixed: int | None) -> int:
+    if fixed is not None and fixed < count:
+        raise PackingError(f"The pack has {count} {what}, more than the {fixed} to pad to; raise them or pack less.")
+    return 0 if fixed is None else fixed - count

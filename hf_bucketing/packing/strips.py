@@ -6,6 +6,7 @@ p_t, p_h, p_w are the sides of a patch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,8 +42,9 @@ def to_rows(tokens: torch.Tensor, strip_length: int, *, rows: int) -> torch.Tens
     return F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding]).unflatten(0, (-1, strip_length))
 
 
+@torch.compiler.disable  # its loops follow the composition of the pack: a graph of them would serve no other pack
 def position_rows(layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """Lay out position tables as the tokens of a pack lie.
+    """Lay out position tables as the tokens of a pack lie, with zeros for padding.
 
     Args:
         layout ([`PackedLayout`]): Of the pack.
@@ -53,10 +55,10 @@ def position_rows(layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tens
     """
     tables = {grid: table(grid) for grid in dict.fromkeys(layout.grids)}
     samples = [
-        [to_rows(part, layout.strip_length, rows=rows) for part in tables[grid]]
-        for grid, rows in zip(layout.grids, layout.rows, strict=True)
+        [to_rows(_keep(part, kept), layout.strip_length, rows=rows) for part in tables[grid]]
+        for grid, rows, kept in zip(layout.grids, layout.rows, _kept(layout), strict=True)
     ]
-    return tuple(torch.cat(parts) for parts in zip(*samples, strict=True))
+    return tuple(_with_empty_rows(torch.cat(parts), layout.empty_rows) for parts in zip(*samples, strict=True))
 
 
 def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, layout: PackedLayout) -> torch.Tensor:
@@ -64,12 +66,29 @@ def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, layout: PackedLay
 
     Tokens come in the order in which a patch embedding over frames, rows and columns makes them.
     """
-    samples = zip(latents, layout.rows, strict=True)
-    return torch.cat([_strips_of(latent, patch, layout.strip_length, rows) for latent, rows in samples])
+    samples = [
+        _strips_of(latent, patch, layout.strip_length, rows=rows, kept=kept)
+        for latent, rows, kept in zip(latents, layout.rows, _kept(layout), strict=True)
+    ]
+    return _with_empty_rows(torch.cat(samples), layout.empty_rows)
 
 
-def _strips_of(latent: torch.Tensor, patch: Grid, strip_length: int, rows: int) -> torch.Tensor:
-    return tokens_to_strips(to_rows(patchify(latent, patch), strip_length, rows=rows))
+def _strips_of(
+    latent: torch.Tensor, patch: Grid, strip_length: int, *, rows: int, kept: torch.Tensor | None
+) -> torch.Tensor:
+    return tokens_to_strips(to_rows(_keep(patchify(latent, patch), kept), strip_length, rows=rows))
+
+
+def _kept(layout: PackedLayout) -> Sequence[torch.Tensor | None]:
+    return [None] * len(layout) if layout.kept is None else layout.kept
+
+
+def _keep(tokens: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    return tokens if kept is None else tokens.index_select(0, kept)
+
+
+def _with_empty_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, count]) if count else rows
 
 
 def patchify(latent: torch.Tensor, patch: Grid) -> torch.Tensor:
@@ -97,7 +116,7 @@ def to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     Raises:
         PackingError: If the strips are not those of the layout.
     """
-    rows, width = sum(layout.rows), layout.strip_length
+    rows, width = layout.num_rows, layout.strip_length
     if strips.ndim != 5 or strips.shape[0] != rows or strips.shape[4] % width:
         raise PackingError(
             f"Expected strips of shape ({rows}, channels, p_t, p_h, {width}·p_w), got {tuple(strips.shape)}."
@@ -108,9 +127,16 @@ def to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
 def from_strips(strips: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:
     """Put strips together again: the inverse of [`to_strips`], for any number of channels.
 
+    Tokens that were dropped are zero.
+
     Raises:
         PackingError: If the strips are not those of the layout.
     """
     tokens = to_tokens(strips, layout)
-    spans = zip(layout.spans, layout.grids, strict=True)
-    return [unpatchify(tokens[start:stop], grid) for (start, stop), grid in spans]
+    latents = []
+    for (start, stop), grid, kept in zip(layout.spans, layout.grids, _kept(layout), strict=True):
+        sample = tokens[start:stop]
+        if kept is not None:
+            sample = sample.new_zeros(math.prod(grid), *sample.shape[1:]).index_copy(0, kept, sample)
+        latents.append(unpatchify(sample, grid))
+    return latents

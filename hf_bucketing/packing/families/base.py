@@ -38,11 +38,14 @@ class Family(ABC):
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
         shares_texts (`bool`): Whether samples of one caption can read one copy of it: texts are only ever attended to.
         interpolates (`bool`): Whether positions can be stretched to a base size.
+        drops_tokens (`bool`): Whether tokens may be left out: all that the model does between attentions is per token,
+            and attention minds positions alone, not which tokens there are.
     """
 
     text_rule: ClassVar[TextRule] = "masked"
     shares_texts: ClassVar[bool] = True
     interpolates: ClassVar[bool] = False
+    drops_tokens: ClassVar[bool] = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""

@@ -27,6 +27,7 @@ class LatteFamily(Family):
     """
 
     interpolates = True
+    drops_tokens = False  # attention over frames needs every frame's token of a place
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the frames that the model has positions for."""
