@@ -40,12 +40,14 @@ class Family(ABC):
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be left out: all that the model does between attentions is per token,
             and attention minds positions alone, not which tokens there are.
+        by_frame (`bool`): Whether tokens attend inside their frame and over the frames, and not to their sample.
     """
 
     text_rule: ClassVar[TextRule] = "masked"
     shares_texts: ClassVar[bool] = True
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
+    by_frame: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""
