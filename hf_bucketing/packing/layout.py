@@ -72,6 +72,8 @@ class PackedLayout:
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many caption_ids: {self.caption_ids}.")
         if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
             raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
+        if self.text_index is not None and self.text_padding:
+            raise PackingError("Texts that samples share (caption_ids) are not padded: use text_padding without them.")
         if min(self.empty_rows, self.text_padding) < 0:
             raise PackingError(f"Padding must be at least 0: {self.empty_rows} rows, {self.text_padding} text tokens.")
 
@@ -157,8 +159,8 @@ class PackedLayout:
 
     @cached_property
     def num_stored_text_tokens(self) -> int:
-        """Text tokens of the pack, those of a shared caption counted once."""
-        return sum(self._stored_lengths)
+        """Text tokens of the pack, those of a shared caption counted once, padding included."""
+        return sum(self._stored_lengths) + self.text_padding
 
     @cached_property
     def text_index(self) -> torch.Tensor | None:

@@ -175,7 +175,7 @@ def texts_over_rows(batch: PackedBatch) -> torch.Tensor:
 
     For models that view their text by the number of rows. Attention reads the rows one after the other again.
     """
-    rows, tokens = sum(batch.layout.rows), max(1, len(batch.text))
+    rows, tokens = batch.layout.num_rows, max(1, len(batch.text))
     per_row = -(-tokens // rows)
     return F.pad(batch.text, (0, 0, 0, rows * per_row - len(batch.text))).unflatten(0, (rows, per_row))
 
