@@ -13,6 +13,8 @@ from hf_bucketing.errors import exit_with_message
 from hf_bucketing.packing import verify_packing
 from hf_bucketing.packing.families import family_of
 
+SIZES = ((3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1))
+
 
 def grid(text: str) -> tuple[int, int, int]:
     t, h, w = map(int, text.split(","))
@@ -23,8 +25,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipeline", help="A pipeline with a transformer, on the hub or in a folder.")
     parser.add_argument("--subfolder", default="transformer", help="Of the transformer (default: transformer).")
-    parser.add_argument("--sizes", type=grid, nargs="+", default=[(3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1)],
-                        help="Token grids frames,rows,columns of the samples.")  # fmt: skip
+    parser.add_argument("--sizes", type=grid, nargs="+",
+                        help=f"Token grids frames,rows,columns of the samples (default: {SIZES}, as far as the model "
+                             "has positions).")  # fmt: skip
     parser.add_argument("--text_length", type=int, default=64, help="Text tokens of a sample (default: 64).")
     parser.add_argument("--strip_length", type=int, default=16, help="Tokens per strip (default: 16).")
     parser.add_argument("--backend", default="auto", help="Of packed attention (default: auto).")
@@ -40,16 +43,21 @@ def main() -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(args.device, dtype)
 
-    sides = [[side * part for side, part in zip(size, family.patch(transformer), strict=True)] for size in args.sizes]
+    limits = family.limits(transformer)
+    grids = args.sizes or [tuple(map(min, size, limits)) for size in SIZES]
+    sides = [[side * part for side, part in zip(size, family.patch(transformer), strict=True)] for size in grids]
+    torch.manual_seed(args.seed)
+    conditioning = family.draw_conditioning(transformer, grids)
     report = verify_packing(
         transformer,
         [draw(channels, *size) for size in sides],
         timesteps=torch.rand(len(sides), generator=generator).to(args.device) * 1000,
         text=[draw(args.text_length, text_dim) for _ in sides],
+        conditioning={name: values.to(args.device, dtype) for name, values in conditioning.items()},
         strip_length=args.strip_length,
         backend=args.backend,
     )
-    print(f"{type(transformer).__name__} in {args.dtype} on {args.device}, token grids {args.sizes}")
+    print(f"{type(transformer).__name__} in {args.dtype} on {args.device}, token grids {grids}")
     print(report)
     if not report.passed:
         sys.exit("Packing does not compute the same on this model; do not train with it.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
 
 from hf_bucketing import PackingError
 from hf_bucketing.packing import disable_packing, enable_packing, packed_forward, use_layout
@@ -99,11 +99,7 @@ def test_packing_is_enabled_once_on_known_models_and_needed_for_packs() -> None:
         "unknown attention backend 'fast'": lambda: enable_packing(model, backend="fast"),
         "strip_length must be at least 1": lambda: enable_packing(model, strip_length=0),
         "exceeds the 64 positions": lambda: enable_packing(model, strip_length=65),
-        "image-to-video": lambda: enable_packing(make_model(image_dim=8, added_kv_proj_dim=96)),
-        "does not know Linear; it knows WanTransformer3DModel": lambda: enable_packing(torch.nn.Linear(1, 1)),
-        "does not know LTXVideoTransformer3DModel": lambda: enable_packing(
-            LTXVideoTransformer3DModel(num_layers=0, num_attention_heads=1, attention_head_dim=8)
-        ),
+        "does not know Linear; it knows .*WanTransformer3DModel": lambda: enable_packing(torch.nn.Linear(1, 1)),
     }  # fmt: skip
     for message, call in cases.items():
         with pytest.raises(PackingError, match=f"(?i){message}"):

@@ -13,7 +13,9 @@ import hf_bucketing
 PACKAGE = Path(hf_bucketing.__file__).parent
 HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL"}
 FLOORS = {
-    **dict.fromkeys(["errors", "geometry", "assignment", "nearest", "buckets", "open_table", "ladders", "cost"], 0),
+    **dict.fromkeys(
+        ["errors", "geometry", "assignment", "nearest", "buckets", "open_table", "ladders", "cost", "shift"], 0
+    ),
     "sampling": 1,
     **dict.fromkeys(["media", "losses", "report"], 2),
     **dict.fromkeys(["mapping", "loading", "packing"], 3),

@@ -22,7 +22,7 @@ def test_strips_hold_each_token_once_and_come_apart_again(grids, patch, strip_le
     latents = [torch.rand(2, *(side * part for side, part in zip(grid, patch, strict=True))) for grid in grids]
     assert [token_grid(latent, patch, sample=0) for latent in latents] == grids
     layout = PackedLayout(grids=tuple(grids), text_lengths=(1,) * len(grids), strip_length=strip_length)
-    strips = to_strips(latents, patch, strip_length=strip_length)
+    strips = to_strips(latents, patch, layout=layout)
     assert strips.shape == (sum(layout.rows), 2, patch[0], patch[1], strip_length * patch[2])
     assert all(torch.equal(a, b) for a, b in zip(latents, from_strips(strips, layout), strict=True))
     assert to_tokens(strips, layout)[layout.segment_ids < 0].count_nonzero() == 0
@@ -31,7 +31,7 @@ def test_strips_hold_each_token_once_and_come_apart_again(grids, patch, strip_le
 def test_tokens_stand_in_the_order_of_a_patch_embedding() -> None:
     latent = torch.rand(3, 4, 6, 8)
     layout = PackedLayout(grids=((2, 3, 4),), text_lengths=(0,), strip_length=5)
-    tokens = to_tokens(to_strips([latent], (2, 2, 2), strip_length=5), layout)[:24]
+    tokens = to_tokens(to_strips([latent], (2, 2, 2), layout=layout), layout)[:24]
     embed = torch.nn.Conv3d(3, 7, kernel_size=(2, 2, 2), stride=(2, 2, 2))
     by_model = embed(latent[None]).flatten(2)[0].T
     by_strips = embed(tokens).flatten(1)
@@ -77,7 +77,9 @@ def test_segment_attention_equals_a_masked_dense_one(grids, strip_length: int, c
 def test_segments_of_equal_lengths_share_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attend = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v: calls.append(q.shape) or attend(q, k, v))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, **_: calls.append(q.shape) or attend(q, k, v)
+    )
     layout = PackedLayout(grids=((1, 2, 3), (1, 3, 2), (2, 2, 2), (6, 1, 1)), text_lengths=(1,) * 4, strip_length=4)
     tokens = torch.randn(layout.num_tokens, 2, 4)
     packed_attention(tokens, tokens, tokens, layout.self_segments)

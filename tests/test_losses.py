@@ -77,13 +77,13 @@ def test_packed_mse_is_the_mean_over_each_samples_own_tokens() -> None:
     shapes = [(4, t, 2 * h, 2 * w) for t, h, w in grids]
     outputs, targets = ([torch.randn(shape) for shape in shapes] for _ in range(2))
     layout = PackedLayout(grids=grids, text_lengths=(1, 1, 1), strip_length=5)
-    strips = to_strips(outputs, patch, strip_length=5)
+    strips = to_strips(outputs, patch, layout=layout)
     strips[0, ..., 0] += 0  # rows stay writable
     tokens = strips.unflatten(4, (5, -1)).movedim(4, 1).flatten(0, 1)
     tokens[layout.segment_ids < 0] = torch.nan
     poisoned = tokens.unflatten(0, (-1, 5)).movedim(1, 4).flatten(4, 5)
     poisoned.requires_grad_()
-    values = packed_mse(poisoned, to_strips(targets, patch, strip_length=5), layout)
+    values = packed_mse(poisoned, to_strips(targets, patch, layout=layout), layout)
     values.sum().backward()
     assert torch.isfinite(poisoned.grad).all()
     expected = [(output - target).square().mean() for output, target in zip(outputs, targets, strict=True)]

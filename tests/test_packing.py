@@ -12,15 +12,12 @@ from hf_bucketing.packing import enable_packing, packed_forward
 
 from .packing_cases import (
     SIZES,
-    TEXT_LENGTHS,
     Samples,
     assert_same_gradients,
     gradients,
     largest_difference,
     make_model,
 )
-
-# Mixed durations, landscape, portrait, square, an image, a single token, two of one size; (frames, height, width).
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
@@ -124,21 +121,3 @@ def test_fused_projections_are_used() -> None:
             getattr(block.attn1, name).weight.data.zero_()
     batch = samples.pack(enable_packing(model, strip_length=4))
     assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5
-
-
-def test_text_with_a_mask_is_text_without_its_padding() -> None:
-    model, samples = make_model(), Samples()
-    packing = enable_packing(model, strip_length=4)
-    padded = torch.nn.utils.rnn.pad_sequence(samples.text, batch_first=True, padding_value=torch.nan)
-    mask = torch.arange(padded.shape[1]) < torch.tensor(TEXT_LENGTHS)[:, None]
-    batch = packing.pack(samples.latents, timesteps=samples.timesteps, text=padded, text_mask=mask)
-    assert torch.equal(packed_forward(model, batch), packed_forward(model, samples.pack(packing)))
-
-
-def test_an_empty_caption_attends_to_no_text() -> None:
-    model, samples = make_model(), Samples()
-    samples.text[1] = samples.text[1][:0]
-    packing = enable_packing(model, strip_length=4)
-    batch = samples.pack(packing)
-    outputs = batch.unpack(packed_forward(model, batch))
-    assert all(torch.isfinite(output).all() for output in outputs)

@@ -31,7 +31,7 @@ def layout() -> PackedLayout:
 
 
 def strips(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return to_strips(tensors, PATCH, strip_length=STRIP)
+    return to_strips(tensors, PATCH, layout=layout())
 
 
 def cases() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:

@@ -58,7 +58,7 @@ def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_lea
                             num_keys=segments.num_keys)  # fmt: skip
         return original(query, key, value, wide, **options)
 
-    monkeypatch.setattr("hf_bucketing.packing.processors.wan.packed_attention", leaking)
+    monkeypatch.setattr("hf_bucketing.packing.processors.common.packed_attention", leaking)
     report = verify()
     assert not report.passed
     assert {"outputs", "gradients", "leak"} <= failed(report)
@@ -66,7 +66,8 @@ def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_lea
 
 
 def test_wrong_positions_fail_the_outputs_but_leak_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(wan, "_positions", lambda rope, args, output: output)
+    original = wan.position_rows
+    monkeypatch.setattr(wan, "position_rows", lambda *args: tuple(part.flip(1) for part in original(*args)))
     report = verify()
     assert "outputs" in failed(report)
     assert "leak" not in failed(report)

@@ -37,7 +37,7 @@ def real_tokens(*strips: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tens
     Raises:
         BucketingError: If the shapes differ or are not the layout's.
     """
-    rows, width = sum(layout.rows), layout.strip_length
+    rows, width = layout.num_rows, layout.strip_length
     first = strips[0]
     if any(one.shape != first.shape for one in strips) or first.shape[0] != rows or first.shape[-1] % width:
         raise BucketingError(

@@ -5,16 +5,27 @@ from .context import active_layout, use_layout
 from .enable import disable_packing, enable_packing
 from .layout import PackedLayout
 from .pack import PackedBatch, Packing, packed_forward
-from .processors import PackedWanAttnProcessor
+from .processors import (
+    PackedAttnProcessor,
+    PackedJointAttnProcessor,
+    PackedLTXVideoAttnProcessor,
+    PackedWanAttnProcessor,
+)
 from .segments import SegmentSpans
+from .token_drop import BetaRate, TokenDrop
 from .verify import VerificationCheck, VerificationReport, verify_packing
 
 __all__ = [
+    "BetaRate",
+    "PackedAttnProcessor",
     "PackedBatch",
+    "PackedJointAttnProcessor",
+    "PackedLTXVideoAttnProcessor",
     "PackedLayout",
     "PackedWanAttnProcessor",
     "Packing",
     "SegmentSpans",
+    "TokenDrop",
     "VerificationCheck",
     "VerificationReport",
     "active_layout",

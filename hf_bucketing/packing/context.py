@@ -1,37 +1,45 @@
 """The layout of the pack that is being computed.
 
 A layout kept on the module would belong to another pack when gradient checkpointing computes a block again during
-backward: so it is bound into the checkpointed call, and read from a context variable that is set for that call alone.
+backward: so it is bound into the checkpointed call, and read from a variable of the thread, set for that call alone.
+The variable is no `ContextVar`, at which torch.compile breaks its graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from threading import local
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from ..errors import PackingError
 from .layout import PackedLayout
 
-_active: ContextVar[PackedLayout | None] = ContextVar("active_layout", default=None)
+
+class _Active(local):
+    layout: PackedLayout | None = None
+
+
+_active = _Active()
 
 
 def active_layout() -> PackedLayout:
     """Return the layout of the pack that is being computed.
 
     Raises:
-        PackingError: If none is: the model was called without `packed_forward`, or something other than diffusers'
-            `enable_gradient_checkpointing` computes its blocks again.
+        PackingError: If none is: the model was called without `packed_forward`, or its blocks are computed again by
+            something that `packed_forward` does not know (see [`bind_checkpoints`]).
     """
-    layout = _active.get()
+    layout = _active.layout
     if layout is None:
         raise PackingError(
             "This transformer has packing enabled, but no pack is being computed. Call it by packed_forward(…), or "
             "disable_packing(transformer) first. For gradient checkpointing use "
-            "transformer.enable_gradient_checkpointing(), which packed_forward binds to its pack."
+            "transformer.enable_gradient_checkpointing() or the activation checkpointing of FSDP, which "
+            "packed_forward binds to its pack."
         )
     return layout
 
@@ -39,33 +47,52 @@ def active_layout() -> PackedLayout:
 @contextmanager
 def use_layout(layout: PackedLayout) -> Iterator[None]:
     """Make `layout` the active one inside a `with` block, for people who drive their own forward."""
-    token = _active.set(layout)
+    before, _active.layout = _active.layout, layout
     try:
         yield
     finally:
-        _active.reset(token)
+        _active.layout = before
 
 
 @contextmanager
 def bind_checkpoints(model: torch.nn.Module, layout: PackedLayout) -> Iterator[None]:
-    """Bind `layout` into every gradient-checkpointed call that `model` makes inside a `with` block."""
-    modules: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    originals = [module._gradient_checkpointing_func for module in modules]
-    for module, original in zip(modules, originals, strict=True):
-        module._gradient_checkpointing_func = _bound(original, layout)
+    """Bind `layout` into every gradient-checkpointed call that `model` makes inside a `with` block.
+
+    Those are the calls of diffusers' `enable_gradient_checkpointing`, and of the wrappers that FSDP's activation
+    checkpointing puts around blocks.
+    """
+    places: list[tuple[Any, str]] = []
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            places.append((module, "_gradient_checkpointing_func"))
+        elif isinstance(module, CheckpointWrapper):
+            places.append((module, "checkpoint_fn"))
+    originals = [getattr(module, name) for module, name in places]
+    for (module, name), original in zip(places, originals, strict=True):
+        setattr(module, name, _bound(original, layout))
     try:
         yield
     finally:
-        for module, original in zip(modules, originals, strict=True):
-            module._gradient_checkpointing_func = original
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
+
+
+class _WithLayout:
+    """A block and the layout of its pack. A class, as torch.compile follows calls of its objects into checkpoints."""
+
+    def __init__(self, block: Callable[..., Any], layout: PackedLayout) -> None:
+        self.block = block
+        self.layout = layout
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _active.layout is not None:
+            return self.block(*args, **kwargs)  # in a graph, which has its layout's tensors also in the backward
+        with use_layout(self.layout):
+            return self.block(*args, **kwargs)
 
 
 def _bound(checkpoint: Any, layout: PackedLayout) -> Callable[..., Any]:
     def checkpoint_with_layout(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def run(*inputs: Any, **options: Any) -> Any:
-            with use_layout(layout):
-                return block(*inputs, **options)
-
-        return checkpoint(run, *args, **kwargs)
+        return checkpoint(_WithLayout(block, layout), *args, **kwargs)
 
     return checkpoint_with_layout

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
+from .attention import Backend
 from .context import bind_checkpoints, use_layout
-from .families import Family
-from .layout import PackedLayout
+from .families import Family, JointFamily
+from .layout import Grid, PackedLayout
+from .precision import exact_scalars, exact_timesteps
 from .strips import from_strips, to_strips, token_grid
+from .texts import distinct, padded_as
+from .token_drop import Seed, TokenDrop
 
 ATTRIBUTE = "_hf_bucketing_packing"
 """Name under which a transformer carries its [`Packing`]."""
@@ -25,7 +31,8 @@ class PackedBatch:
     Attributes:
         strips (`torch.Tensor` of shape `(rows, channels, p_t, p_h, strip_length·p_w)`): The latents.
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
-        text (`torch.Tensor` of shape `(num_text_tokens, text_dim)`): All texts, one after the other.
+        text (`torch.Tensor` of shape `(stored text tokens, text_dim)`): All texts, one after the other; a text that
+            several samples share is there once (`layout.text_index`), where the family only attends to it.
         layout ([`PackedLayout`]): Where each sample lies.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): What else the model is told per sample.
@@ -38,8 +45,13 @@ class PackedBatch:
     patch: tuple[int, int, int]
     conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def row_timesteps(self) -> torch.Tensor:
+        """The timestep of each strip; shape `(rows,)`."""
+        return self.timesteps[self.layout.row_segments]
+
     def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
-        """Return one `(channels, frames, height, width)` tensor per sample.
+        """Return one `(channels, frames, height, width)` tensor per sample, zero where a token was dropped.
 
         Raises:
             PackingError: If the prediction is not of this pack.
@@ -48,6 +60,8 @@ class PackedBatch:
 
     def pack_like(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack targets, noise or masks as the latents are packed: `(rows, channels, p_t, p_h, strip_length·p_w)`.
+
+        The same tokens are dropped.
 
         Args:
             tensors (sequence of `(channels, frames, height, width)`): Sized as the latents; any number of channels.
@@ -58,7 +72,7 @@ class PackedBatch:
         grids = tuple(token_grid(tensor, self.patch, sample=sample) for sample, tensor in enumerate(tensors))
         if grids != self.layout.grids:
             raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
-        return to_strips(tensors, self.patch, strip_length=self.layout.strip_length)
+        return to_strips(tensors, self.patch, layout=self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +82,9 @@ class Packing:
     transformer: torch.nn.Module
     family: Family
     strip_length: int
+    backend: Backend
     detach: Callable[[], None]
+    base_size: Grid | None = None
 
     def pack(
         self,
@@ -78,28 +94,41 @@ class Packing:
         text: Sequence[torch.Tensor] | torch.Tensor,
         text_mask: torch.Tensor | None = None,
         conditioning: Mapping[str, torch.Tensor] | None = None,
+        token_drop: TokenDrop | None = None,
+        seeds: Sequence[Seed] | None = None,
+        pad_to: int | None = None,
+        pad_text_to: int | None = None,
     ) -> PackedBatch:
         """Pack samples of any sizes.
 
         Args:
             latents (sequence of `(channels, frames, height, width)`): On one device, of one dtype.
-            timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
+            timesteps (`torch.Tensor` of shape `(n,)`): One per sample, whole numbers or at least `float32`: half
+                precision takes 999 for 1000.
             text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): Every token
-                is attended to, also padding: leave out what the model must not see.
-            text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for the tokens of `text` to keep.
+                is attended to, also padding: leave out what the model must not see. One tensor given for several
+                samples is stored once.
+            text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
+                then treated as the family's pipeline does: left out (`text_rule` `"masked"`), attended to as zeros
+                (`"keep_padding"`, such as Wan), or attended to as it is (`"encoded_padding"`, such as SD3).
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's own forward, under its names; those that the family needs, and no others.
+            token_drop ([`TokenDrop`], *optional*): Leaves tokens out of the pack; in training only.
+            seeds (sequence of `int`, or of tuples of them, *optional*): One per sample; what token drop draws from.
+            pad_to (`int`, *optional*): Strips of the pack: padding is added, so that all packs have one shape and
+                `torch.compile` makes one graph of them.
+            pad_text_to (`int`, *optional*): Text tokens of the pack, likewise.
 
         Returns:
             [`PackedBatch`].
 
         Raises:
-            PackingError: If counts or channels differ, a latent does not divide into patches, or a sample is beyond
-                the model's positions.
+            PackingError: If counts or channels differ, a latent does not divide into patches, a sample is beyond the
+                model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
         conditioning = self._check_conditioning(conditioning or {}, count=len(latents))
         patch, channels = self.family.patch(self.transformer), self.family.in_channels(self.transformer)
-        texts = _texts(text, text_mask)
+        texts = padded_as(self.family.text_rule, text, mask=text_mask)
         if not len(latents) == len(texts) == len(timesteps) or timesteps.ndim != 1 or not len(latents):
             raise PackingError(
                 f"A pack needs one text and one timestep per latent, got {len(latents)} latents, {len(texts)} texts "
@@ -114,20 +143,52 @@ class Packing:
                     f"Text {sample} has shape {tuple(words.shape)}; expected (length, "
                     f"{self.family.text_dim(self.transformer)})."
                 )
-        self.family.check_grids(self.transformer, grids)
+        if self.base_size is None:
+            self.family.check_grids(self.transformer, grids)
+        shared = self.family.shares_texts and pad_text_to is None
+        stored, caption_ids = distinct(texts) if shared else (texts, None)
+        layout = PackedLayout(
+            grids=grids,
+            text_lengths=tuple(map(len, texts)),
+            strip_length=self.strip_length,
+            device=latents[0].device,
+            caption_ids=caption_ids,
+            kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
+        )
+        if isinstance(self.family, JointFamily):
+            layout = self.family.with_text_slots(self.transformer, layout)
+            if pad_text_to is not None:
+                raise PackingError("The text of this model rides in the strips: use pad_to without pad_text_to.")
+        layout = replace(
+            layout,
+            empty_rows=_padding("strips", layout.num_rows, pad_to),
+            text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
+        )
         return PackedBatch(
-            strips=to_strips(latents, patch, strip_length=self.strip_length),
-            timesteps=timesteps,
-            text=torch.cat(texts),
-            layout=PackedLayout(
-                grids=grids,
-                text_lengths=tuple(map(len, texts)),
-                strip_length=self.strip_length,
-                device=latents[0].device,
-            ),
+            strips=to_strips(latents, patch, layout=layout),
+            timesteps=exact_timesteps(timesteps),
+            text=F.pad(torch.cat(stored), (0, 0, 0, layout.text_padding)),
+            layout=layout,
             patch=patch,
             conditioning=conditioning,
         )
+
+    def _kept(
+        self, grids: Sequence[Grid], drop: TokenDrop | None, seeds: Sequence[Seed] | None, *, device: torch.device
+    ) -> tuple[torch.Tensor, ...] | None:
+        if drop is None:
+            return None
+        name = type(self.transformer).__name__
+        if not self.family.drops_tokens:
+            raise PackingError(f"{name} does more than attention across tokens; pack it without token_drop.")
+        if not self.transformer.training:
+            raise PackingError("Tokens are dropped in training only: call transformer.train(), or omit token_drop.")
+        if seeds is None:
+            raise PackingError("Token drop draws from the samples' own seeds; pass seeds=, one per sample.")
+        kept = drop.kept(grids, seeds=seeds)
+        if [len(tokens) for tokens in kept] == [math.prod(grid) for grid in grids]:
+            return None
+        return tuple(torch.from_numpy(tokens).to(device) for tokens in kept)
 
     def _check_conditioning(
         self, conditioning: Mapping[str, torch.Tensor], *, count: int
@@ -156,8 +217,10 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
         PackingError: If packing is not enabled.
     """
     packing = packing_of(transformer)
-    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout):
-        output = transformer(**packing.family.forward_kwargs(batch), return_dict=False)[0]
+    batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
+    kwargs = packing.family.forward_kwargs(batch)
+    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):
+        output = transformer(**kwargs, return_dict=False)[0]
     return packing.family.output_strips(batch, output)
 
 
@@ -174,13 +237,14 @@ def packing_of(transformer: torch.nn.Module) -> Packing:
 
 
 def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformer inside the wrappers of accelerate and torch.compile."""
-    return extract_model_from_parallel(transformer, keep_torch_compile=False)
+    """Return the transformer inside the wrappers of accelerate, torch.compile and peft."""
+    model = extract_model_from_parallel(transformer, keep_torch_compile=False)
+    # peft's PeftModel, told by what it offers, as peft need not be installed
+    base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
-def _texts(text: Sequence[torch.Tensor] | torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
-    if mask is None:
-        return list(text)
-    if not isinstance(text, torch.Tensor) or text.shape[:2] != mask.shape:
-        raise PackingError("text_mask of shape (n, length) goes with a text tensor of shape (n, length, text_dim).")
-    return [words[keep.bool()] for words, keep in zip(text, mask, strict=True)]
+def _padding(what: str, count: int, fixed: int | None) -> int:
+    if fixed is not None and fixed < count:
+        raise PackingError(f"The pack has {count} {what}, more than the {fixed} to pad to; raise them or pack less.")
+    return 0 if fixed is None else fixed - count

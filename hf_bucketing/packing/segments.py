@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+Span = tuple[int, int]
+T = TypeVar("T")
+
+
+class KeyBounds(NamedTuple):
+    """The keys of each query.
+
+    Attributes:
+        start (`torch.Tensor` of shape `(num_queries,)`): `int32`, the first key of each query.
+        stop (`torch.Tensor` of shape `(num_queries,)`): `int32`, the key after its last; `start` where it has none.
+    """
+
+    start: torch.Tensor
+    stop: torch.Tensor
+
+
+class VarlenOffsets(NamedTuple):
+    """Segments as offsets, as kernels for variable lengths take them; padding forms segments of its own.
+
+    Attributes:
+        cu_seqlens_q (`torch.Tensor` of shape `(n + 1,)`): `int32`, from 0 to `num_queries`.
+        cu_seqlens_k (`torch.Tensor` of shape `(n + 1,)`): `int32`, from 0 to the number of keys.
+        max_q (`int`): Queries of the longest segment, rounded up to a power of two.
+        max_k (`int`): Keys of the longest segment, rounded likewise.
+        key_index (`torch.Tensor`, *optional*): Which keys to take first, where segments share keys or take them in
+            another order than they lie; else they are taken as they lie.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_q: int
+    max_k: int
+    key_index: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSpans:
     """Which queries attend to which keys: segment `i` is `query[slice(*queries[i])]` and `key[slice(*keys[i])]`.
+
+    What backends derive from it is made once per device and kept, so that no layer waits for a copy to the device.
 
     Args:
         queries (tuple of `(start, stop)`): Ascending, without overlap.
@@ -16,7 +58,93 @@ class SegmentSpans:
         num_keys (`int`): Tokens on the key side, padding included.
     """
 
-    queries: tuple[tuple[int, int], ...]
-    keys: tuple[tuple[int, int], ...]
+    queries: tuple[Span, ...]
+    keys: tuple[Span, ...]
     num_queries: int
     num_keys: int
+
+    @cached_property
+    def keys_ascend(self) -> bool:
+        """Whether the keys of a segment lie after those of the segment before it."""
+        return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(self.keys))
+
+    def key_bounds(self, device: torch.device) -> KeyBounds:
+        """Return the keys of each query; padding has none."""
+
+        def make() -> KeyBounds:
+            bounds = torch.zeros(2, self.num_queries, dtype=torch.int32)
+            for (start, stop), keys in zip(self.queries, self.keys, strict=True):
+                bounds[:, start:stop] = torch.tensor(keys)[:, None]
+            return KeyBounds(*bounds.to(device))
+
+        return self.made(("key_bounds", device), make)
+
+    def has_key(self, device: torch.device) -> torch.Tensor:
+        """Return which queries have a key: `bool`, `(num_queries,)`."""
+
+        def make() -> torch.Tensor:
+            bounds = self.key_bounds(device)
+            return bounds.stop > bounds.start
+
+        return self.made(("has_key", device), make)
+
+    def varlen(self, device: torch.device) -> VarlenOffsets:
+        """Return the segments as offsets.
+
+        Padding of queries becomes segments without keys, and padding of keys segments without queries, for which
+        kernels write zeros: it costs no attention, and no copy without it is made.
+
+        Example:
+            Two samples of three and one tokens in strips of four:
+
+            >>> spans = ((0, 3), (4, 5))
+            >>> offsets = SegmentSpans(queries=spans, keys=spans, num_queries=8, num_keys=8).varlen("cpu")
+            >>> offsets.cu_seqlens_q.tolist()
+            [0, 3, 4, 4, 5, 8, 8]
+            >>> offsets.cu_seqlens_k.tolist()
+            [0, 3, 3, 4, 5, 5, 8]
+        """
+        return self.made(("varlen", device), lambda: self._varlen(device))
+
+    def _varlen(self, device: torch.device) -> VarlenOffsets:
+        lengths, query_end, key_end = [], 0, 0
+        end = ((self.num_queries, self.num_queries), (self.num_keys, self.num_keys))
+        for queries, keys in [*zip(self.queries, self.keys, strict=True), end]:
+            padding = queries[0] - query_end, keys[0] - key_end if self.keys_ascend else 0
+            lengths += [(padding[0], 0)] if padding[0] else []
+            lengths += [(0, padding[1])] if padding[1] else []
+            lengths.append((queries[1] - queries[0], keys[1] - keys[0]))
+            query_end, key_end = queries[1], keys[1]
+        query_lengths, key_lengths = zip(*lengths[:-1], strict=True)
+        key_index = None
+        if not self.keys_ascend:
+            key_index = torch.cat([torch.arange(*span) for span in self.keys]).to(device)
+        offsets = [_offsets(lengths).to(device) for lengths in (query_lengths, key_lengths)]
+        for side in offsets:
+            torch._dynamo.maybe_mark_dynamic(side, 0)
+        return VarlenOffsets(
+            cu_seqlens_q=offsets[0],
+            cu_seqlens_k=offsets[1],
+            max_q=_round_up(max(query_lengths)),
+            max_k=_round_up(max(key_lengths)),
+            key_index=key_index,
+        )
+
+    def made(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned when it was first called for `key`."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+
+def _round_up(length: int) -> int:
+    """Return a power of two: kernels need an upper bound, and compiled models few values of it."""
+    return 1 << (length - 1).bit_length() if length else 0
+
+
+def _offsets(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)

@@ -5,10 +5,31 @@ from __future__ import annotations
 import torch
 
 from ...errors import PackingError
+from .allegro import AllegroFamily
 from .base import Family
+from .cogvideox import CogVideoXFamily
+from .cosmos import CosmosFamily
+from .flux import FluxFamily
+from .hunyuan_video import HunyuanVideoFamily
+from .joint import JointFamily
+from .latte import LatteFamily
+from .ltx import LTXFamily
+from .pixart import PixArtFamily
+from .sd3 import SD3Family
 from .wan import WanFamily
 
-FAMILIES: dict[str, Family] = {"WanTransformer3DModel": WanFamily()}
+FAMILIES: dict[str, Family] = {
+    "AllegroTransformer3DModel": AllegroFamily(),
+    "CogVideoXTransformer3DModel": CogVideoXFamily(),
+    "CosmosTransformer3DModel": CosmosFamily(),
+    "FluxTransformer2DModel": FluxFamily(),
+    "HunyuanVideoTransformer3DModel": HunyuanVideoFamily(),
+    "LTXVideoTransformer3DModel": LTXFamily(),
+    "LatteTransformer3DModel": LatteFamily(),
+    "PixArtTransformer2DModel": PixArtFamily(),
+    "SD3Transformer2DModel": SD3Family(),
+    "WanTransformer3DModel": WanFamily(),
+}
 """Add a family by adding its recipe here."""
 
 
@@ -27,4 +48,4 @@ def family_of(transformer: torch.nn.Module) -> Family:
     )
 
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "Family", "JointFamily", "family_of"]

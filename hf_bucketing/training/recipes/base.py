@@ -30,7 +30,7 @@ class TextEmbeddings(NamedTuple):
         """Return the same with embeddings of another dtype."""
         return TextEmbeddings(self.values.to(dtype), self.mask)
 
-    def pack_kwargs(self) -> dict[str, torch.Tensor]:
+    def pack_kwargs(self) -> dict[str, Any]:
         """Return the arguments of [`Packing.pack`][hf_bucketing.packing.Packing] that say what these say."""
         return {"text": self.values} if self.mask is None else {"text": self.values, "text_mask": self.mask}
 

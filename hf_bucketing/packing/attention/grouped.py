@@ -1,0 +1,142 @@
+"""The backend `"segments"`: one call of `scaled_dot_product_attention` for all segments of the same lengths.
+
+It is the specification of the others. Equal segments that lie at equal distances are a view of the pack, so that a
+pack of one size is computed as a plain batch is. N segments of a group, L tokens of a segment, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..segments import SegmentSpans, Span
+from .options import AttentionOptions
+
+
+class Stretch(NamedTuple):
+    """`times` stretches of `length` tokens, one every `step` tokens from `start` on."""
+
+    start: int
+    times: int
+    step: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The token after the last step."""
+        return self.start + self.times * self.step
+
+
+class Run(NamedTuple):
+    """Neighbouring segments of the same lengths at the same distances."""
+
+    queries: Stretch
+    keys: Stretch
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys of each segment."""
+        return self.queries.length, self.keys.length
+
+
+@torch.compiler.disable
+def attend_by_segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, options: AttentionOptions
+) -> torch.Tensor:
+    """Compute [`packed_attention`][hf_bucketing.packing.packed_attention].
+
+    `torch.compile` breaks its graph here: these calls follow the composition of a pack, and a graph of them would
+    serve no other pack.
+    """
+    runs = segments.made("runs", lambda: find_runs(segments))
+    queries = _cut(query, [run.queries for run in runs])
+    keys, values = (
+        _cut(side, [run.keys for run in runs])
+        if segments.keys_ascend
+        else [side[run.keys.start : run.keys.stop] for run in runs]
+        for side in (key, value)
+    )
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, run in enumerate(runs):
+        groups[run.lengths].append(number)
+    outputs: dict[int, torch.Tensor] = {}
+    for (_, key_length), numbers in groups.items():
+        q = _stack([(queries[number], runs[number].queries) for number in numbers])
+        if key_length:
+            k = _stack([(keys[number], runs[number].keys) for number in numbers])
+            v = _stack([(values[number], runs[number].keys) for number in numbers])
+            out = F.scaled_dot_product_attention(q, k, v, **options.for_sdpa())
+        else:
+            out = torch.zeros_like(q)
+        counts = [runs[number].queries.times for number in numbers]
+        outputs.update(zip(numbers, out.transpose(1, 2).split(counts), strict=True))
+    return _join([(outputs[number], run.queries) for number, run in enumerate(runs)], segments.num_queries)
+
+
+def find_runs(segments: SegmentSpans) -> list[Run]:
+    """Join neighbouring segments whose tokens, and keys, are a view of one stretch of the pack."""
+    spans = list(zip(segments.queries, segments.keys, strict=True))
+    runs: list[Run] = []
+    first = 0
+    while first < len(spans):
+        query_run = _stretch([queries for queries, _ in spans[first:]], end=segments.num_queries)
+        key_run = _stretch([keys for _, keys in spans[first:]], end=segments.num_keys)
+        count = min(query_run.times, key_run.times)
+        runs.append(Run(*(run._replace(times=count) if count > 1 else _single(run) for run in (query_run, key_run))))
+        first += count
+    return runs
+
+
+def _stretch(spans: Sequence[Span], *, end: int) -> Stretch:
+    """Return the longest stretch that the spans begin with; its last step ends before the next span and `end`."""
+    start, stop = spans[0]
+    length = stop - start
+    step = spans[1][0] - start if len(spans) > 1 else length
+    if step < length or not length:
+        return Stretch(start, 1, length, length)
+    count = 1
+    while count < len(spans) and spans[count] == (start + count * step, start + count * step + length):
+        count += 1
+    following = spans[count][0] if count < len(spans) else end
+    fits = start + count * step <= min(end, following if following >= start else end)
+    return Stretch(start, count if fits else count - 1, step, length)
+
+
+def _single(run: Stretch) -> Stretch:
+    return Stretch(run.start, 1, run.length, run.length)
+
+
+def _cut(tokens: torch.Tensor, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
+    """Cut tokens into stretches by one split: the gradient of one slice per stretch would be a pack per stretch."""
+    sizes, end = [], 0
+    for stretch in stretches:
+        sizes += [stretch.start - end, stretch.stop - stretch.start]
+        end = stretch.stop
+    return list(tokens.split([*sizes, len(tokens) - end])[1:-1:2])
+
+
+def _stack(parts: Sequence[tuple[torch.Tensor, Stretch]]) -> torch.Tensor:
+    """Return `(N, H, L, D)`, a view if there is one part."""
+    stacked = []
+    for part, stretch in parts:
+        part = part.unflatten(0, (stretch.times, stretch.step))
+        stacked.append(part if stretch.step == stretch.length else part[:, : stretch.length])
+    return (stacked[0] if len(stacked) == 1 else torch.cat(stacked)).transpose(1, 2)
+
+
+def _join(parts: Sequence[tuple[torch.Tensor, Stretch]], num_queries: int) -> torch.Tensor:
+    """Put outputs `(N, L, H, D)` at their places, with zeros between."""
+    pieces, end = [], 0
+    for part, stretch in parts:
+        if stretch.start > end:
+            pieces.append(part.new_zeros(stretch.start - end, *part.shape[2:]))
+        padding = stretch.step - stretch.length
+        pieces.append((F.pad(part, (0, 0, 0, 0, 0, padding)) if padding else part).flatten(0, 1))
+        end = stretch.stop
+    if num_queries > end:
+        pieces.append(parts[0][0].new_zeros(num_queries - end, *parts[0][0].shape[2:]))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,0 +1,78 @@
+"""What the recipes of joint text–video attention share: text tokens ride in the strips of their own sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ...errors import PackingError
+from ..attention import Backend
+from ..joint_layout import fewest_places
+from ..layout import Grid, PackedLayout
+from ..processors import PackedJointAttnProcessor
+from .base import Family, Transformer
+
+if TYPE_CHECKING:
+    from ..pack import PackedBatch
+
+
+class JointFamily(Family):
+    """Base of the recipes whose models attend to tokens and text tokens in one sequence.
+
+    Attributes:
+        guidance (`float`): The distilled guidance that the pipeline passes when nothing else is asked for.
+    """
+
+    guidance: ClassVar[float] = 3.5
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return pooled text embeddings, and what the pipelines pass by default."""
+        draws: dict[str, Callable[[], torch.Tensor]] = {
+            "pooled_projections": lambda: torch.randn(len(grids), transformer.config.pooled_projection_dim),
+            "guidance": lambda: torch.full((len(grids),), self.guidance),
+            "ofs": lambda: torch.full((len(grids),), 2.0),
+        }
+        return {name: draws[name]() for name in self.conditioning(transformer)}
+
+    def processor(self, name: str, backend: Backend) -> Any:
+        """Return the one that attends jointly."""
+        return PackedJointAttnProcessor(backend)
+
+    def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
+        """Return the layout with as many text slots per strip as take fewest places.
+
+        Raises:
+            PackingError: If the model cannot run a text of that length.
+        """
+        return replace(layout, text_slots=fewest_places(layout))
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Give each strip its sample's timestep, conditioning and part of its text."""
+        return {
+            "hidden_states": batch.strips,
+            "timestep": batch.row_timesteps,
+            "encoder_hidden_states": batch.layout.joint.text_rows(batch.text),
+            **{name: values[batch.layout.row_segments] for name, values in batch.conditioning.items()},
+        }
+
+
+def refuse_videos(transformer: Transformer, grids: Sequence[Grid]) -> None:
+    """Refuse samples of more than one frame, for models of images."""
+    for sample, grid in enumerate(grids):
+        if grid[0] > 1:
+            raise PackingError(
+                f"Sample {sample} has {grid[0]} latent frames, but {type(transformer).__name__} takes images."
+            )
+
+
+def refuse_stale_fusion(transformer: Transformer) -> None:
+    """Refuse models that diffusers unfused by the processors alone: their modules still hold the fused projections."""
+    for name, module in transformer.named_modules():
+        if getattr(module, "fused_projections", False) and "Fused" not in type(module.processor).__name__:
+            raise PackingError(
+                f"{name} holds fused projections that its processor does not use, as diffusers' "
+                "unfuse_qkv_projections leaves it; load the transformer again, or fuse it."
+            )

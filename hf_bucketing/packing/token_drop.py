@@ -1,0 +1,189 @@
+"""Which tokens of a sample enter a pack in training: NaViT's token dropping, and dropping until a pack fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+
+from ..errors import PackingError
+from .layout import Grid
+
+Mode = Literal["random", "tube", "frames"]
+Seed: TypeAlias = "int | Sequence[int]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetaRate:
+    """A rate drawn per sample, `max_rate · Beta(alpha, beta)`, as NaViT draws it (Dehghani et al., 2023).
+
+    Args:
+        alpha (`float`): Above 0. The mean of the rate is `max_rate · alpha / (alpha + beta)`.
+        beta (`float`): Above 0.
+        max_rate (`float`): From 0 to 1.
+
+    Raises:
+        PackingError: If a number is out of its range.
+    """
+
+    alpha: float
+    beta: float
+    max_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.alpha, self.beta) <= 0 or not 0 <= self.max_rate <= 1:
+            raise PackingError(f"alpha and beta must be above 0 and max_rate from 0 to 1, got {self}.")
+
+
+class _Parts(NamedTuple):
+    """What a mode keeps or drops as one: `number` parts of `tokens` tokens each, of which `kept` are kept."""
+
+    number: int
+    tokens: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDrop:
+    """How many and which tokens of each sample are left out of a pack; for training.
+
+    What a sample keeps depends on its own seed, not on the rest of the pack, unless the pack has a capacity. At least
+    one token, position or frame is kept.
+
+    Args:
+        rate (`float`, callable or [`BetaRate`]): Part of the tokens to drop, from 0 to 1; for all samples alike, as a
+            function of the sample's token grid `(t, h, w)`, or drawn per sample.
+        mode (`"random"`, `"tube"` or `"frames"`): Drop tokens, positions in all frames alike, or whole frames.
+        sample_capacity (`int`, *optional*): Tokens that no sample may exceed: more are dropped until it fits.
+        pack_capacity (`int`, *optional*): Tokens that a pack may not exceed: all samples drop as many more, in
+            proportion, as it takes. An oversize sample then need not be refused.
+
+    Raises:
+        PackingError: If the rate, mode or a capacity is impossible.
+
+    Example:
+        >>> drop = TokenDrop(rate=0.5, mode="frames")
+        >>> drop.num_kept([(4, 2, 3), (1, 2, 3)], seeds=[0, 1])
+        [12, 6]
+    """
+
+    rate: float | Callable[[Grid], float] | BetaRate = 0.0
+    mode: Mode = "random"
+    sample_capacity: int | None = None
+    pack_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rate, (int, float)):
+            _check_rate(self.rate)
+        if self.mode not in get_args(Mode):
+            raise PackingError(f"mode must be one of {get_args(Mode)}, got {self.mode!r}.")
+        for name in ("sample_capacity", "pack_capacity"):
+            capacity = getattr(self, name)
+            if capacity is not None and capacity < 1:
+                raise PackingError(f"{name} must be at least 1, got {capacity}.")
+
+    def num_kept(self, grids: Sequence[Grid], *, seeds: Sequence[Seed]) -> list[int]:
+        """Return how many tokens of each sample a pack holds, for planning it.
+
+        Args:
+            grids (sequence of `(t, h, w)`): Token grids of the samples of one pack.
+            seeds (sequence of `int`, or of tuples of them): Of each sample, such as `(seed, epoch, index)`.
+
+        Raises:
+            PackingError: If a capacity cannot be met, or a rate is impossible.
+        """
+        return [part.tokens * part.kept for part in self._plan(grids, _generators(grids, seeds))]
+
+    def kept(self, grids: Sequence[Grid], *, seeds: Sequence[Seed]) -> list[np.ndarray]:
+        """Return the tokens that each sample of a pack keeps, as ascending positions in its grid.
+
+        Args:
+            grids (sequence of `(t, h, w)`): Token grids of the samples of one pack.
+            seeds (sequence of `int`, or of tuples of them): Of each sample, such as `(seed, epoch, index)`.
+
+        Raises:
+            PackingError: If a capacity cannot be met, or a rate is impossible.
+        """
+        generators = _generators(grids, seeds)
+        plan = self._plan(grids, generators)
+        return [
+            self._positions(grid, np.sort(generator.permutation(part.number)[: part.kept]))
+            for grid, generator, part in zip(grids, generators, plan, strict=True)
+        ]
+
+    def _positions(self, grid: Grid, chosen: np.ndarray) -> np.ndarray:
+        t, h, w = grid
+        if self.mode == "tube":
+            return (np.arange(t)[:, None] * (h * w) + chosen).ravel()
+        if self.mode == "frames":
+            return (chosen[:, None] * (h * w) + np.arange(h * w)).ravel()
+        return chosen
+
+    def _plan(self, grids: Sequence[Grid], generators: Sequence[np.random.Generator]) -> list[_Parts]:
+        plan = [
+            self._fit_sample(self._parts(grid, generator), sample=sample)
+            for sample, (grid, generator) in enumerate(zip(grids, generators, strict=True))
+        ]
+        return plan if self.pack_capacity is None else _fit_pack(plan, self.pack_capacity)
+
+    def _parts(self, grid: Grid, generator: np.random.Generator) -> _Parts:
+        t, h, w = grid
+        number = {"random": t * h * w, "tube": h * w, "frames": t}[self.mode]
+        if isinstance(self.rate, BetaRate):
+            rate = self.rate.max_rate * generator.beta(self.rate.alpha, self.rate.beta)
+        else:
+            rate = self.rate(grid) if callable(self.rate) else self.rate
+            _check_rate(rate)
+        return _Parts(number, t * h * w // number, max(1, math.floor(number * (1 - rate) + 0.5)))
+
+    def _fit_sample(self, part: _Parts, *, sample: int) -> _Parts:
+        if self.sample_capacity is None:
+            return part
+        if part.tokens > self.sample_capacity:
+            raise PackingError(
+                f"Mode {self.mode!r} keeps at least {part.tokens} tokens of sample {sample}, more than the "
+                f"sample_capacity of {self.sample_capacity}; use mode='random'."
+            )
+        return part._replace(kept=min(part.kept, self.sample_capacity // part.tokens))
+
+
+def _fit_pack(plan: list[_Parts], capacity: int) -> list[_Parts]:
+    """Lower what all samples keep, in proportion, until the pack fits, and not further."""
+    kept, tokens = (np.array([getattr(part, name) for part in plan]) for name in ("kept", "tokens"))
+    if kept @ tokens <= capacity:
+        return plan
+    if tokens.sum() > capacity:
+        raise PackingError(
+            f"The pack keeps at least {tokens.sum()} tokens, more than the pack_capacity of {capacity}; pack fewer "
+            "samples, or use mode='random'."
+        )
+    low, high = 0.0, 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _lowered(kept, middle) @ tokens <= capacity else (low, middle)
+    fitted = _lowered(kept, low)
+    order = np.argsort(fitted - low * kept, kind="stable")
+    for most in (1, capacity):  # rounding took away too much: give back one each, to those it took most from first
+        for sample in order:
+            room = (capacity - fitted @ tokens) // tokens[sample]
+            fitted[sample] += min(room, kept[sample] - fitted[sample], most)
+    return [part._replace(kept=int(count)) for part, count in zip(plan, fitted, strict=True)]
+
+
+def _lowered(kept: np.ndarray, factor: float) -> np.ndarray:
+    return np.maximum(1, np.floor(kept * factor)).astype(np.int64)
+
+
+def _generators(grids: Sequence[Grid], seeds: Sequence[Seed]) -> list[np.random.Generator]:
+    if len(seeds) != len(grids):
+        raise PackingError(f"Token drop needs one seed per sample, got {len(seeds)} seeds for {len(grids)} samples.")
+    purpose = 3  # beside crops and noise, which are drawn from the same seeds
+    return [np.random.default_rng((*(seed if isinstance(seed, Sequence) else (seed,)), purpose)) for seed in seeds]
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 <= rate <= 1:
+        raise PackingError(f"A rate of token drop must be from 0 to 1, got {rate}.")

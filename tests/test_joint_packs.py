@@ -1,0 +1,71 @@
+"""Backends, token drop and fixed numbers of strips, where text rides in the strips."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_bucketing import PackingError
+from hf_bucketing.packing import TokenDrop, disable_packing, enable_packing, packed_forward
+from hf_bucketing.packing.strips import to_strips
+
+from .joint_cases import JOINT_CASES
+from .packing_cases import CASES, Samples, assert_same_gradients, gradients, largest_difference
+
+each_joint = pytest.mark.parametrize("case", [CASES[name] for name in JOINT_CASES], ids=JOINT_CASES)
+
+
+@each_joint
+@pytest.mark.parametrize("backend", ["segments", "dense"])
+def test_backends_compute_the_same(case, backend: str) -> None:
+    model, samples = case.model(), Samples(case=case)
+    expected = gradients(model, samples.loss_alone(model))
+    actual = gradients(model, samples.loss_packed(model, enable_packing(model, strip_length=4, backend=backend)))
+    assert_same_gradients(expected, actual, 1e-4, without_gradient=case.without_gradient)
+
+
+@each_joint
+@torch.no_grad()
+def test_a_fixed_number_of_strips_changes_nothing(case) -> None:
+    model, samples = case.model(), Samples(case=case)
+    packing = enable_packing(model, strip_length=4)
+    given = {"timesteps": samples.timesteps, "text": samples.text, "conditioning": samples.conditioning}
+    batch, padded = packing.pack(samples.latents, **given), packing.pack(samples.latents, pad_to=120, **given)
+    assert (batch.layout.num_rows < 120, padded.layout.num_rows, len(padded.strips)) == (True, 120, 120)
+    outputs = [one.unpack(packed_forward(model, one)) for one in (batch, padded)]
+    assert largest_difference(*outputs) <= 1e-5
+    with pytest.raises(PackingError, match="use pad_to without pad_text_to"):
+        packing.pack(samples.latents, pad_text_to=200, **given)
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "cogvideox-1.5", "cogvideox-sincos", "hunyuan"])
+@torch.no_grad()
+def test_a_video_whose_last_frames_are_dropped_is_a_shorter_one(name: str) -> None:
+    case = CASES[name]
+    model, samples = case.model(), Samples(case=case, order=(0, 1, 2))
+    packing = enable_packing(model, strip_length=4)
+    batch = samples.pack(packing)
+    kept = tuple(torch.arange(h * w) for _, h, w in batch.layout.grids)
+    layout = replace(batch.layout, kept=kept)
+    dropped = replace(batch, strips=to_strips(samples.latents, batch.patch, layout=layout), layout=layout)
+    outputs = dropped.unpack(packed_forward(model, dropped))
+    disable_packing(model)
+    frames = batch.patch[0]
+    samples.latents = [latent[:, :frames] for latent in samples.latents]
+    assert largest_difference(samples.alone(model), [output[:, :frames] for output in outputs]) <= 1e-5
+
+
+@each_joint
+def test_tokens_are_dropped_in_training(case) -> None:
+    model, samples = case.model().train(), Samples(case=case)
+    packing = enable_packing(model, strip_length=4)
+    given = {"timesteps": samples.timesteps, "text": samples.text, "conditioning": samples.conditioning}
+    batch = packing.pack(samples.latents, token_drop=TokenDrop(rate=0.5), seeds=range(len(samples.latents)), **given)
+    whole = packing.pack(samples.latents, **given)
+    for few, all_of_them in zip(batch.layout.lengths, whole.layout.lengths, strict=True):
+        assert 1 <= few < max(all_of_them, 2)
+    prediction = packed_forward(model, batch)
+    assert torch.isfinite(prediction).all()
+    assert prediction.shape[0] == batch.layout.num_rows <= whole.layout.num_rows
