@@ -13,7 +13,14 @@ from diffusers.models.transformers import transformer_cosmos
 from diffusers.utils import is_torchvision_available
 
 from hf_bucketing import PackingError
-from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, enable_packing, packed_forward, use_layout
+from hf_bucketing.packing import (
+    PackedAttnProcessor,
+    PackedLayout,
+    disable_packing,
+    enable_packing,
+    packed_forward,
+    use_layout,
+)
 from hf_bucketing.packing.families import cosmos, family_of
 
 from .family_models import make_cosmos
@@ -103,6 +110,22 @@ def test_cosmos_refuses_what_packing_does_not_carry_or_the_machine_cannot_run() 
     else:
         with pytest.raises(PackingError, match="install torchvision"):
             enable_packing(model)
+
+
+@torch.no_grad()
+def test_wan_2_2_with_a_timestep_for_every_token_of_a_video_is_one_timestep_per_sample() -> None:
+    case = CASES["wan"]
+    model, samples = case.model(), Samples(case=case)
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    packed = batch.unpack(packed_forward(model, batch))
+    disable_packing(model)
+    expanded = [
+        model(latent[None], timestep.expand(1, length), text[None]).sample[0]  # as expand_timesteps of its pipeline
+        for latent, timestep, length, text in zip(
+            samples.latents, samples.timesteps, batch.layout.lengths, samples.text, strict=True
+        )
+    ]
+    assert largest_difference(expanded, packed) <= 1e-5
 
 
 def test_recipes_of_subclasses_are_those_of_their_base() -> None:

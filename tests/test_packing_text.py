@@ -99,5 +99,7 @@ def test_the_layout_says_where_each_sample_finds_its_stored_caption() -> None:
     assert (layout.num_text_tokens, layout.num_stored_text_tokens) == (5, 3)
     assert layout.text_segment_ids.tolist() == [0, 0, 1, 2, 2]
     assert PackedLayout(**sizes, text_lengths=(2, 1, 2)).text_index is None
-    with pytest.raises(PackingError, match="caption_ids"):
+    with pytest.raises(PackingError, match="as many caption_ids"):
         PackedLayout(**sizes, text_lengths=(2, 1, 2), caption_ids=(0, 1))
+    with pytest.raises(PackingError, match="text_padding without"):
+        PackedLayout(**sizes, text_lengths=(2, 1, 2), caption_ids=(0, 1, 0), text_padding=3)

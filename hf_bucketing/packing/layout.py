@@ -12,6 +12,7 @@ import torch
 
 from ..errors import PackingError
 from .attention import Backend, prepare_segments
+from .frame_layout import FrameLayout, frame_layout
 from .joint_layout import JointLayout, joint_layout
 from .segments import SegmentSpans
 
@@ -71,6 +72,8 @@ class PackedLayout:
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many caption_ids: {self.caption_ids}.")
         if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
             raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
+        if self.text_index is not None and self.text_padding:
+            raise PackingError("Texts that samples share (caption_ids) are not padded: use text_padding without them.")
         if min(self.empty_rows, self.text_padding) < 0:
             raise PackingError(f"Padding must be at least 0: {self.empty_rows} rows, {self.text_padding} text tokens.")
 
@@ -101,7 +104,7 @@ class PackedLayout:
         """Tokens of the pack, padding included: rows × strip_length."""
         return self.num_rows * self.strip_length
 
-    @property
+    @cached_property
     def num_text_tokens(self) -> int:
         """Text tokens of the pack, padding included."""
         return sum(self.text_lengths) + self.text_padding
@@ -145,34 +148,19 @@ class PackedLayout:
         return {}
 
     @cached_property
-    def frame_segments(self) -> SegmentSpans:
-        """Each frame's tokens attend to each other."""
-        spans = _cut(self.spans, [h * w for _, h, w in self.grids])
-        return SegmentSpans(queries=spans, keys=spans, num_queries=self.num_tokens, num_keys=self.num_tokens)
-
-    @cached_property
-    def position_segments(self) -> SegmentSpans:
-        """The tokens of one row and column attend to each other over the frames, laid out by [`position_order`]."""
-        spans = _cut(self.spans, [t for t, _, _ in self.grids])
-        return SegmentSpans(queries=spans, keys=spans, num_queries=self.num_tokens, num_keys=self.num_tokens)
-
-    @cached_property
-    def position_order(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens with each sample's frames innermost, and what puts them back; `int64`, `(num_tokens,)` each."""
-        order = torch.arange(self.num_tokens)
-        for (start, stop), (t, h, w) in zip(self.spans, self.grids, strict=True):
-            order[start:stop] = order[start:stop].view(t, h * w).t().flatten()
-        return order.to(self.device), order.argsort().to(self.device)
+    def by_frame(self) -> FrameLayout:
+        """The frames, and the places in them, for models that attend inside frames and over them in turn."""
+        return frame_layout(self)
 
     @cached_property
     def _stored_lengths(self) -> tuple[int, ...]:
         captions = range(len(self)) if self.caption_ids is None else self.caption_ids
         return tuple(dict(zip(captions, self.text_lengths, strict=True)).values())
 
-    @property
+    @cached_property
     def num_stored_text_tokens(self) -> int:
-        """Text tokens of the pack, those of a shared caption counted once."""
-        return sum(self._stored_lengths)
+        """Text tokens of the pack, those of a shared caption counted once, padding included."""
+        return sum(self._stored_lengths) + self.text_padding
 
     @cached_property
     def text_index(self) -> torch.Tensor | None:
@@ -206,10 +194,17 @@ class PackedLayout:
         """The sample that each text token belongs to, −1 for padding; `int64`, shape `(num_text_tokens,)`."""
         return _repeat([*range(len(self)), -1], [*self.text_lengths, self.text_padding]).to(self.device)
 
-    def prepare(self, backend: Backend) -> None:
-        """Make what attention derives from this layout on its device; compiled models need it made beforehand."""
-        for segments in (self.self_segments, self.joint.segments if self.text_slots else self.cross_segments):
-            prepare_segments(segments, backend, torch.device(self.device))
+    def prepare(self, backend: Backend, *, by_frame: bool = False) -> None:
+        """Make what attention derives from this layout on its device; compiled models need it made beforehand.
+
+        Args:
+            backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+            by_frame (`bool`): Whether tokens attend inside their frame and over the frames, and not to their sample.
+        """
+        segments = [self.by_frame.frames, self.by_frame.places] if by_frame else [self.self_segments]
+        for one in (*segments, self.joint.segments if self.text_slots else self.cross_segments):
+            prepare_segments(one, backend, torch.device(self.device))
+        _ = self.text_index, self.num_text_tokens, self.num_stored_text_tokens
 
     def self_attention_mask(self) -> torch.Tensor:
         """Return which tokens attend to which: `bool`, `(num_tokens, num_tokens)`; padding attends to nothing."""
@@ -226,15 +221,6 @@ class PackedLayout:
 
 def _starts(lengths: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(lengths)][:-1]
-
-
-def _cut(spans: Sequence[tuple[int, int]], lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Cut each span into pieces of its length."""
-    return tuple(
-        (piece, piece + length)
-        for (start, stop), length in zip(spans, lengths, strict=True)
-        for piece in range(start, stop, length)
-    )
 
 
 def _repeat(values: Sequence[int], counts: Sequence[int]) -> torch.Tensor:

@@ -217,7 +217,7 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
         PackingError: If packing is not enabled.
     """
     packing = packing_of(transformer)
-    batch.layout.prepare(packing.backend)
+    batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
     kwargs = packing.family.forward_kwargs(batch)
     with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):
         output = transformer(**kwargs, return_dict=False)[0]

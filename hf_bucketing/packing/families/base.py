@@ -40,12 +40,14 @@ class Family(ABC):
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be left out: all that the model does between attentions is per token,
             and attention minds positions alone, not which tokens there are.
+        by_frame (`bool`): Whether tokens attend inside their frame and over the frames, and not to their sample.
     """
 
     text_rule: ClassVar[TextRule] = "masked"
     shares_texts: ClassVar[bool] = True
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
+    by_frame: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""
@@ -173,7 +175,7 @@ def texts_over_rows(batch: PackedBatch) -> torch.Tensor:
 
     For models that view their text by the number of rows. Attention reads the rows one after the other again.
     """
-    rows, tokens = sum(batch.layout.rows), max(1, len(batch.text))
+    rows, tokens = batch.layout.num_rows, max(1, len(batch.text))
     per_row = -(-tokens // rows)
     return F.pad(batch.text, (0, 0, 0, rows * per_row - len(batch.text))).unflatten(0, (rows, per_row))
 

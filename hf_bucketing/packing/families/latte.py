@@ -27,6 +27,7 @@ class LatteFamily(Family):
     """
 
     interpolates = True
+    by_frame = True
     drops_tokens = False  # attention over frames needs every frame's token of a place
 
     def limits(self, transformer: Transformer) -> Grid:
@@ -39,7 +40,7 @@ class LatteFamily(Family):
 
     def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
         """Attend inside a frame, or over the frames."""
-        return PackedAttnProcessor(backend, scope="position" if name.startswith("temporal") else "frame")
+        return PackedAttnProcessor(backend, scope="place" if name.startswith("temporal") else "frame")
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding, and the first temporal block, to whose input the model adds the frames' own."""

@@ -33,6 +33,9 @@ TEXT_LENGTH = 512
 class WanFamily(Family):
     """Recipe of `WanTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family].
 
+    Wan 2.2's pipelines may give each token a timestep (`expand_timesteps`): those of a text-to-video sample are all
+    the same, so one per sample is right; the clean first frame of image-to-video, which has its own, is not carried.
+
     Of image-to-video models that attend to the first frame (and the last), `encoder_hidden_states_image` is
     `(n, image tokens, image_dim)`: what the image encoder made of it, of both frames one after the other.
     """

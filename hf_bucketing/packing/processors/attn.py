@@ -14,7 +14,7 @@ from .common import attend, of_samples, project, project_out, split_heads
 if TYPE_CHECKING:
     from diffusers.models.attention_processor import Attention
 
-Scope: TypeAlias = Literal["sample", "frame", "position"]
+Scope: TypeAlias = Literal["sample", "frame", "place"]
 
 Rotary: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | tuple[tuple[torch.Tensor, torch.Tensor], ...]"
 """Cosines and sines `(rows, strip_length, channels)`, or a pair of them for each equal part of a head's channels."""
@@ -25,7 +25,7 @@ class PackedAttnProcessor:
 
     Args:
         backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
-        scope (`"sample"`, `"frame"` or `"position"`): What a token attends to in self-attention: its sample, its frame
+        scope (`"sample"`, `"frame"` or `"place"`): What a token attends to in self-attention: its sample, its frame
             (Latte's spatial blocks), or its row and column in all frames (Latte's temporal blocks).
     """
 
@@ -73,12 +73,12 @@ class PackedAttnProcessor:
         if encoder_hidden_states is not None:
             key, value = of_samples(layout, key, value)
             attended = attend(query, key, value, layout.cross_segments, backend=self.backend)
-        elif self.scope == "position":
-            order, inverse = layout.position_order
-            query, key, value = query[order], key[order], value[order]
-            attended = attend(query, key, value, layout.position_segments, backend=self.backend)[inverse]
+        elif self.scope == "place":
+            places = layout.by_frame
+            query, key, value = query[places.order], key[places.order], value[places.order]
+            attended = attend(query, key, value, places.places, backend=self.backend)[places.inverse]
         else:
-            segments = layout.self_segments if self.scope == "sample" else layout.frame_segments
+            segments = layout.self_segments if self.scope == "sample" else layout.by_frame.frames
             attended = attend(query, key, value, segments, backend=self.backend)
         return project_out(attn, attended, hidden_states) / attn.rescale_output_factor
 
