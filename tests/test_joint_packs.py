@@ -13,6 +13,7 @@ from hf_bucketing.packing.strips import to_strips
 
 from .joint_cases import JOINT_CASES
 from .packing_cases import CASES, Samples, assert_same_gradients, gradients, largest_difference
+from .test_compile import Graphs
 
 each_joint = pytest.mark.parametrize("case", [CASES[name] for name in JOINT_CASES], ids=JOINT_CASES)
 
@@ -34,10 +35,14 @@ def test_a_fixed_number_of_strips_changes_nothing(case) -> None:
     given = {"timesteps": samples.timesteps, "text": samples.text, "conditioning": samples.conditioning}
     batch, padded = packing.pack(samples.latents, **given), packing.pack(samples.latents, pad_to=120, **given)
     assert (batch.layout.num_rows < 120, padded.layout.num_rows, len(padded.strips)) == (True, 120, 120)
-    outputs = [one.unpack(packed_forward(model, one)) for one in (batch, padded)]
-    assert largest_difference(*outputs) <= 1e-5
-    with pytest.raises(PackingError, match="use pad_to without pad_text_to"):
-        packing.pack(samples.latents, pad_text_to=200, **given)
+    fixed = packing.pack(samples.latents, pad_to=120, pad_text_to=480, **given)
+    assert fixed.layout.joint.text_slots == 4
+    outputs = [one.unpack(packed_forward(model, one)) for one in (batch, padded, fixed)]
+    assert largest_difference(outputs[0], outputs[1]) <= 1e-5
+    assert largest_difference(outputs[0], outputs[2]) <= 1e-5
+    for pad_to, pad_text_to in ((None, 480), (120, 500), (120, 0)):
+        with pytest.raises(PackingError, match="multiple of pad_to"):
+            packing.pack(samples.latents, pad_to=pad_to, pad_text_to=pad_text_to, **given)
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "cogvideox-1.5", "cogvideox-sincos", "hunyuan"])
@@ -69,3 +74,23 @@ def test_tokens_are_dropped_in_training(case) -> None:
     prediction = packed_forward(model, batch)
     assert torch.isfinite(prediction).all()
     assert prediction.shape[0] == batch.layout.num_rows <= whole.layout.num_rows
+
+
+@pytest.mark.parametrize("name", ["sd3.5", "cogvideox", "hunyuan", "flux"])
+@torch.no_grad()
+def test_packs_of_one_shape_need_no_further_graph(name: str) -> None:
+    torch._dynamo.reset()
+    case, graphs = CASES[name], Graphs()
+    single = {"num_single_layers": 1} if name in ("hunyuan", "flux") else {}
+    model = case.model(num_layers=1, **single)
+    packing = enable_packing(model, strip_length=4, backend="dense")
+    compiled = torch.compile(model, backend=graphs)
+    counts = []
+    for seed, order in enumerate([(0, 1), (5, 3, 2, 2), (4,), (1, 2, 3, 4, 5), (3, 3, 3), (0, 5, 1), (2, 4, 0, 1)]):
+        samples = Samples(case=case, seed=seed, order=order)
+        given = {"timesteps": samples.timesteps, "text": samples.text, "conditioning": samples.conditioning}
+        batch = packing.pack(samples.latents, pad_to=120, pad_text_to=480, **given)
+        assert largest_difference([packed_forward(compiled, batch)], [packed_forward(model, batch)]) <= 1e-6
+        counts.append(graphs.count)
+    assert 0 < counts[-1] <= counts[1] + 2
+    torch._dynamo.reset()

@@ -2,7 +2,7 @@
 
 Each strip carries `text_slots` text tokens beside its `strip_length` tokens, so that whatever a model does per batch
 row (modulation by timestep and pooled text) is right for both. Attention wants each sample's tokens and text tokens
-side by side: they are gathered out of the strips before it and put back after it, and padding is in neither.
+side by side: they are gathered out of the strips before it and put back after it.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ class JointLayout:
     Attributes:
         text_slots (`int`): Text tokens that each strip carries.
         strip_length (`int`): Tokens that each strip carries.
-        source (`torch.Tensor` of shape `(num_joint_tokens,)`): Place of each token of the sequence among the tokens of
-            all strips, `rows·strip_length`, followed by their text slots, `rows·text_slots`.
+        rows (`int`): Strips of the pack.
+        order (`torch.Tensor` of shape `(places,)`): For each token of the sequence its place among the tokens of all
+            strips, `rows·strip_length`, followed by their text slots, `rows·text_slots`. Padding comes last.
+        inverse (`torch.Tensor` of shape `(places,)`): For each place its token of the sequence.
+        segments ([`SegmentSpans`]): Each sample's part of the sequence attends to itself.
         text_source (`torch.Tensor` of shape `(num_text_tokens,)`, *optional*): Place of each sample's text tokens
             among the stored ones; none where they lie in order.
         text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
-        segments ([`SegmentSpans`]): Each sample's part of the sequence attends to itself.
         first_rows (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
-        rows (`int`): Strips of the pack.
     """
 
     text_slots: int
     strip_length: int
-    source: torch.Tensor
+    rows: int
+    order: torch.Tensor
+    inverse: torch.Tensor
+    segments: SegmentSpans
     text_source: torch.Tensor | None
     text_target: torch.Tensor
-    segments: SegmentSpans
     first_rows: torch.Tensor
-    rows: int
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Return the sequence `(num_joint_tokens, …)` of what lies in strips.
+        """Return the sequence `(places, …)` of what lies in strips.
 
         Args:
             tokens (`torch.Tensor` of shape `(rows, strip_length, …)`): Of the strips.
             text (`torch.Tensor` of shape `(rows, text_slots, …)`): Their text slots.
         """
-        return torch.cat([tokens.flatten(0, 1), text.flatten(0, 1)]).index_select(0, self.source)
+        return torch.cat([tokens.flatten(0, 1), text.flatten(0, 1)]).index_select(0, self.order)
 
     def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put a sequence back into strips: the inverse of [`gather`], with zeros as padding."""
-        places = sequence.new_zeros(self.rows * (self.strip_length + self.text_slots), *sequence.shape[1:])
-        tokens, text = places.index_copy(0, self.source, sequence).split(
-            [self.rows * self.strip_length, self.rows * self.text_slots]
-        )
+        """Put a sequence back into strips: the inverse of [`gather`]."""
+        places = sequence.index_select(0, self.inverse)
+        tokens, text = places.split([self.rows * self.strip_length, self.rows * self.text_slots])
         return tokens.unflatten(0, (self.rows, -1)), text.unflatten(0, (self.rows, -1))
 
     def text_rows(self, text: torch.Tensor) -> torch.Tensor:
@@ -86,28 +86,31 @@ def joint_layout(layout: PackedLayout) -> JointLayout:
     """
     if not layout.text_slots:
         raise PackingError("The strips of this layout carry no text; make one with text_slots of at least 1.")
-    rows, width = layout.num_tokens // layout.strip_length, layout.text_slots
+    rows, width = layout.num_rows, layout.text_slots
     first_rows = [0, *itertools.accumulate(layout.rows)][:-1]
-    target = [row * width + np.arange(n) for row, n in zip(first_rows, layout.text_lengths, strict=True)]
+    targets = [row * width + np.arange(length) for row, length in zip(first_rows, layout.text_lengths, strict=True)]
     pieces = [
         np.concatenate([np.arange(*span), layout.num_tokens + slots])
-        for span, slots in zip(layout.spans, target, strict=True)
+        for span, slots in zip(layout.spans, targets, strict=True)
     ]
     stops = list(itertools.accumulate(map(len, pieces)))
     spans = tuple(zip([0, *stops[:-1]], stops, strict=True))
+    places, real = rows * (layout.strip_length + width), np.concatenate(pieces)
+    order = np.concatenate([real, np.setdiff1d(np.arange(places), real)])
 
-    def index(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(layout.device)
+    def on_device(index: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(index).to(layout.device)
 
     return JointLayout(
         text_slots=width,
         strip_length=layout.strip_length,
-        source=index(pieces),
-        text_source=layout.text_index,
-        text_target=index(target),
-        segments=SegmentSpans(queries=spans, keys=spans, num_queries=stops[-1], num_keys=stops[-1]),
-        first_rows=torch.tensor(first_rows, device=layout.device),
         rows=rows,
+        order=on_device(order),
+        inverse=on_device(np.argsort(order)),
+        segments=SegmentSpans(queries=spans, keys=spans, num_queries=places, num_keys=places),
+        text_source=layout.text_index,
+        text_target=on_device(np.concatenate(targets)),
+        first_rows=on_device(np.array(first_rows)),
     )
 
 

@@ -117,7 +117,8 @@ class Packing:
             seeds (sequence of `int`, or of tuples of them, *optional*): One per sample; what token drop draws from.
             pad_to (`int`, *optional*): Strips of the pack: padding is added, so that all packs have one shape and
                 `torch.compile` makes one graph of them.
-            pad_text_to (`int`, *optional*): Text tokens of the pack, likewise.
+            pad_text_to (`int`, *optional*): Text tokens of the pack, likewise; where text rides in the strips, a
+                multiple of `pad_to`: the text slots of all strips.
 
         Returns:
             [`PackedBatch`].
@@ -156,9 +157,8 @@ class Packing:
             kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
         )
         if isinstance(self.family, JointFamily):
-            layout = self.family.with_text_slots(self.transformer, layout)
-            if pad_text_to is not None:
-                raise PackingError("The text of this model rides in the strips: use pad_to without pad_text_to.")
+            layout = self.family.with_text_slots(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
+            pad_text_to = None
         layout = replace(
             layout,
             empty_rows=_padding("strips", layout.num_rows, pad_to),

@@ -70,7 +70,7 @@ class CogVideoXFamily(JointFamily):
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""
         return ("ofs",) if transformer.config.ofs_embed_dim else ()
 
-    def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse texts of another length than a table of positions is for."""
         length = transformer.config.max_text_seq_length
         if _has_table(transformer) and set(layout.text_lengths) != {length}:
@@ -78,7 +78,6 @@ class CogVideoXFamily(JointFamily):
                 f"This CogVideoX transformer takes texts of {length} tokens, padding included "
                 f"(max_text_seq_length); got {layout.text_lengths}."
             )
-        return super().with_text_slots(transformer, layout)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass each sample's own rotary positions, and add its own table instead of the module's."""

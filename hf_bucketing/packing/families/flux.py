@@ -62,10 +62,9 @@ class FluxFamily(JointFamily):
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and the distilled guidance, `(n,)`."""
         return ("pooled_projections", *(("guidance",) if transformer.config.guidance_embeds else ()))
 
-    def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse videos also where positions are stretched."""
         refuse_videos(transformer, layout.grids)
-        return super().with_text_slots(transformer, layout)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `pos_embed`. Text stands at place zero, where nothing is rotated: the processor leaves it alone."""

@@ -55,13 +55,12 @@ class HunyuanVideoFamily(JointFamily):
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and the distilled guidance, `(n,)`."""
         return ("pooled_projections", *(("guidance",) if transformer.config.guidance_embeds else ()))
 
-    def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse empty texts, whose mean is not a number."""
         if min(layout.text_lengths) == 0:
             raise PackingError(
                 f"HunyuanVideo takes the mean of a text's tokens; text {layout.text_lengths.index(0)} has none."
             )
-        return super().with_text_slots(transformer, layout)
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Leave the text refiner its own: it attends inside one text."""
@@ -111,6 +110,7 @@ def _rotary(
     return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
 
 
+@torch.compiler.disable  # loops over the texts of the pack, as position_rows over its samples
 def _gather_texts(refiner: HunyuanVideoTokenRefiner, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Turn text slots `(rows, text_slots, dim)`, timesteps and mask by strip into one row per sample."""
     layout, (slots, timesteps, mask) = active_layout(), args
@@ -119,6 +119,7 @@ def _gather_texts(refiner: HunyuanVideoTokenRefiner, args: tuple[torch.Tensor, .
     return pad_sequence(list(texts), batch_first=True), timesteps[layout.joint.first_rows], kept
 
 
+@torch.compiler.disable
 def _deal_texts(
     refiner: HunyuanVideoTokenRefiner, args: tuple[torch.Tensor, ...], output: torch.Tensor
 ) -> torch.Tensor:

@@ -41,13 +41,26 @@ class JointFamily(Family):
         """Return the one that attends jointly."""
         return PackedJointAttnProcessor(backend)
 
-    def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
-        """Return the layout with as many text slots per strip as take fewest places.
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+        """Raise PackingError if the model cannot run a sample or a text of the pack."""
+
+    def with_text_slots(
+        self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
+    ) -> PackedLayout:
+        """Return the layout with text slots in its strips: as many as take fewest places, or a given number.
 
         Raises:
-            PackingError: If the model cannot run a text of that length.
+            PackingError: If the model cannot run such samples, or the given number is not the same for all strips.
         """
-        return replace(layout, text_slots=fewest_places(layout))
+        self.check_layout(transformer, layout)
+        if pad_text_to is None:
+            return replace(layout, text_slots=fewest_places(layout))
+        if pad_to is None or pad_text_to % pad_to or not pad_text_to:
+            raise PackingError(
+                "The text of this model rides in the strips, each with as many text slots: pad_text_to must be a "
+                f"multiple of pad_to, got {pad_text_to} and {pad_to}."
+            )
+        return replace(layout, text_slots=pad_text_to // pad_to)
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Give each strip its sample's timestep, conditioning and part of its text."""

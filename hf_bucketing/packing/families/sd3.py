@@ -55,10 +55,9 @@ class SD3Family(JointFamily):
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`."""
         return ("pooled_projections",)
 
-    def with_text_slots(self, transformer: Transformer, layout: PackedLayout) -> PackedLayout:
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse videos also where positions are stretched."""
         refuse_videos(transformer, layout.grids)
-        return super().with_text_slots(transformer, layout)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `pos_embed`."""
