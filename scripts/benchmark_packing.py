@@ -23,7 +23,7 @@ from hf_bucketing.errors import exit_with_message
 from hf_bucketing.losses import masked_mse, packed_mse
 from hf_bucketing.packing import PackedLayout, enable_packing, packed_attention, packed_forward
 
-MIXED = ((5, 12, 20), (1, 16, 16), (3, 8, 12), (1, 8, 8), (2, 20, 10), (4, 6, 10), (1, 24, 12), (1, 4, 4))
+MIXED = ((3, 8, 12), (1, 16, 16), (4, 10, 6), (1, 8, 8), (2, 14, 8), (1, 6, 12))
 """Token grids (frames, rows, columns) of a mixed set: clips and images, landscape and portrait."""
 TEXT_LENGTH = 128
 
