@@ -92,24 +92,6 @@ train(TrainingConfig(pretrained_model_name_or_path=model, dataset_dir=data, outp
     assert result.stdout.count("2 processes, 0 left") == 2
 
 
-@pytest.mark.slow
-def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    def losses(name: str, *flags: object) -> list[float]:
-        train(pipeline_dir, prepared_dir, tmp_path / name, *BATCHING["bucket"], "--max_train_steps", 4, *flags,
-              num_processes=1)  # fmt: skip
-        return losses_of(tmp_path / name)
-
-    plain = losses("plain")
-    assert losses("again") == plain
-    for number, flags in enumerate([
-        ("--seed", 1), ("--weighting_scheme", "uniform"), ("--lr_scheduler", "cosine"), ("--max_grad_norm", 0.01),
-        ("--lr_scheduler", "constant_with_warmup", "--lr_warmup_steps", 3), ("--adam_weight_decay", 50.0),
-        ("--adam_beta1", 0.5), ("--adam_beta2", 0.5), ("--adam_epsilon", 0.1), ("--max_sequence_length", 16),
-        ("--capacity", 300),
-    ]):  # fmt: skip
-        assert losses(str(number), *flags) != plain, flags
-
-
 @pytest.mark.parametrize(("flags", "message"), [
     (("--batching", "pack"), "Packing needs capacity"),
     (("--train_batch_size", 0), "train_batch_size must be at least 1"),
@@ -158,12 +140,3 @@ def test_a_data_set_of_another_model_is_refused(pipeline_dir, prepared_dir, tmp_
     )
     with pytest.raises(BucketingError, match="prepare it again"):
         make_data(config, LatentSpec(temporal_stride=8, spatial_stride=32), width=96)
-
-
-@pytest.mark.parametrize("change", [
-    {"batching": "both"}, {"mixed_precision": "fp8"}, {"weighting_scheme": "cosmap"}, {"max_train_steps": 0},
-    {"seed": -1}, {"dataloader_num_workers": -1}, {"lr_warmup_steps": 5},
-])  # fmt: skip
-def test_impossible_settings_are_errors(change) -> None:
-    with pytest.raises(BucketingError):
-        TrainingConfig(pretrained_model_name_or_path="m", dataset_dir="d", output_dir="o", **change)
