@@ -58,12 +58,12 @@ def _send(function: Callable[..., Any], options: dict[str, Any], connection: Con
 
 
 def timed_with_memory(function: Callable[[], Any], warm_up: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds of a call and the MB by which it raises the peak memory of this process."""
+    """Return the processor seconds of a call and the MB by which it raises the peak memory of this process."""
     warm_up()  # what imports and a first call take is not counted
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here
-    before, start = memory_in_mb("VmRSS"), time.perf_counter()
+    before, start = memory_in_mb("VmRSS"), time.process_time()
     function()
-    return time.perf_counter() - start, memory_in_mb("VmHWM") - before
+    return time.process_time() - start, memory_in_mb("VmHWM") - before
 
 
 def bucket_column(rows: int) -> np.ndarray:
@@ -272,25 +272,25 @@ def measure_scale(rows: list[int], processes: list[int]) -> dict[str, object]:
     for number in rows:
         seconds, megabytes = in_fresh_process(bucket_plan_cost, rows=number, num_processes=8)
         measured[number] = {
-            "plan_s": seconds,
+            "plan_cpu_s": seconds,
             "extra_memory_mb": megabytes,
             "bytes_per_row": megabytes * 2**20 / number,
         }
     by_processes = {}
     for number in processes:
         seconds, megabytes = in_fresh_process(bucket_plan_cost, rows=rows[0], num_processes=number)
-        by_processes[number] = {"plan_s": seconds, "extra_memory_mb": megabytes}
+        by_processes[number] = {"plan_cpu_s": seconds, "extra_memory_mb": megabytes}
     figures: dict[str, object] = {"scale_rows": measured, f"scale_processes_at_{rows[0]}_rows": by_processes}
     if len(rows) > 1:
         low, high = rows[-2:]
-        exponent = np.log(measured[high]["plan_s"] / measured[low]["plan_s"]) / np.log(high / low)
+        exponent = np.log(measured[high]["plan_cpu_s"] / measured[low]["plan_cpu_s"]) / np.log(high / low)
         slope = (measured[high]["extra_memory_mb"] - measured[low]["extra_memory_mb"]) / (high - low)
         figures["scale_law"] = (
             f"seconds ~ rows^{exponent:.2f}, {slope * 2**20:.0f} bytes per row (fitted to {low:,} and {high:,} rows)"
         )
         figures["scale_extrapolated"] = {
             str(10 * high): {
-                "plan_s": float(measured[high]["plan_s"] * 10**exponent),
+                "plan_cpu_s": float(measured[high]["plan_cpu_s"] * 10**exponent),
                 "extra_memory_mb": measured[high]["extra_memory_mb"] + slope * 9 * high,
             }
         }

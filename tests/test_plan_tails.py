@@ -44,6 +44,19 @@ def test_repeat_fills_every_step_with_samples_of_its_bucket(ids, num_processes: 
             assert len(set(batch.tolist())) == batch_size, "no sample twice in a batch where there are others"
 
 
+def test_repeat_fills_the_rest_of_an_epoch_with_samples_seen_before() -> None:
+    column = np.repeat([0, 1], 10)
+    seen = np.array([*range(9), *range(10, 18)])
+    config = BucketPlanConfig(batch_size=4, tail="repeat")
+    plan = plan_buckets(column, config, epoch=0, num_processes=2, consumed=seen)
+    assert (plan.num_steps, plan.consumed, plan.drop_reasons) == (2, 17, {})
+    for step in (plan.indices[:8], plan.indices[8:]):
+        assert len(set(step.tolist())) == 8
+        assert len({*column[step].tolist()}) == 1
+    assert {9, 18, 19} <= set(plan.indices.tolist())
+    assert (plan.kept, plan.repeated) == (3, 13)
+
+
 @given(columns, processes, sizes)
 def test_catch_all_puts_remainders_into_batches_of_the_base_bucket(ids, num_processes: int, batch_size: int) -> None:
     column = np.array(ids)

@@ -97,7 +97,8 @@ def counted_plan(
         offsets=offsets,
         bucket_ids=labels.astype(np.int32, copy=False),
         num_processes=num_processes,
-        repeated=len(indices) - _count_different(indices) if repeats else 0,
+        # Filling up leaves no row out, and may take rows that were consumed, which are not kept by this plan.
+        repeated=len(indices) - _count_different(chosen.rows if filled else indices) if repeats else 0,
         drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
         consumed=chosen.consumed,
     )

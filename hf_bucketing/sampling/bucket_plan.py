@@ -88,12 +88,17 @@ def plan_lockstep(
 ) -> EpochPlan:
     """Plan steps in which all processes take the same bucket; without a generator, rows and buckets in their order."""
     groups = group_rows(chosen.rows, bucket_ids, rng=rng)
+    spare = None
+    if config.tail == "repeat" and rng is not None and chosen.consumed:
+        # Of a bucket of which little is left, rows seen before come again first, instead of the same few many times.
+        spare = group_rows(np.concatenate([rng.permutation(chosen.seen), groups.rows]), bucket_ids, rng=None)
     dealt = deal(
         groups,
         config.batch_sizes(groups.buckets),
         num_processes=num_processes,
         tail=config.tail,
         base_size=config.base_size,
+        spare=spare,
         rng=rng,
     )
     del groups

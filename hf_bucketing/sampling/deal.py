@@ -81,6 +81,7 @@ def deal(
     num_processes: int,
     tail: TailPolicy,
     base_size: int | None = None,
+    spare: Groups | None = None,
     rng: np.random.Generator | None,
 ) -> Deal:
     """Deal the rows of each bucket into full steps, and what is left by the tail policy.
@@ -91,6 +92,7 @@ def deal(
         num_processes (`int`): At least 1.
         tail (`str`): See [`BucketPlanConfig`].
         base_size (`int`, *optional*): Samples per process and step of a catch-all step.
+        spare ([`Groups`], *optional*): Rows of at least the same buckets that fill steps up, by default `groups`.
         rng (`numpy.random.Generator`, *optional*): Chooses what is mixed and what is left out.
     """
     per_step = sizes * num_processes
@@ -111,7 +113,7 @@ def deal(
         mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
         return _join(groups.rows, whole, short, extra=(left, mixed))
     if tail == "repeat":
-        filled = _filled(groups, first_left, rest, per_step)
+        filled = _filled(groups, groups if spare is None else spare, first_left=first_left, per_step=per_step)
         some = rest > 0
         first = np.cumsum(per_step[some]) - per_step[some]
         steps = Steps(first, sizes[some], groups.buckets[some])
@@ -156,14 +158,21 @@ def _left(groups: Groups, first_left: IntArray) -> IntArray:
     return left
 
 
-def _filled(groups: Groups, first_left: IntArray, rest: IntArray, per_step: IntArray) -> IntArray:
-    """Return, for each bucket with a rest, a full step: the rest, then rows of the bucket from its first on."""
+def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: IntArray) -> IntArray:
+    """Return, for each bucket with a rest, a full step: the rest, then spare rows of the bucket from its first on."""
+    rest = groups.starts + groups.counts - first_left
     some = rest > 0
-    place = ranges(per_step[some])
-    start, count, first, own = (
-        np.repeat(a[some], per_step[some]) for a in (groups.starts, groups.counts, first_left, rest)
+    at = np.searchsorted(spare.buckets, groups.buckets[some])
+    first, own, start, count = (
+        np.repeat(column, per_step[some])
+        for column in (first_left[some], rest[some], spare.starts[at], spare.counts[at])
     )
-    return np.take(groups.rows, np.where(place < own, first + place, start + (place - own) % count))
+    place = ranges(per_step[some])
+    filling = place >= own
+    filled = np.empty(len(place), np.int64)
+    filled[~filling] = groups.rows[(first + place)[~filling]]
+    filled[filling] = spare.rows[(start + (place - own) % count)[filling]]
+    return filled
 
 
 def _spread(

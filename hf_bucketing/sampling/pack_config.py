@@ -32,8 +32,9 @@ class PackPlanConfig:
             Packs filled to the same cost take the same time, if the capacity lets them get there.
         multiple (`int`): Each sample takes its tokens rounded up to this multiple, as a pack of strips does.
         balance (`"none"` or `"cost"`): Which packs meet in a step. `"none"`: random ones. `"cost"`: without gradient
-            accumulation, packs of like cost among those of 64 steps; with it, the packs of each accumulation window
-            are dealt to the processes, the most expensive first, each to the process with the least so far.
+            accumulation, packs of like cost among those of 64 steps, which are more alike than random ones (packs
+            filled to one `max_cost` need no such choice); with it, the packs of each accumulation window are dealt to
+            the processes, the most expensive first, each to the process with the least so far.
         accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
             once per window.
         oversize (`str`): A sample that exceeds `capacity` or `max_cost` by itself is an `"error"` that names it, gets

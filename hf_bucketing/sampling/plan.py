@@ -34,7 +34,7 @@ class EpochPlan:
         bucket_ids (`int32`, shape `(num_batches,)`): Bucket of each batch, −1 where it has none (packs) or where the
             processes of its step hold different ones because they share what was left over.
         num_processes (`int`): Processes that share the batches.
-        repeated (`int`): Occurrences in the plan of rows that it holds already.
+        repeated (`int`): Occurrences in the plan of rows that the epoch holds already.
         drop_reasons (mapping of `str` to `int`): Rows that are not in the plan, by reason.
         consumed (`int`): Occurrences that the epoch had before this plan, which holds what it had left: a plan made
             in the middle of an epoch, for another number of processes. `kept + dropped + consumed` is the number of

@@ -21,12 +21,14 @@ class EpochRows(NamedTuple):
         rows (`int64`, shape `(n,)`): Row numbers in rising order, a repeated row as often as the epoch holds it.
         drop_reasons (mapping of `str` to `int`): Rows that the epoch does not hold: `rejected`, `oversize`, `weight`.
         consumed (`int`): Occurrences that were seen before.
+        seen (`int64`, shape `(k,)`): Different rows among the consumed ones.
         repeats (`bool`): Whether a row may occur more than once.
     """
 
     rows: IntArray
     drop_reasons: dict[str, int]
     consumed: int
+    seen: IntArray
     repeats: bool
 
 
@@ -62,19 +64,23 @@ def epoch_rows(
         reasons["oversize"] = int(np.count_nonzero(usable & oversize))
         usable = usable & ~oversize
     if weights is None and (consumed is None or not np.size(consumed)):
-        return EpochRows(np.flatnonzero(usable), reasons, 0, False)
+        return EpochRows(np.flatnonzero(usable), reasons, 0, np.zeros(0, np.int64), False)
     counts = usable.astype(np.int64)
     if weights is not None:
         counts = np.where(usable, occurrences(_checked(weights, len(usable)), seed=seed, epoch=epoch), 0)
         reasons["weight"] = int(np.count_nonzero(usable & (counts == 0)))
     total = int(counts.sum())
+    different = np.zeros(0, np.int64)
     if consumed is not None and np.size(consumed):
         seen = np.asarray(consumed, np.int64)
         if seen.min() < 0 or seen.max() >= len(usable):
             raise PlanError(f"Consumed rows must be from 0 to {len(usable) - 1}, got {seen.min()} to {seen.max()}.")
-        np.maximum(counts - np.bincount(seen, minlength=len(usable)), 0, out=counts)
+        times = np.bincount(seen, minlength=len(usable))
+        different = np.flatnonzero(times)
+        counts = np.maximum(counts - times, 0)
     repeats = bool(len(counts)) and int(counts.max()) > 1
-    return EpochRows(np.repeat(np.arange(len(usable)), counts), reasons, total - int(counts.sum()), repeats)
+    rows = np.repeat(np.arange(len(usable)), counts)
+    return EpochRows(rows, reasons, total - len(rows), different, repeats)
 
 
 def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
