@@ -6,6 +6,7 @@ writes the gradients and what it ran.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ def main() -> None:
     values = packed_mse(packed_forward(model, batch), batch.pack_like(samples.targets), batch.layout)
     accelerator.backward(global_mean(values, accelerator=accelerator))
     gradients = {
-        name.replace("module.", "").replace("_checkpoint_wrapped_module.", ""): full(parameter.grad)
+        name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): full(parameter.grad)
         for name, parameter in model.named_parameters()
     }
     if accelerator.is_main_process:
@@ -46,7 +47,9 @@ def main() -> None:
         sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
         facts = {"num_processes": accelerator.num_processes, "kinds": kinds, "sharded": sharded}
         torch.save({"gradients": gradients, **facts}, output)
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
+    sys.stderr.flush()
+    os._exit(0)  # taking gloo's threads down can deadlock (seen with torch 2.13), and there is nothing to take down
 
 
 def shard(model: torch.nn.Module, config: Path) -> torch.nn.Module:

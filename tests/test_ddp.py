@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,15 +29,16 @@ def run_workers(output: Path, *flags: str) -> dict:
         *("-m", "tests.distributed_worker", str(output), *flags),
     ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        _, errors = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"two processes hung: {process.communicate()[1][-4000:]}")
-    assert process.returncode == 0, errors[-4000:]
+    log = output.with_suffix(".log")
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
+        try:
+            code = process.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher then ends its workers, which have sessions of their own
+            process.wait(timeout=60)
+            code = None
+    assert code == 0, log.read_text()[-4000:]
     return torch.load(output)
 
 

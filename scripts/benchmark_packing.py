@@ -1,0 +1,262 @@
+r"""Measure packed attention and packed training steps against the plain ways, as ratios of one run.
+
+python scripts/benchmark_packing.py --output scripts/benchmark_results/packing.json
+python scripts/benchmark_packing.py --device cuda --output scripts/benchmark_results/packing_cuda.json
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import torch
+import torch.nn.functional as F
+from diffusers import WanTransformer3DModel
+
+from hf_bucketing.errors import exit_with_message
+from hf_bucketing.losses import masked_mse, packed_mse
+from hf_bucketing.packing import PackedLayout, enable_packing, packed_attention, packed_forward
+
+MIXED = ((3, 8, 12), (1, 16, 16), (4, 10, 6), (1, 8, 8), (2, 14, 8), (1, 6, 12))
+"""Token grids (frames, rows, columns) of a mixed set: clips and images, landscape and portrait."""
+TEXT_LENGTH = 128
+
+
+def interleaved_medians(functions: dict[str, Callable[[], object]], *, runs: int, device: str) -> dict[str, float]:
+    """Return the median seconds of each function, run in turns after a run to warm up: all meet the same machine."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for run in range(runs + 1):
+        for name, function in functions.items():
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            if run:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def attention_case(
+    lengths: list[int], heads: int, head_dim: int, device: str, dtype: torch.dtype
+) -> tuple[PackedLayout, list[torch.Tensor]]:
+    layout = PackedLayout(
+        grids=tuple((1, 1, length) for length in lengths),
+        text_lengths=(0,) * len(lengths),
+        strip_length=64,
+        device=device,
+    )
+    shape = (layout.num_tokens, heads, head_dim)
+    return layout, [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def measure_attention(runs: int) -> dict[str, float]:
+    """Compare `segments` with `dense` on eight equal segments of 1,024 tokens, 8 heads of 64, in float32."""
+    layout, tokens = attention_case([1024] * 8, 8, 64, "cpu", torch.float32)
+
+    def forward(backend: str) -> torch.Tensor:
+        return packed_attention(*tokens, layout.self_segments, backend=backend)
+
+    def both(backend: str) -> object:
+        return torch.autograd.grad(forward(backend).sum(), tokens)
+
+    with torch.no_grad():
+        difference = float((forward("segments") - forward("dense")).abs().max())
+        forwards = interleaved_medians(
+            {name: lambda name=name: forward(name) for name in ("segments", "dense")}, runs=runs, device="cpu"
+        )
+    trained = interleaved_medians(
+        {name: lambda name=name: both(name) for name in ("segments", "dense")}, runs=runs, device="cpu"
+    )
+    return {
+        "attention_largest_difference": difference,
+        "attention_segments_forward_s": forwards["segments"],
+        "attention_segments_times_faster_forward": forwards["dense"] / forwards["segments"],
+        "attention_segments_both_s": trained["segments"],
+        "attention_segments_times_faster_forward_backward": trained["dense"] / trained["segments"],
+    }
+
+
+def make_model(layers: int, heads: int, device: str) -> WanTransformer3DModel:
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        num_attention_heads=heads, attention_head_dim=64 if device == "cpu" else 128, in_channels=16, out_channels=16,
+        text_dim=256, ffn_dim=4 * heads * (64 if device == "cpu" else 128), num_layers=layers,
+    )  # fmt: skip
+    return model.to(device)
+
+
+def draw(grids: list[tuple[int, int, int]], device: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    latents = [torch.randn(16, t, 2 * h, 2 * w, device=device) for t, h, w in grids]
+    return (
+        latents,
+        torch.rand(len(grids), device=device) * 1000,
+        torch.randn(len(grids), TEXT_LENGTH, 256, device=device),
+    )
+
+
+def pad_all(latents: list[torch.Tensor]) -> torch.Tensor:
+    sides = [max(latent.shape[axis] for latent in latents) for axis in (1, 2, 3)]
+    padded = [F.pad(x, [p for axis in (3, 2, 1) for p in (0, sides[axis - 1] - x.shape[axis])]) for x in latents]
+    return torch.stack(padded)
+
+
+def measure_step(runs: int, layers: int, heads: int, strip_length: int) -> dict[str, float]:
+    """Compare a packed training step of Wan with running the samples one by one, and with padding to the largest."""
+    model, grids = make_model(layers, heads, "cpu"), [*MIXED]
+    packed_model = make_model(layers, heads, "cpu")
+    packing = enable_packing(packed_model, strip_length=strip_length)
+    latents, timesteps, text = draw(grids, "cpu")
+
+    def one_by_one() -> None:
+        for x, t, e in zip(latents, timesteps, text, strict=True):
+            output = model(x[None], t[None], e[None], return_dict=False)[0]
+            (masked_mse(output, x[None]).sum() / len(latents)).backward()
+
+    def padded() -> None:
+        batch = pad_all(latents)
+        model(batch, timesteps, text, return_dict=False)[0].square().mean().backward()
+
+    def packed() -> None:
+        batch = packing.pack(latents, timesteps=timesteps, text=text)
+        packed_mse(packed_forward(packed_model, batch), batch.pack_like(latents), batch.layout).mean().backward()
+
+    times = interleaved_medians(
+        {"one_by_one": one_by_one, "padded": padded, "packed": packed}, runs=runs, device="cpu"
+    )
+    layout = packing.pack(latents, timesteps=timesteps, text=text).layout
+    width = model.config.num_attention_heads * model.config.attention_head_dim
+    return {
+        "step_layers": layers,
+        "step_width": width,
+        "step_samples": len(grids),
+        "step_tokens": sum(layout.lengths),
+        "step_tokens_padded_to_largest": len(grids)
+        * math.prod(max(grid[axis] for grid in grids) for axis in range(3)),
+        "step_packed_s": times["packed"],
+        "step_packed_times_faster_than_one_by_one": times["one_by_one"] / times["packed"],
+        "step_packed_times_faster_than_padding": times["padded"] / times["packed"],
+        "modulation_mb_per_strip": modulation_bytes(model, layout.num_rows) / 2**20,
+        "modulation_mb_per_token": modulation_bytes(model, layout.num_tokens) / 2**20,
+        "modulation_memory_divided_by": layout.num_tokens / layout.num_rows,
+    }
+
+
+def modulation_bytes(model: WanTransformer3DModel, rows: int) -> int:
+    """Return the bytes of the modulation that the model makes for as many rows, by making it."""
+    with torch.no_grad():
+        projected = model.condition_embedder(torch.zeros(rows), torch.zeros(1, 1, model.config.text_dim))[1]
+    return projected.numel() * projected.element_size()
+
+
+def measure_cuda_attention(runs: int, tokens: int, heads: int, head_dim: int) -> dict[str, float]:
+    """Compare `varlen` with flash SDPA on equal-length batches of the same FLOPs, forward and backward, in bf16."""
+    figures: dict[str, float] = {
+        "cuda_attention_tokens": tokens,
+        "cuda_attention_heads": heads,
+        "cuda_head_dim": head_dim,
+    }
+    for count in (1, 8):
+        layout, packed = attention_case([tokens // count] * count, heads, head_dim, "cuda", torch.bfloat16)
+        batch = [
+            side.detach().unflatten(0, (count, -1)).transpose(1, 2).contiguous().requires_grad_() for side in packed
+        ]
+        out = torch.randn_like(packed[0])
+        batch_out = out.unflatten(0, (count, -1)).transpose(1, 2).contiguous()
+
+        def varlen(layout=layout, packed=packed, out=out) -> object:
+            return torch.autograd.grad(packed_attention(*packed, layout.self_segments, backend="varlen"), packed, out)
+
+        def flash(batch=batch, out=batch_out) -> object:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                return torch.autograd.grad(F.scaled_dot_product_attention(*batch), batch, out)
+
+        times = interleaved_medians({"varlen": varlen, "flash": flash}, runs=runs, device="cuda")
+        figures[f"cuda_varlen_of_flash_throughput_{count}_segments"] = times["flash"] / times["varlen"]
+        figures[f"cuda_varlen_{count}_segments_s"] = times["varlen"]
+    return figures
+
+
+def measure_cuda_step(runs: int, layers: int, heads: int) -> dict[str, float]:
+    """Compare tokens/s of a packed step of mixed samples with a fixed-size step of as much attention per token."""
+    model = make_model(layers, heads, "cuda")
+    mixed = [(21, 16, 24), (1, 64, 64), (13, 24, 20), (9, 32, 28), (5, 16, 24)]
+    fixed = [(10, 24, 28)] * 4
+    samples = {"mixed": draw(mixed, "cuda"), "fixed": draw(fixed, "cuda")}
+    packing = enable_packing(model, strip_length=64, backend="varlen")
+
+    def packed() -> None:
+        latents, timesteps, text = samples["mixed"]
+        batch = packing.pack(latents, timesteps=timesteps, text=text)
+        with torch.autocast("cuda", torch.bfloat16):
+            output = packed_forward(model, batch)
+        packed_mse(output, batch.pack_like(latents), batch.layout).mean().backward()
+
+    plain = make_model(layers, heads, "cuda")
+
+    def fixed_size() -> None:
+        latents, timesteps, text = samples["fixed"]
+        batch = torch.stack(latents)
+        with torch.autocast("cuda", torch.bfloat16):
+            output = plain(batch, timesteps, text, return_dict=False)[0]
+        masked_mse(output, batch).mean().backward()
+
+    times = interleaved_medians({"packed": packed, "fixed": fixed_size}, runs=runs, device="cuda")
+    counts = {name: sum(map(math.prod, grids)) for name, grids in {"packed": mixed, "fixed": fixed}.items()}
+    speeds = {name: counts[name] / times[name] for name in times}
+    return {
+        "cuda_step_layers": layers,
+        "cuda_step_width": heads * 128,
+        "cuda_step_packed_tokens": counts["packed"],
+        "cuda_step_fixed_tokens": counts["fixed"],
+        "cuda_step_packed_tokens_per_s": speeds["packed"],
+        "cuda_step_packed_of_fixed_size_tokens_per_s": speeds["packed"] / speeds["fixed"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="What to measure on (default: cpu).")
+    parser.add_argument("--runs", type=int, default=5, help="Interleaved runs whose medians count (default: 5).")
+    parser.add_argument("--layers", type=int, default=4, help="Of the Wan model (default: 4).")
+    parser.add_argument(
+        "--heads", type=int, default=6, help="Of the Wan model, of 64 channels, 128 on cuda (default: 6)."
+    )
+    parser.add_argument("--strip_length", type=int, default=32, help="Tokens per strip on the CPU (default: 32).")
+    parser.add_argument("--output", type=Path, help="A JSON file for the figures.")
+    args = parser.parse_args()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    figures: dict[str, object] = {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "dtype": "float32" if args.device == "cpu" else "bfloat16",
+        "runs": args.runs,
+    }
+    if args.device == "cuda":
+        figures.update(measure_cuda_attention(args.runs, tokens=32768, heads=24, head_dim=128))
+        figures.update(measure_cuda_step(args.runs, args.layers, args.heads))
+    else:
+        figures.update(measure_attention(args.runs))
+        figures.update(measure_step(args.runs, args.layers, args.heads, args.strip_length))
+    for key, figure in figures.items():
+        print(f"{key:52} {figure:.4g}" if isinstance(figure, float) else f"{key:52} {figure}")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    exit_with_message(main)
