@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.training.review import draw_losses, review_run
+from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of train_text_to_video.py.")
     parser.add_argument("--figure", type=Path, help="A PNG file for the loss curves.")
+    parser.add_argument("--by_bucket", action="store_true", help="Print the mean loss of each bucket.")
     parser.add_argument("--min_fall", type=float, default=1 / 3, help="Least fall of the loss (default: a third).")
     args = parser.parse_args()
     reviews = [review_run(run, min_fall=args.min_fall) for run in args.runs]
@@ -23,6 +24,9 @@ def main() -> None:
         print(f"Loss curves: {args.figure}")
     for review in reviews:
         print(review)
+    for run in args.runs if args.by_bucket else []:
+        for bucket, (count, loss) in losses_by_bucket(run).items():
+            print(f"{run.name}: bucket {bucket:4}, {count:6} samples in the second half, mean loss {loss:.4f}")
     if not all(review.passed for review in reviews):
         sys.exit("A check failed; see above.")
 

@@ -64,7 +64,9 @@ def test_two_processes_have_the_gradients_of_one(flags: tuple[str, ...], tmp_pat
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_accelerate_reads_the_configurations(config: Path) -> None:
     loaded = load_config_from_file(str(config))
-    assert loaded.distributed_type.value == {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}[config.stem]
+    assert (
+        loaded.distributed_type.value == {"ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}[config.stem]
+    )
     assert loaded.mixed_precision == "bf16"
 
 

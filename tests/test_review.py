@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing import BucketingError
-from hf_bucketing.training.review import draw_losses, review_run, summarise_losses
+from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_run, summarise_losses
 
 from .conftest import run_script
 
@@ -58,3 +58,15 @@ def test_a_review_fails_on_each_thing_that_can_go_wrong(tmp_path: Path) -> None:
         summarise_losses([1.0] * 9)
     with pytest.raises(BucketingError, match="does not exist"):
         review_run(tmp_path)
+
+
+def test_losses_by_bucket_are_means_over_the_second_half(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    batches = [(0, 1, [9.0]), (1, 1, [9.0, 9.0]), (2, 1, [1.0, 3.0]), (3, 4, [5.0])]
+    lines = [
+        {"batch": b, "epoch": 0, "step": b, "bucket_id": i, "index": [0] * len(v), "loss": v} for b, i, v in batches
+    ]
+    for process in range(2):
+        path = tmp_path / "logs" / f"samples-{process}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert losses_by_bucket(tmp_path) == {1: (8, 5.5), 4: (2, 5.0)}

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.adapters import add_lora, has_lora, save_lora
+from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
 from hf_bucketing.training.estimate import estimate_memory, find_capacity
 from hf_bucketing.training.optimizers import make_optimizer
 from hf_bucketing.training.recipes import Recipe, recipe_of
+from hf_bucketing.training.setup import make_accelerator
 from hf_bucketing.training.validation import Validation, parse_sizes
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -141,3 +145,22 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
     assert recipe.transformer.training
     validation.render(recipe, accelerator, step=4)
     assert np.abs(first.astype(int) - shown[name, 4, "NHWC"]).max() <= 1, "the same noise"
+
+
+def test_a_sharded_model_is_saved_with_the_gathered_weights(pipeline_dirs, tmp_path: Path) -> None:
+    recipe = load(pipeline_dirs["wan"])
+    weights = {name: torch.full_like(value, 0.5) for name, value in recipe.transformer.state_dict().items()}
+    assert gather_weights(Accelerator(cpu=True), recipe.transformer) is None
+    save_pipeline(recipe.pipeline, tmp_path, weights=weights)
+    saved = load(tmp_path).transformer
+    assert all((value == 0.5).all() for value in saved.state_dict().values())
+
+
+@pytest.mark.parametrize("setting", [{"lora_rank": 2}, {"ema_decay": 0.9}, {"validation_prompts": ["red"]}])
+def test_what_needs_all_weights_is_refused_where_they_are_sharded(setting, tmp_path: Path, monkeypatch) -> None:
+    config = TrainingConfig(pretrained_model_name_or_path="m", dataset_dir="d", output_dir=str(tmp_path),
+                            report_to="none", **setting)  # fmt: skip
+    make_accelerator(config)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(BucketingError, match=f"{next(iter(setting))} need all weights"):
+        make_accelerator(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,9 +51,12 @@ def has_lora(transformer: torch.nn.Module) -> bool:
 
 def save_lora(pipeline: Any, folder: str | os.PathLike[str]) -> None:
     """Write the adapters as `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)`."""
-    transformer = pipeline.transformer
+    transformer, partial = pipeline.transformer, Path(folder) / ".adapters.partial"
     type(pipeline).save_lora_weights(
-        str(folder),
+        str(partial),
         transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
         transformer_lora_adapter_metadata=transformer.peft_config[ADAPTER].to_dict(),
     )
+    for path in partial.iterdir():
+        path.replace(Path(folder) / path.name)
+    partial.rmdir()

@@ -8,11 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
 
 PROGRESS = "progress.json"
+
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+"""Ways of training in which no process holds all weights."""
 
 
 def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Mapping[str, Any], *, limit: int | None) -> None:
@@ -69,8 +74,29 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, name: str) -> dict[s
     return progress
 
 
-def save_pipeline(pipeline: Any, folder: Path) -> None:
-    """Save a diffusers pipeline into `folder`, `model_index.json` last: with it, the pipeline is complete."""
+def gather_weights(accelerator: Accelerator, transformer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """Return all weights of a model that is sharded over processes, in the main one; None of one that is not.
+
+    Call it on every process.
+    """
+    if accelerator.distributed_type not in SHARDED:
+        return None
+    state: dict[str, torch.Tensor] = accelerator.get_state_dict(transformer)
+    return state
+
+
+def save_pipeline(pipeline: Any, folder: Path, *, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Save a diffusers pipeline into `folder`, `model_index.json` last: with it, the pipeline is complete.
+
+    Args:
+        pipeline (`DiffusionPipeline`): With the trained transformer.
+        folder (`Path`): Where to write.
+        weights (mapping, *optional*): From [`gather_weights`]: those of a transformer that is sharded.
+    """
+    if weights is not None:
+        whole = type(pipeline.transformer).from_config(pipeline.transformer.config)
+        whole.load_state_dict(weights)
+        pipeline.transformer = whole
     partial = folder / ".pipeline.partial"
     shutil.rmtree(partial, ignore_errors=True)
     pipeline.save_pretrained(str(partial))

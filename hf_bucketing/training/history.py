@@ -132,6 +132,15 @@ class SampleCount(NamedTuple):
     mixed_steps: int
 
 
+def sample_lines(output_dir: Path) -> list[dict[str, Any]]:
+    """Return the log of every batch of all processes of a run.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    return [line for path in _sample_logs(output_dir) or [_path(output_dir, "samples")] for line in _read(path)]
+
+
 def count_samples(output_dir: Path) -> list[SampleCount]:
     """Count samples over all processes of a run, epoch by epoch.
 

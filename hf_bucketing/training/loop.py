@@ -22,7 +22,7 @@ from ..losses import global_mean
 from ..packing import disable_packing
 from .adapters import save_lora
 from .budget import describe, fill_capacity, out_of_memory
-from .checkpoint import load_checkpoint, save_checkpoint, save_pipeline
+from .checkpoint import gather_weights, load_checkpoint, save_checkpoint, save_pipeline
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .estimate import model_width
@@ -220,12 +220,16 @@ class Trainer:
 
     def _finish(self) -> None:
         self.accelerator.wait_for_everyone()
+        weights = gather_weights(self.accelerator, self.transformer)
         if self.accelerator.is_main_process:
             if self.ema is not None:
                 self.ema.copy_to(self.trained)
             if self.config.batching == "pack":
                 disable_packing(self.transformer)
-            (save_pipeline if self.config.lora_rank is None else save_lora)(self.recipe.pipeline, self.folder)
+            if self.config.lora_rank is None:
+                save_pipeline(self.recipe.pipeline, self.folder, weights=weights)
+            else:
+                save_lora(self.recipe.pipeline, self.folder)
             logger.info(f"Saved to {self.folder}")
         self.log.close()
         self.release()

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import BucketingError
 from ..report.files import complete_file
-from .history import SampleCount, count_samples, losses_of, plans_of
+from .history import SampleCount, count_samples, losses_of, plans_of, sample_lines
 
 
 class LossSummary(NamedTuple):
@@ -83,6 +83,21 @@ def review_run(output_dir: Path, *, min_fall: float = 1 / 3) -> RunReview:
             Check(losses.fall >= min_fall, fall),
         ),
     )
+
+
+def losses_by_bucket(output_dir: Path) -> dict[int, tuple[int, float]]:
+    """Return how many samples of each bucket the second half of a run saw, and their mean loss; empty for packs.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    lines = sample_lines(output_dir)
+    half = max(line["batch"] for line in lines) // 2
+    losses: dict[int, list[float]] = {}
+    for line in lines:
+        if line["batch"] >= half and line["bucket_id"] is not None:
+            losses.setdefault(line["bucket_id"], []).extend(line["loss"])
+    return {bucket: (len(values), float(np.mean(values))) for bucket, values in sorted(losses.items())}
 
 
 def _check_epochs(epochs: Sequence[SampleCount], plans: Mapping[int, Mapping[str, Any]]) -> list[Check]:

@@ -13,9 +13,11 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
+from ..errors import BucketingError
 from ..geometry import LatentSpec
 from ..packing import enable_packing
 from .adapters import add_lora
+from .checkpoint import SHARDED
 from .config import TrainingConfig
 from .optimizers import make_optimizer
 from .recipes import Recipe
@@ -32,11 +34,22 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         log_with=None if config.report_to == "none" else config.report_to,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
+    _check_sharding(config, accelerator)
     if not accelerator.is_local_main_process:
         datasets.disable_progress_bars()
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
     return accelerator
+
+
+def _check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
+    """Raise BucketingError on settings that need all weights in a process, where they are sharded."""
+    given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if getattr(config, name) is not None]
+    if given and accelerator.distributed_type in SHARDED:
+        raise BucketingError(
+            f"{', '.join(given)} need all weights in each process, which {accelerator.distributed_type.value} does "
+            "not keep; leave them out, or use DDP."
+        )
 
 
 def load_recipe(config: TrainingConfig, recipe: type[Recipe], accelerator: Accelerator) -> Recipe:
