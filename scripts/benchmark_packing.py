@@ -29,16 +29,20 @@ TEXT_LENGTH = 128
 
 
 def interleaved_medians(functions: dict[str, Callable[[], object]], *, runs: int, device: str) -> dict[str, float]:
-    """Return the median seconds of each function, run in turns after a run to warm up: all meet the same machine."""
+    """Return the median seconds of each function, run in turns after a run to warm up: all meet the same machine.
+
+    On the CPU, seconds of this process on its one thread: what else the machine does is not counted.
+    """
+    clock = time.perf_counter if device == "cuda" else time.process_time
     times: dict[str, list[float]] = {name: [] for name in functions}
     for run in range(runs + 1):
         for name, function in functions.items():
             synchronize(device)
-            start = time.perf_counter()
+            start = clock()
             function()
             synchronize(device)
             if run:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
@@ -235,6 +239,8 @@ def main() -> None:
     parser.add_argument("--strip_length", type=int, default=32, help="Tokens per strip on the CPU (default: 32).")
     parser.add_argument("--output", type=Path, help="A JSON file for the figures.")
     args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
     figures: dict[str, object] = {
         "device": name,
