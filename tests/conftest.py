@@ -18,6 +18,9 @@ import pytest
 _cache = tempfile.TemporaryDirectory(prefix="hf_bucketing_cache_")
 os.environ["HF_DATASETS_CACHE"] = _cache.name
 
+# Models of a few thousand weights run no faster on more threads, and sums over more threads round differently.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Speed is no test's business here, and CI must not fail by chance.
 hypothesis.settings.register_profile("hf_bucketing", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("hf_bucketing")

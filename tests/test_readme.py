@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from .conftest import ROOT
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["buckets", "packs"])
-def test_examples_run(block: str, media_dir: Path, pipeline_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def run(block: str, names: dict, media_dir: Path, pipeline_dir: Path) -> dict:
     stand_ins = {
         '"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"': repr(str(pipeline_dir)),
         '"clips"': repr(str(media_dir / "videos")),
@@ -22,15 +19,24 @@ def test_examples_run(block: str, media_dir: Path, pipeline_dir: Path, capsys: p
     }
     for original, stand_in in stand_ins.items():
         block = block.replace(original, stand_in)
-    names: dict = {}
     exec(compile(block, "README.md", "exec"), names)
-    if "sampler" in names:
-        seen = names["sampler"].plan(0)
-        assert seen.kept == 14
-        assert tuple(names["batch"]["pixel_values"].shape[2:]) == names["table"].size(names["batch"]["bucket_id"])
-    else:
-        assert [output.shape for output in names["outputs"]] == [latent.shape for latent in names["latents"]]
-        assert names["loss"].isfinite()
+    return names
+
+
+def test_the_examples_of_buckets_and_resuming_run(media_dir: Path, pipeline_dir: Path) -> None:
+    buckets, resuming, _ = BLOCKS
+    names = run(buckets, {}, media_dir, pipeline_dir)
+    assert names["sampler"].plan(0).kept == 14
+    assert tuple(names["batch"]["pixel_values"].shape[2:]) == names["table"].size(names["batch"]["bucket_id"])
+    names["sampler"].set_epoch(0)
+    names = run(resuming, names, media_dir, pipeline_dir)
+    assert (names["loader"].epoch, names["loader"].step) == (2, 0)
+
+
+def test_the_example_of_packs_runs(media_dir: Path, pipeline_dir: Path) -> None:
+    names = run(BLOCKS[2], {}, media_dir, pipeline_dir)
+    assert [output.shape for output in names["outputs"]] == [latent.shape for latent in names["latents"]]
+    assert names["loss"].isfinite()
 
 
 def test_every_linked_file_exists() -> None:
