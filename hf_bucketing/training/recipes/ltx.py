@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,6 +11,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 
 from ...errors import BucketingError
 from ...geometry import LatentSpec
+from ...shift import shift_for_tokens
 from ..objectives import FlowMatching, Objective
 from .base import Recipe, TextEmbeddings, read_configs
 
@@ -43,7 +45,7 @@ class LTXRecipe(Recipe):
         dynamic = config.get("use_dynamic_shifting", False)
         return FlowMatching(
             num_train_timesteps=int(config.num_train_timesteps),
-            shift=_ShiftBySize(dict(config)) if dynamic else float(config.get("shift", 1.0)),
+            shift=_shift_by_size(config) if dynamic else float(config.get("shift", 1.0)),
             weighting_scheme=weighting_scheme,
             seed=seed,
         )
@@ -113,15 +115,16 @@ class LTXRecipe(Recipe):
         return torch.stack([seconds, torch.full_like(seconds, side), torch.full_like(seconds, side)], 1)
 
 
-class _ShiftBySize:
-    """The scheduler's shift for a latent of `(F, H, W)`: its logarithm grows linearly with the number of latents."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.exponential = config.get("time_shift_type", "exponential") == "exponential"
-        self.tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        self.shifts = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-
-    def __call__(self, size: tuple[int, ...]) -> float:
-        slope = (self.shifts[1] - self.shifts[0]) / (self.tokens[1] - self.tokens[0])
-        value = self.shifts[0] + slope * (math.prod(size) - self.tokens[0])
-        return math.exp(value) if self.exponential else value
+def _shift_by_size(config: Mapping[str, Any]) -> Callable[[tuple[int, ...]], float]:
+    """Return the scheduler's shift as a function of a latent's `(F, H, W)`."""
+    if config.get("time_shift_type", "exponential") != "exponential":
+        raise BucketingError(
+            f"The scheduler shifts by time_shift_type={config['time_shift_type']!r}; only 'exponential' is known."
+        )
+    limits = {
+        "base_tokens": config.get("base_image_seq_len", 256),
+        "max_tokens": config.get("max_image_seq_len", 4096),
+        "base_shift": config.get("base_shift", 0.5),
+        "max_shift": config.get("max_shift", 1.15),
+    }
+    return lambda size: shift_for_tokens(math.prod(size), **limits)
