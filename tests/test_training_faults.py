@@ -15,7 +15,7 @@ from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.history import count_samples
 
-from .test_training import BATCHING, train
+from .training_cases import BATCHING, train
 
 
 @pytest.fixture
@@ -45,12 +45,12 @@ def test_settings_of_faults_reach_the_loader(batching: str, pipeline_dir, prepar
         batching=batching, capacity=640, on_error="replace", max_errors=7, max_error_share=0.5, dataloader_timeout=33,
     )  # fmt: skip
     spec = PreparedDataset.load(prepared_dir).spec
-    loader = make_data(config, spec).loader
+    loader = make_data(config, spec, width=96).loader
     assert loader.timeout == 33
     stand_ins = loader.collate_fn.stand_ins
     assert (stand_ins.max_errors, stand_ins.max_share) == (7, 0.5)
     assert stand_ins.log == tmp_path / "logs" / "unreadable.jsonl"
-    alone = make_data(dataclasses.replace(config, dataloader_num_workers=0, on_error="raise"), spec).loader
+    alone = make_data(dataclasses.replace(config, dataloader_num_workers=0, on_error="raise"), spec, width=96).loader
     assert (alone.timeout, alone.collate_fn.stand_ins) == (0, None)
 
 

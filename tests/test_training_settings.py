@@ -131,6 +131,17 @@ def test_a_dry_run_and_an_automatic_capacity_train_nothing(
     assert not (tmp_path / "out" / "model_index.json").exists()
 
 
+def test_samples_beyond_the_models_positions_are_refused_before_training(
+    pipeline_dirs, media_dir, tmp_path: Path
+) -> None:
+    flags = ("--target_fps", 8, "--bucket_tokens", "400", "--bucket_frames", "1,17,25", "--output_dir", tmp_path / "p")
+    latte = pipeline_dirs["latte"]
+    run_script("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", latte, *flags)
+    config = in_process(latte, tmp_path / "p", tmp_path, batching="pack", capacity=4000)
+    with pytest.raises(BucketingError, match=r"cannot take the \d+ samples of .* 16 positions for frames"):
+        Trainer(config)
+
+
 def test_running_out_of_memory_names_the_samples_and_what_to_lower(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
 ) -> None:

@@ -29,7 +29,7 @@ from .estimate import model_width
 from .history import RunLog
 from .metrics import StepMetrics
 from .recipes import recipe_of
-from .setup import flat, load_recipe, make_accelerator, make_step, make_validation, optimizer_of
+from .setup import check_positions, flat, load_recipe, make_accelerator, make_step, make_validation, optimizer_of
 from .steps import StepLosses
 
 logger = get_logger(__name__)
@@ -68,6 +68,7 @@ class Trainer:
             if self.accelerator.is_main_process and config.resume_from_checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
             self.data = make_data(self.config, spec, width=model_width(self.recipe.transformer))
+        check_positions(self.step, self.data, spec)
         self._prepare()
         self.global_step = 0
 

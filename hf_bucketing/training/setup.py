@@ -8,17 +8,19 @@ from typing import Any
 
 import datasets
 import diffusers
+import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
-from ..errors import BucketingError
+from ..errors import BucketingError, PackingError
 from ..geometry import LatentSpec
 from ..packing import enable_packing
 from .adapters import add_lora
 from .checkpoint import SHARDED
 from .config import TrainingConfig
+from .data import TrainingData
 from .optimizers import make_optimizer
 from .recipes import Recipe
 from .steps import BucketStep, PackStep, Step
@@ -78,6 +80,19 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     if config.batching == "bucket":
         return BucketStep(**options)
     return PackStep(**options, packing=enable_packing(recipe.transformer, strip_length=config.strip_length))
+
+
+def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
+    """Raise BucketingError if a sample of a pack lies beyond the positions that the model has."""
+    if not isinstance(step, PackStep):
+        return
+    ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
+    for bucket_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        size = data.table.size(bucket_id)
+        try:
+            step.packing.family.check_grids(step.recipe.transformer, [spec.grid(size)])
+        except PackingError as error:
+            raise BucketingError(f"The model cannot take the {count} samples of {size}: {error}") from error
 
 
 def optimizer_of(config: TrainingConfig, transformer: torch.nn.Module) -> torch.optim.Optimizer:
