@@ -16,6 +16,8 @@ from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.history import losses_of
 from hf_bucketing.training.loop import Trainer
 
+from .conftest import run_script
+
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
