@@ -15,7 +15,7 @@ HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "
 FLOORS = {
     **dict.fromkeys(["errors", "geometry", "assignment", "nearest", "buckets", "open_table", "ladders", "cost"], 0),
     "sampling": 1,
-    **dict.fromkeys(["media", "losses", "report"], 2),
+    **dict.fromkeys(["media", "losses", "report", "tensor_cache"], 2),
     **dict.fromkeys(["mapping", "loading", "packing"], 3),
     **dict.fromkeys(["training", "testing"], 4),
 }

@@ -2,153 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..buckets import BucketTable
-from ..errors import BucketingError, ColumnError, MediaError
-from ..geometry import CropBox, LatentSpec, Size
-from ..media import MediaSource
+from ..errors import BucketingError
+from ..geometry import LatentSpec, Size
 from ..open_table import OpenTable
 from .faults import StandIns
-from .transforms import load_sample
+from .media_collator import MediaCollator, Row, require
+from .random_resize import RandomResize
 
-Row = Mapping[str, Any]
-
-
-class MediaCollator:
-    """Decode the rows of a batch, each at the size that [`target`][MediaCollator.target] names.
-
-    Crops and the first frame are drawn at random. With a `seed`, they are a function of the seed, the epoch (tell it
-    by `set_epoch`) and the row's `index` column alone, so a resumed run repeats them on any number of workers and
-    processes. Without one they follow torch's random state in the worker.
-
-    Args:
-        column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
-        caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths start from.
-        random_crop (`bool`): Crop and start at random; if False, in the centre and at the first frame.
-        seed (`int`, *optional*): See above.
-        on_error (`"raise"` or `"replace"`): What an unreadable sample does: end the run, or give its place to another
-            one of its bucket (of as many tokens, or fewer where there is none, in a pack), drawn from the seed, the
-            epoch and its index. The batch then holds the other's index and caption.
-        stand_ins ([`StandIns`], *optional*): The data set, the log and the limits, for `"replace"`.
-
-    Raises:
-        BucketingError: If `on_error` is unknown, or not matched by `stand_ins`.
-    """
-
-    def __init__(
-        self,
-        *,
-        column: str = "video",
-        caption_column: str | None = "caption",
-        root: str | None = None,
-        random_crop: bool = True,
-        seed: int | None = None,
-        on_error: Literal["raise", "replace"] = "raise",
-        stand_ins: StandIns | None = None,
-    ) -> None:
-        if on_error not in ("raise", "replace") or (on_error == "replace") != (stand_ins is not None):
-            raise BucketingError(
-                f'on_error must be "raise", or "replace" with stand_ins=StandIns(dataset, log=…); got {on_error!r} '
-                f"with stand_ins={stand_ins!r}."
-            )
-        self.column = column
-        self.caption_column = caption_column
-        self.root = root
-        self.random_crop = random_crop
-        self.seed = seed
-        self.stand_ins = stand_ins
-        # Shared memory, so that persistent workers see the epoch change.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose crops are drawn; needed with a `seed`, before the loader is iterated."""
-        self._epoch.fill_(epoch)
-
-    def target(self, rows: Sequence[Row]) -> list[Size]:
-        """Return the target size of each row."""
-        raise NotImplementedError
-
-    def load(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return `pixel_values` as a list of `(3, F, H, W)`, with `size`, `crop`, `fps`, `caption` and `index`.
-
-        Raises:
-            ColumnError: If a needed column is missing.
-            MediaError: If a file cannot be decoded; the message names the row.
-        """
-        _require(rows[0], [self.column, "num_frames", "fps"])
-        if self.caption_column is not None:
-            _require(rows[0], [self.caption_column])
-        found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
-        rows, sizes, loaded = (
-            [row for row, _, _ in found],
-            [size for _, size, _ in found],
-            [part for *_, part in found],
-        )
-        batch: dict[str, Any] = {
-            "pixel_values": [pixels for pixels, _ in loaded],
-            "size": sizes,
-            "crop": [crop for _, crop in loaded],
-            "fps": [float(row["fps"]) for row in rows],
-        }
-        if self.caption_column is not None:
-            batch["caption"] = [row[self.caption_column] for row in rows]
-        if "index" in rows[0]:
-            batch["index"] = [int(row["index"]) for row in rows]
-        return batch
-
-    def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
-        """Return the positions of the rows that may stand in for an unreadable one."""
-        raise NotImplementedError
-
-    def _load_or_replace(self, row: Row, size: Size) -> tuple[Row, Size, tuple[torch.Tensor, CropBox]]:
-        """Load a row, or the first readable one of its stand-ins."""
-        if self.stand_ins is None:
-            return row, size, self._load(row, size)
-        _require(row, ["index"])
-        epoch, index = int(self._epoch), int(row["index"])
-        others: list[int] | None = None
-        while True:
-            try:
-                loaded = self._load(row, size)
-            except MediaError as error:
-                if others is None:
-                    candidates = self.candidates(row, self.stand_ins)
-                    others = self.stand_ins.choose(candidates, index=index, seed=self.seed or 0, epoch=epoch)
-                if not others:
-                    raise MediaError(f"{error} No readable sample was found to stand in for row {index}.") from error
-                failed, row = int(row["index"]), self.stand_ins.dataset[others.pop(0)]
-                size = self.target([row])[0]
-                self.stand_ins.report(epoch=epoch, index=failed, reason=str(error), stand_in=int(row["index"]))
-            else:
-                self.stand_ins.in_a_row = 0
-                return row, size, loaded
-
-    def _load(self, row: Row, size: Size) -> tuple[torch.Tensor, CropBox]:
-        name = f"row {row['index']}" if "index" in row else "a row without an index column"
-        spare = int(row["num_frames"]) - size.frames
-        if spare < 0:
-            raise MediaError(f"{name} has {row['num_frames']} frames, too few for {size}; assign its bucket again.")
-        draws = self._draws(row) if self.random_crop else np.array([0.0, 0.5, 0.5])
-        try:
-            source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
-            start = min(int(draws[0] * (spare + 1)), spare)
-            return load_sample(source, size, fps=float(row["fps"]), start=start, position=(draws[1], draws[2]))
-        except MediaError as error:
-            raise MediaError(f"Cannot load {name}: {error}") from error
-
-    def _draws(self, row: Row) -> np.ndarray:
-        """Return three uniform numbers in [0, 1): start, vertical and horizontal crop position."""
-        if self.seed is None:
-            return torch.rand(3, dtype=torch.float64).numpy()
-        _require(row, ["index"])
-        return np.random.default_rng((self.seed, int(self._epoch), int(row["index"]))).random(3)
+__all__ = ["BucketCollator", "MediaCollator", "PackCollator"]
 
 
 class BucketCollator(MediaCollator):
@@ -158,7 +27,7 @@ class BucketCollator(MediaCollator):
 
     Called with rows of a data set that has `bucket_id`, `num_frames` and `fps` columns, returns a `dict` with
     `pixel_values` (`float32`, `(B, 3, F, H, W)`, in [−1, 1]), `bucket_id`, and the lists `caption`, `size`, `crop`,
-    `fps` (0 for images) and `index`.
+    `flip`, `fps` (0 for images) and `index`.
 
     Args:
         table ([`BucketTable`] or [`OpenTable`]): The table that the `bucket_id` column belongs to.
@@ -180,7 +49,7 @@ class BucketCollator(MediaCollator):
 
     def _bucket(self, rows: Sequence[Row]) -> int:
         """Return the bucket of all rows, or the base bucket of the table for a catch-all batch of several."""
-        _require(rows[0], ["bucket_id"])
+        require(rows[0], ["bucket_id"])
         ids = {int(row["bucket_id"]) for row in rows}
         if len(ids) == 1:
             return ids.pop()
@@ -205,17 +74,27 @@ class PackCollator(MediaCollator):
     """Make a list of samples, each at its own size, rounded up to whole tokens (frames: down to a valid number).
 
     Called with rows of a data set that has `width`, `height`, `num_frames` and `fps` columns, returns a `dict` with
-    `pixel_values` (a list of `float32` tensors `(3, F, H, W)`, in [−1, 1]), `caption`, `size`, `crop`, `fps`
-    (0 for images) and `index`.
+    `pixel_values` (a list of `float32` tensors `(3, F, H, W)`, in [−1, 1]), `caption`, `size`, `crop`, `flip`,
+    `fps` (0 for images) and `index`.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
+        resize ([`RandomResize`], *optional*): Draws each sample's own size anew in every epoch; the sampler must count
+            its tokens (`resize.token_counter`).
         **options: Those of [`MediaCollator`].
+
+    Raises:
+        BucketingError: If `resize` is of another `spec`, or stand-ins are asked for with it, whose tokens it changes.
     """
 
-    def __init__(self, spec: LatentSpec, **options: Any) -> None:
+    def __init__(self, spec: LatentSpec, *, resize: RandomResize | None = None, **options: Any) -> None:
         super().__init__(**options)
+        if resize is not None and resize.spec != spec:
+            raise BucketingError(f"resize rounds to {resize.spec}, but the collator to {spec}; give both the same.")
+        if resize is not None and self.stand_ins is not None:
+            raise BucketingError('on_error="replace" needs sizes that stay; leave resize out.')
         self.spec = spec
+        self.resize = resize
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
         """Return each row's own size in whole tokens.
@@ -224,8 +103,13 @@ class PackCollator(MediaCollator):
             ColumnError: If a size column is missing.
             BucketingError: If a row has no frames or pixels.
         """
-        _require(rows[0], ["num_frames", "height", "width"])
-        return [self.spec.snap(Size(*(int(row[key]) for key in ("num_frames", "height", "width")))) for row in rows]
+        require(rows[0], ["num_frames", "height", "width"])
+        sizes = [Size(*(int(row[key]) for key in ("num_frames", "height", "width"))) for row in rows]
+        if self.resize is not None:
+            require(rows[0], ["index"])
+            indices = [int(row["index"]) for row in rows]
+            return self.resize.sizes(sizes, indices=indices, epoch=int(self._epoch))
+        return [self.spec.snap(size) for size in sizes]
 
     def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
         """Return the rows of as many tokens, or those of fewer if there is no other."""
@@ -236,11 +120,3 @@ class PackCollator(MediaCollator):
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""
         return self.load(rows)
-
-
-def _require(row: Row, columns: Sequence[str]) -> None:
-    missing = [column for column in columns if column not in row]
-    if missing:
-        hint = ' Add one with dataset.add_column("index", range(len(dataset))).' if "index" in missing else ""
-        hint = hint or " MediaMetadata and BucketColumns compute columns of sizes and buckets."
-        raise ColumnError(f"A row lacks {missing}; it has {sorted(row)}.{hint}")
