@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator
 
 from hf_bucketing import BucketingError
 from hf_bucketing.errors import exit_with_message
@@ -46,7 +46,7 @@ def main() -> None:
     args = parse_args()
     if Path(args.output_dir).resolve() in (Path(args.cache_dir).resolve(), *Path(args.cache_dir).resolve().parents):
         sys.exit("--cache_dir must lie outside --output_dir, which is replaced as a whole.")
-    state = PartialState()
+    accelerator = Accelerator()
     prepared = PreparedDataset.load(args.dataset_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     if prepared.spec != recipe.read_spec(args.pretrained_model_name_or_path):
@@ -58,7 +58,7 @@ def main() -> None:
         random_crop=args.random_crop, frame_picking=args.frame_picking, flip_probability=args.flip_probability
     )
     loaded = recipe.load(args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length)
-    loaded.to(state.device, dtype=DTYPES[args.mixed_precision])
+    loaded.to(accelerator.device, dtype=DTYPES[args.mixed_precision])
     job = CacheJob(
         recipe=loaded,
         folder=args.cache_dir,
@@ -77,7 +77,7 @@ def main() -> None:
         for name in ("encoded", "found"):
             print(f"{counts[f'captions {name}']:8} captions {name}")
         print(f"Saved to {args.output_dir}; entries in {args.cache_dir}")
-    state.destroy_process_group()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -59,9 +59,10 @@ def test_a_writer_that_dies_leaves_no_entry_and_what_it_leaves_is_swept(tmp_path
     def die(*paths: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("os.replace", die)
-        cache.write(KEY, {"latents": torch.ones(9)}, about={})
+        with pytest.raises(KeyboardInterrupt):
+            cache.write(KEY, {"latents": torch.ones(9)}, about={})
     assert not cache.holds(KEY)
     cache.write(entry_key(sample="b"), {"latents": torch.ones(9)}, about={})
     assert cache.sweep() == 1

@@ -48,7 +48,7 @@ def test_evenly_spread_frames_reach_from_the_first_to_the_last(tmp_path: Path) -
     row = {"video": str(tmp_path / "ramp.mp4"), "num_frames": 24, "fps": 8.0, "caption": "", "bucket_id": 0}
     batch = BucketCollator(NINE, seed=0, frame_picking="uniform")([{**row, "index": 0}])
     numbers = ((batch["pixel_values"].mean((0, 1, 3, 4)) + 1) * 127.5 - 20) / 4
-    assert numbers.tolist() == pytest.approx([int(n * 46 / 8) for n in range(9)], abs=0.6)
+    assert numbers.tolist() == pytest.approx([int(n * 46 / 8 + 0.25) for n in range(9)], abs=0.5)
     assert batch["fps"] == [pytest.approx(8 * 8 / 23)]
 
 
@@ -120,9 +120,8 @@ def test_draws_follow_seed_epoch_and_index_alone_and_are_uniform() -> None:
     assert chi_squared < 70  # 28 degrees of freedom: exceeded by chance in 2e-5
     heights, widths = (np.array([size[axis] for size in drawn]) for axis in (1, 2))
     assert abs(np.corrcoef(heights, widths)[0, 1]) < 0.1
-    assert {size.height for size in RandomResize(spec=SPEC, min_side=500).sizes(own, indices=range(9), epoch=0)} == {
-        512
-    }
+    narrow = RandomResize(spec=SPEC, min_side=500).sizes(own[:9], indices=range(9), epoch=0)
+    assert set(narrow) == {Size(1, 512, 320)}
 
 
 def test_the_sampler_counts_the_tokens_that_the_collator_makes(tmp_path: Path) -> None:

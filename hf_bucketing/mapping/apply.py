@@ -16,7 +16,7 @@ class ColumnFunction(Protocol):
     """A picklable batch function that names what it reads and writes.
 
     One whose results depend on more than itself and the columns, such as the content of files, also has
-    `reusable = False`: then datasets keeps nothing in its cache, takes nothing from it, and does not hash the function.
+    `reusable = False`: then datasets neither keeps its results, nor takes earlier ones, nor hashes the function.
 
     Attributes:
         input_columns (`tuple[str, ...]`): Columns that a batch must hold.
