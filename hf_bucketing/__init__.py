@@ -6,7 +6,7 @@ The names here need numpy alone. What needs torch, datasets, accelerate or diffu
 
 from .assignment import Assignment, AssignmentRule, Rejection
 from .buckets import BucketTable
-from .errors import BucketingError, ColumnError, MediaError, PackingError, PlanError
+from .errors import BucketingError, CacheError, ColumnError, MediaError, PackingError, PlanError
 from .geometry import CropBox, LatentSpec, Size, cover_resize, crop_box
 from .ladders import novelai_ladder, token_ladder
 from .open_table import OpenTable, open_table
@@ -18,6 +18,7 @@ __all__ = [
     "AssignmentRule",
     "BucketTable",
     "BucketingError",
+    "CacheError",
     "ColumnError",
     "CropBox",
     "LatentSpec",

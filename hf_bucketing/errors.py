@@ -16,6 +16,10 @@ class MediaError(BucketingError):
     """An image or video file is missing, empty, corrupt or shorter than its metadata promised."""
 
 
+class CacheError(BucketingError):
+    """An entry of a latent or text cache is missing, corrupt or of another model."""
+
+
 class PlanError(BucketingError):
     """An epoch cannot be planned: no usable sample, or one that fits no batch."""
 

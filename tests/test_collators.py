@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, BucketTable, ColumnError, CropBox, MediaError, Size
 from hf_bucketing.loading import BucketBatchSampler, BucketCollator, PackBatchSampler, PackCollator
-from hf_bucketing.loading.transforms import load_sample
 from hf_bucketing.mapping import PreparedDataset
-from hf_bucketing.media import MediaSource, write_video
+from hf_bucketing.media import MediaSource, View, write_video
+from hf_bucketing.media.sample import load_sample
 
 
 @pytest.fixture
@@ -116,12 +116,12 @@ def test_a_sample_is_resized_to_cover_and_cropped_where_asked(tmp_path: Path) ->
     picture[:, 50:, 1] = 255
     Image.fromarray(picture).save(tmp_path / "halves.png")
     source = MediaSource.from_cell(str(tmp_path / "halves.png"))
-    left, box = load_sample(source, Size(1, 20, 20), fps=0.0, position=(0.5, 0.0))
-    right, _ = load_sample(source, Size(1, 20, 20), fps=0.0, position=(0.5, 1.0))
+    left, box = load_sample(source, View(size=Size(1, 20, 20), fps=0.0, position=(0.5, 0.0)))
+    right, _ = load_sample(source, View(size=Size(1, 20, 20), fps=0.0, position=(0.5, 1.0)))
     assert box == CropBox(0, 0, 20, 20)
     assert left[:, 0].mean((1, 2)).tolist() == pytest.approx([1, -1, -1], abs=0.02)
     assert right[:, 0].mean((1, 2)).tolist() == pytest.approx([-1, 1, -1], abs=0.02)
-    exact, _ = load_sample(source, Size(1, 40, 100), fps=0.0)
+    exact, _ = load_sample(source, View(size=Size(1, 40, 100), fps=0.0))
     assert torch.equal(exact[:, 0], torch.from_numpy(picture).permute(2, 0, 1) / 127.5 - 1)
 
 
@@ -175,4 +175,4 @@ def test_rows_of_several_buckets_cannot_be_stacked(data: PreparedDataset) -> Non
 def test_captions_and_index_are_optional(data: PreparedDataset) -> None:
     row = {name: value for name, value in data.dataset[0].items() if name not in ("caption", "index")}
     batch = bucket_collator(data, caption_column=None)([row])
-    assert set(batch) == {"pixel_values", "size", "crop", "fps", "bucket_id"}
+    assert set(batch) == {"pixel_values", "size", "crop", "flip", "fps", "bucket_id"}

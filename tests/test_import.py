@@ -17,7 +17,7 @@ FLOORS = {
         ["errors", "geometry", "assignment", "nearest", "buckets", "open_table", "ladders", "cost", "shift"], 0
     ),
     "sampling": 1,
-    **dict.fromkeys(["media", "losses", "report"], 2),
+    **dict.fromkeys(["media", "losses", "report", "tensor_cache"], 2),
     **dict.fromkeys(["mapping", "loading", "packing"], 3),
     **dict.fromkeys(["training", "testing"], 4),
 }

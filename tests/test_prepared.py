@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,14 @@ def test_a_folder_that_is_no_prepared_data_set_is_neither_read_nor_replaced(tmp_
     with pytest.raises(BucketingError, match="prepare_dataset"):
         PreparedDataset.load(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_folders_of_the_version_without_caches_are_read_and_newer_ones_refused(tmp_path: Path) -> None:
+    prepared().save(tmp_path / "old")
+    manifest = json.loads((tmp_path / "old" / "bucketing.json").read_text())
+    assert manifest.pop("cache") is None
+    (tmp_path / "old" / "bucketing.json").write_text(json.dumps({**manifest, "version": 1}))
+    assert PreparedDataset.load(tmp_path / "old").cache is None
+    (tmp_path / "old" / "bucketing.json").write_text(json.dumps({**manifest, "version": 3}))
+    with pytest.raises(BucketingError, match="has version 3; prepare it again"):
+        PreparedDataset.load(tmp_path / "old")

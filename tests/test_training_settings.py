@@ -52,6 +52,7 @@ def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> 
         {"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_sequence_length": 16},
         {"capacity": 300}, {"loss_reduction": "token"}, {"caption_dropout": 1.0}, {"center_crop": True},
         {"lora_rank": 2}, {"lora_rank": 2, "lora_alpha": 64}, {"lora_rank": 2, "lora_targets": "to_q"},
+        {"flip_probability": 1.0}, {"frame_picking": "uniform"},
         {"longest_first": True}, {"tail": "drop"}, {"tail": "repeat"},
     ]):  # fmt: skip
         changed = losses(str(number), **settings)
@@ -60,8 +61,8 @@ def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> 
         plain = losses("plain") if "lora_targets" in settings else plain
     packed = {"batching": "pack", "capacity": 640, "strip_length": 16}
     plain = losses("packed", **packed)
-    for settings in ({"pack_strategy": "sequential"}, {"pack_strategy": "best_fit_decreasing"}, {"balance": "cost"}):
-        assert losses("-".join(settings.values()), **packed, **settings) != plain, settings
+    for settings in ({"random_resize": 32}, {"pack_strategy": "sequential"}, {"pack_strategy": "best_fit_decreasing"}, {"balance": "cost"}):
+        assert losses("-".join(map(str, settings.values())), **packed, **settings) != plain, settings
     assert losses("strips", **{**packed, "strip_length": 1}) != plain, "the packs are others"
 
 

@@ -1,6 +1,7 @@
-"""From an epoch plan to batches: samplers, collators and transforms for a `torch.utils.data.DataLoader`."""
+"""From an epoch plan to batches: samplers and collators for a `torch.utils.data.DataLoader`."""
 
 from .bucket_sampler import BucketBatchSampler
+from .cached import CachedCollator
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
 from .faults import StandIns
@@ -9,6 +10,7 @@ from .length_sampler import LengthBatchSampler
 from .pack_sampler import PackBatchSampler
 from .padding import PadCollator
 from .planned import PlannedBatchSampler
+from .random_resize import RandomResize
 from .resume import ResumableLoader, resume
 from .resume_stream import ResumableStream
 from .streaming import StreamingBucketBatcher
@@ -17,12 +19,14 @@ __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
     "BucketGrouping",
+    "CachedCollator",
     "LengthBatchSampler",
     "PackBatchSampler",
     "PackCollator",
     "PackGrouping",
     "PadCollator",
     "PlannedBatchSampler",
+    "RandomResize",
     "ResumableLoader",
     "ResumableStream",
     "StandIns",

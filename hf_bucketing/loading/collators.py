@@ -15,6 +15,7 @@ from ..geometry import LatentSpec, Size
 from ..open_table import OpenTable
 from .faults import StandIns
 from .media_collator import MediaCollator, Row, require
+from .random_resize import RandomResize
 
 
 class BucketCollator(MediaCollator):
@@ -24,7 +25,7 @@ class BucketCollator(MediaCollator):
 
     Called with rows of a data set that has `bucket_id`, `num_frames` and `fps` columns, returns a `dict` with
     `pixel_values` (`float32`, `(B, 3, F, H, W)`, in [−1, 1]), `bucket_id`, and the lists `caption`, `size`, `crop`,
-    `fps` (0 for images) and `index`.
+    `flip`, `fps` (0 for images) and `index`.
 
     Args:
         table ([`BucketTable`] or [`OpenTable`]): The table that the `bucket_id` column belongs to.
@@ -71,17 +72,27 @@ class PackCollator(MediaCollator):
     """Make a list of samples, each at its own size, rounded up to whole tokens (frames: down to a valid number).
 
     Called with rows of a data set that has `width`, `height`, `num_frames` and `fps` columns, returns a `dict` with
-    `pixel_values` (a list of `float32` tensors `(3, F, H, W)`, in [−1, 1]), `caption`, `size`, `crop`, `fps`
-    (0 for images) and `index`.
+    `pixel_values` (a list of `float32` tensors `(3, F, H, W)`, in [−1, 1]), `caption`, `size`, `crop`, `flip`,
+    `fps` (0 for images) and `index`.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
+        resize ([`RandomResize`], *optional*): Draws each sample's own size anew in every epoch; the sampler must count
+            its tokens (`resize.token_counter`).
         **options: Those of [`MediaCollator`].
+
+    Raises:
+        BucketingError: If `resize` is of another `spec`, or stand-ins are asked for with it, whose tokens it changes.
     """
 
-    def __init__(self, spec: LatentSpec, **options: Any) -> None:
+    def __init__(self, spec: LatentSpec, *, resize: RandomResize | None = None, **options: Any) -> None:
         super().__init__(**options)
+        if resize is not None and resize.spec != spec:
+            raise BucketingError(f"resize rounds to {resize.spec}, but the collator to {spec}; give both the same.")
+        if resize is not None and self.stand_ins is not None:
+            raise BucketingError('on_error="replace" needs sizes that stay; leave resize out.')
         self.spec = spec
+        self.resize = resize
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
         """Return each row's own size in whole tokens.
@@ -91,7 +102,12 @@ class PackCollator(MediaCollator):
             BucketingError: If a row has no frames or pixels.
         """
         require(rows[0], ["num_frames", "height", "width"])
-        return [self.spec.snap(Size(*(int(row[key]) for key in ("num_frames", "height", "width")))) for row in rows]
+        sizes = [Size(*(int(row[key]) for key in ("num_frames", "height", "width"))) for row in rows]
+        if self.resize is not None:
+            require(rows[0], ["index"])
+            indices = [int(row["index"]) for row in rows]
+            return self.resize.sizes(sizes, indices=indices, epoch=int(self._epoch))
+        return [self.spec.snap(size) for size in sizes]
 
     def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
         """Return the rows of as many tokens, or those of fewer if there is no other."""

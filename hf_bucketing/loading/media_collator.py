@@ -1,4 +1,4 @@
-"""What collators of media share: decode a row at its target size, or the row that stands in for it."""
+"""What bucket and pack collators share: decode rows, each at its target size, or those that stand in for them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ import torch
 
 from ..errors import BucketingError, ColumnError, MediaError
 from ..geometry import CropBox, Size
-from ..media import MediaSource
+from ..media import FramePicking, MediaSource, View, ViewRule, seeded_draws
+from ..media.sample import load_sample
 from .faults import StandIns
-from .transforms import load_sample
 
 Row = Mapping[str, Any]
+Loaded = tuple[torch.Tensor, View, CropBox]
 
 
 class MediaCollator:
     """Decode the rows of a batch, each at the size that [`target`][MediaCollator.target] names.
 
-    Crops and the first frame are drawn at random. With a `seed`, they are a function of the seed, the epoch (tell it
-    by `set_epoch`) and the row's `index` column alone, so a resumed run repeats them on any number of workers and
-    processes. Without one they follow torch's random state in the worker.
+    Crops, the first frame and flips are drawn at random. With a `seed`, they are a function of the seed, the epoch
+    (tell it by `set_epoch`) and the row's `index` column alone, so a resumed run repeats them on any number of workers
+    and processes. Without one they follow torch's random state in the worker.
 
     Args:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
         caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder that relative paths start from.
         random_crop (`bool`): Crop and start at random; if False, in the centre and at the first frame.
+        frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Which frames instead of those; see
+            [`ViewRule`][hf_bucketing.media.ViewRule].
+        flip_probability (`float`): Of swapping left and right.
         seed (`int`, *optional*): See above.
         on_error (`"raise"` or `"replace"`): What an unreadable sample does: end the run, or give its place to another
             one of its bucket (of as many tokens, or fewer where there is none, in a pack), drawn from the seed, the
@@ -37,7 +41,7 @@ class MediaCollator:
         stand_ins ([`StandIns`], *optional*): The data set, the log and the limits, for `"replace"`.
 
     Raises:
-        BucketingError: If `on_error` is unknown, or not matched by `stand_ins`.
+        BucketingError: If `on_error` is unknown, or not matched by `stand_ins`, or `ViewRule` refuses an option.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class MediaCollator:
         caption_column: str | None = "caption",
         root: str | None = None,
         random_crop: bool = True,
+        frame_picking: FramePicking | None = None,
+        flip_probability: float = 0.0,
         seed: int | None = None,
         on_error: Literal["raise", "replace"] = "raise",
         stand_ins: StandIns | None = None,
@@ -59,7 +65,7 @@ class MediaCollator:
         self.column = column
         self.caption_column = caption_column
         self.root = root
-        self.random_crop = random_crop
+        self.views = ViewRule(random_crop=random_crop, frame_picking=frame_picking, flip_probability=flip_probability)
         self.seed = seed
         self.stand_ins = stand_ins
         # Shared memory, so that persistent workers see the epoch change.
@@ -74,7 +80,7 @@ class MediaCollator:
         raise NotImplementedError
 
     def load(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return `pixel_values` as a list of `(3, F, H, W)`, with `size`, `crop`, `fps`, `caption` and `index`.
+        """Return `pixel_values` as a list of `(3, F, H, W)`, and `size`, `crop`, `flip`, `fps`, `caption` and `index`.
 
         Raises:
             ColumnError: If a needed column is missing.
@@ -90,10 +96,11 @@ class MediaCollator:
             [part for *_, part in found],
         )
         batch: dict[str, Any] = {
-            "pixel_values": [pixels for pixels, _ in loaded],
+            "pixel_values": [pixels for pixels, *_ in loaded],
             "size": sizes,
-            "crop": [crop for _, crop in loaded],
-            "fps": [float(row["fps"]) for row in rows],
+            "crop": [crop for *_, crop in loaded],
+            "flip": [view.flip for _, view, _ in loaded],
+            "fps": [view.fps for _, view, _ in loaded],
         }
         if self.caption_column is not None:
             batch["caption"] = [row[self.caption_column] for row in rows]
@@ -109,7 +116,7 @@ class MediaCollator:
         """Return the target size of a row that stands in for one of target `size`."""
         return size
 
-    def _load_or_replace(self, row: Row, size: Size) -> tuple[Row, Size, tuple[torch.Tensor, CropBox]]:
+    def _load_or_replace(self, row: Row, size: Size) -> tuple[Row, Size, Loaded]:
         """Load a row, or the first readable one of its stand-ins."""
         if self.stand_ins is None:
             return row, size, self._load(row, size)
@@ -132,29 +139,35 @@ class MediaCollator:
                 self.stand_ins.in_a_row = 0
                 return row, size, loaded
 
-    def _load(self, row: Row, size: Size) -> tuple[torch.Tensor, CropBox]:
+    def _load(self, row: Row, size: Size) -> Loaded:
         name = f"row {row['index']}" if "index" in row else "a row without an index column"
-        spare = int(row["num_frames"]) - size.frames
-        if spare < 0:
-            raise MediaError(f"{name} has {row['num_frames']} frames, too few for {size}; assign its bucket again.")
-        draws = self._draws(row) if self.random_crop else np.array([0.0, 0.5, 0.5])
+        view = self.views.view(
+            size, num_frames=int(row["num_frames"]), fps=float(row["fps"]), draws=self._draws(row), name=name
+        )
         try:
             source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
-            start = min(int(draws[0] * (spare + 1)), spare)
-            return load_sample(source, size, fps=float(row["fps"]), start=start, position=(draws[1], draws[2]))
+            pixels, crop = load_sample(source, view)
         except MediaError as error:
             raise MediaError(f"Cannot load {name}: {error}") from error
+        return pixels, view, crop
 
     def _draws(self, row: Row) -> np.ndarray:
-        """Return three uniform numbers in [0, 1): start, vertical and horizontal crop position."""
+        """Return the uniform numbers in [0, 1) that the row's view takes."""
+        count = self.views.num_draws
+        if not count:
+            return np.zeros(0)
         if self.seed is None:
-            return torch.rand(3, dtype=torch.float64).numpy()
+            return torch.rand(count, dtype=torch.float64).numpy()
         require(row, ["index"])
-        return np.random.default_rng((self.seed, int(self._epoch), int(row["index"]))).random(3)
+        return seeded_draws(count, seed=self.seed, epoch=int(self._epoch), index=int(row["index"]))
 
 
 def require(row: Row, columns: Sequence[str]) -> None:
-    """Raise ColumnError, with what to do, if a row lacks a column."""
+    """Raise if a row lacks a column; the message says how to get it.
+
+    Raises:
+        ColumnError: If so.
+    """
     missing = [column for column in columns if column not in row]
     if missing:
         hint = ' Add one with dataset.add_column("index", range(len(dataset))).' if "index" in missing else ""

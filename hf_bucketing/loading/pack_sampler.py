@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ class PackBatchSampler(PlannedBatchSampler):
     """Draw packs: samples of any size whose tokens together fit a capacity.
 
     Args:
-        num_tokens (array of `int`, shape `(n,)`): The data set's `num_tokens` column; rows of 0 are never drawn.
+        num_tokens (array of `int`, shape `(n,)`, or callable of the epoch): The data set's `num_tokens` column; rows
+            of 0 are never drawn. A callable, such as that of [`RandomResize`], counts them anew in each epoch.
         capacity (`int`): Tokens per process and step.
         text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, where the model attends to
             them together with its own, as joint attention does.
@@ -38,7 +40,7 @@ class PackBatchSampler(PlannedBatchSampler):
 
     def __init__(
         self,
-        num_tokens: npt.ArrayLike,
+        num_tokens: npt.ArrayLike | Callable[[int], npt.ArrayLike],
         *,
         capacity: int,
         text_tokens: npt.ArrayLike = 0,
@@ -49,16 +51,27 @@ class PackBatchSampler(PlannedBatchSampler):
         **options: Any,
     ) -> None:
         super().__init__(num_processes=num_processes, process_index=process_index)
-        self.num_tokens = np.asarray(num_tokens, np.int64)
+        self._num_tokens = num_tokens
         self.text_tokens = np.asarray(text_tokens, np.int64)
         self.weights = None if weights is None else np.asarray(weights, np.float64)
         self.longest_first = longest_first
         self.config = PackPlanConfig(capacity=capacity, **options)
         sample_spans(self.num_tokens, self.config, text_tokens=self.text_tokens)
 
+    @property
+    def num_tokens(self) -> IntArray:
+        """Tokens of each row in the present epoch, `(n,)`."""
+        return self.tokens_in(self.epoch)
+
+    def tokens_in(self, epoch: int) -> IntArray:
+        """Return the tokens of each row in an epoch, `(n,)`."""
+        given = self._num_tokens
+        return np.asarray(given(epoch) if callable(given) else given, np.int64)
+
     def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
+        num_tokens = self.tokens_in(epoch)
         plan = plan_packs(
-            self.num_tokens,
+            num_tokens,
             self.config,
             epoch=epoch,
             num_processes=num_processes,
@@ -68,13 +81,13 @@ class PackBatchSampler(PlannedBatchSampler):
         )
         if not self.longest_first:
             return plan
-        spans, _ = sample_spans(self.num_tokens, self.config, text_tokens=self.text_tokens)
+        spans, _ = sample_spans(num_tokens, self.config, text_tokens=self.text_tokens)
         taken, model = spans[plan.indices], self.config.cost_model
         return plan.most_expensive_first(taken if model is None else model.cost(taken))
 
     def _identity(self) -> dict[str, object]:
         return {
-            "rows": self.num_tokens,
+            "rows": self.tokens_in(0),
             "text_tokens": self.text_tokens if self.text_tokens.ndim else int(self.text_tokens),
             "weights": self.weights,
             "longest_first": self.longest_first,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any, Protocol, TypeVar
 
 from datasets import Dataset, Image, IterableDataset, Video, concatenate_datasets
@@ -13,6 +14,9 @@ AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
 class ColumnFunction(Protocol):
     """A picklable batch function that names what it reads and writes.
+
+    One whose results depend on more than itself and the columns, such as the content of files, also has
+    `reusable = False`: then datasets neither keeps its results, nor takes earlier ones, nor hashes the function.
 
     Attributes:
         input_columns (`tuple[str, ...]`): Columns that a batch must hold.
@@ -68,6 +72,9 @@ def map_columns(
     batch_size = batch_size or (100_000 if function.vectorised else 1000)
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, batched=True, batch_size=batch_size)
+    reuse: dict[str, Any] = {}
+    if not getattr(function, "reusable", True):
+        reuse = {"load_from_cache_file": False, "keep_in_memory": True, "new_fingerprint": uuid.uuid4().hex}
     new: Dataset = (
         dataset.with_format("arrow" if function.vectorised else None)
         .map(
@@ -78,6 +85,7 @@ def map_columns(
             num_proc=num_proc,
             remove_columns=columns,
             desc=f"{type(function).__name__}: {', '.join(function.output_columns)}",
+            **reuse,
         )
         .with_format(None)
     )

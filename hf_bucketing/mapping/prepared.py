@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from datasets import Dataset, load_from_disk
@@ -16,6 +17,29 @@ from ..errors import BucketingError
 from ..geometry import LatentSpec
 
 MANIFEST = "bucketing.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """Where the latents and texts of a data set lie, and what they were made with.
+
+    The data set's `latents_key` and `text_key` columns name the entries; rows without a bucket have empty keys.
+
+    Args:
+        folder (`str`): Of the [`TensorCache`][hf_bucketing.tensor_cache.TensorCache].
+        batching (`"bucket"` or `"pack"`): Whether latents have the size of their bucket, or each its own.
+        latents_model (`str`): Fingerprint of what encoded the latents.
+        text_model (`str`, *optional*): Fingerprint of what encoded the captions; None if there are none.
+        empty_text_key (`str`, *optional*): Entry of the empty caption, for guidance.
+        views (`dict`): The options of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
+    """
+
+    folder: str
+    batching: Literal["bucket", "pack"]
+    latents_model: str
+    text_model: str | None
+    empty_text_key: str | None
+    views: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +54,7 @@ class PreparedDataset:
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column.
         root (`str`, *optional*): Folder that relative paths in the media column start from.
+        cache ([`CacheInfo`], *optional*): Latents and texts that are encoded already.
     """
 
     dataset: Dataset
@@ -38,6 +63,7 @@ class PreparedDataset:
     column: str
     caption_column: str | None
     root: str | None = None
+    cache: CacheInfo | None = None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder; it appears under its name only when it is complete, and replaces an earlier one.
@@ -55,12 +81,15 @@ class PreparedDataset:
             dataset = dataset.add_column("index", np.arange(len(dataset)))
         dataset.save_to_disk(str(partial))
         manifest = {
-            "version": 1,
+            "version": 2,
             "table": json.loads(self.table.to_json()),
             "spec": asdict(self.spec),
             "column": self.column,
             "caption_column": self.caption_column,
             "root": None if self.root is None else os.path.relpath(self.root, target),
+            "cache": None
+            if self.cache is None
+            else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
         if target.exists():
@@ -78,8 +107,9 @@ class PreparedDataset:
         if not (path / MANIFEST).is_file():
             raise BucketingError(f"{path} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["version"] != 1:
+        if manifest["version"] not in (1, 2):  # version 1 had no cache
             raise BucketingError(f"{path} has version {manifest['version']}; prepare it again with this release.")
+        cache = manifest.get("cache")
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
@@ -87,4 +117,7 @@ class PreparedDataset:
             column=manifest["column"],
             caption_column=manifest["caption_column"],
             root=None if manifest["root"] is None else os.path.normpath(path / manifest["root"]),
+            cache=None
+            if cache is None
+            else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
         )

@@ -1,21 +1,27 @@
 """Image and video files: open them from a data set's cells, read their headers, decode their frames.
 
-Needs PyAV and Pillow, and neither torch nor datasets: both `mapping` (headers) and `loading` (frames) stand on it.
+Needs PyAV and Pillow, and neither torch (but for `media.sample`) nor datasets: both `mapping` (headers, latents) and
+`loading` (frames) stand on it.
 """
 
 from .decode import frame_times, iter_frames
 from .probe import MediaInfo, frames_at_fps, probe
 from .source import MediaSource
 from .video import MAX_PIXELS
+from .views import FramePicking, View, ViewRule, seeded_draws
 from .write import write_video
 
 __all__ = [
     "MAX_PIXELS",
+    "FramePicking",
     "MediaInfo",
     "MediaSource",
+    "View",
+    "ViewRule",
     "frame_times",
     "frames_at_fps",
     "iter_frames",
     "probe",
+    "seeded_draws",
     "write_video",
 ]

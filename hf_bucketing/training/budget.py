@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,9 +18,6 @@ from .data import TrainingData, make_data
 from .estimate import bytes_per_token, estimate_memory, find_capacity, model_width
 from .steps import Step
 
-if TYPE_CHECKING:
-    from ..sampling import EpochPlan
-
 
 def describe(
     config: TrainingConfig,
@@ -32,8 +29,9 @@ def describe(
 ) -> list[str]:
     """Return the plan of the first epoch, its cost and an estimate of memory, as lines of text."""
     plan = data.sampler.plan()
-    tokens = _tokens_of_batches(plan, data)
-    costs = data.cost_model.pack_cost(data.num_tokens[plan.indices], plan.offsets).reshape(plan.num_steps, -1)
+    of_samples = data.tokens_of(plan.indices, epoch=data.sampler.epoch)
+    tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
+    costs = data.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
     memory = estimate_memory(
         transformer,
         num_tokens=int(tokens.max()),
@@ -69,16 +67,17 @@ def fill_capacity(config: TrainingConfig, spec: LatentSpec, *, accelerator: Acce
     """
     if config.capacity != "auto":
         return config
+    searched = dataclasses.replace(config, random_resize=None)  # whose sizes are the largest that are drawn
     recipe = step.recipe
     width = model_width(recipe.transformer)
     recipe.transformer.to(accelerator.device)
-    tokens = make_data(dataclasses.replace(config, capacity=str(2**40)), spec, width=width).num_tokens
+    tokens = make_data(dataclasses.replace(searched, capacity=str(2**40)), spec, width=width).num_tokens
     smallest = int(-(-tokens.max() // config.strip_length) * config.strip_length)
     share = -(-int(tokens.sum()) // accelerator.num_processes)
     largest = min(share, 2 * _free_bytes(accelerator) // bytes_per_token(recipe.transformer))
 
     def try_step(capacity: int) -> None:
-        data = make_data(dataclasses.replace(config, capacity=str(capacity)), spec, width=width)
+        data = make_data(dataclasses.replace(searched, capacity=str(capacity)), spec, width=width)
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.num_tokens[plan.indices], plan.offsets)
         sizes = data.sizes(plan.batch(int(costs.argmax())))
@@ -108,10 +107,6 @@ def out_of_memory(error: Exception, batch: Mapping[str, Any], config: TrainingCo
         f"Memory ran out on {len(batch['size'])} samples (frames x height x width: {sizes}; index "
         f"{list(batch['index'])}): {', '.join(helps)}. {str(error).splitlines()[0]}"
     )
-
-
-def _tokens_of_batches(plan: EpochPlan, data: TrainingData) -> np.ndarray:
-    return np.add.reduceat(data.num_tokens[plan.indices], plan.offsets[:-1])
 
 
 def _trained(transformer: torch.nn.Module) -> list[torch.nn.Parameter]:

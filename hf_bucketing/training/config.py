@@ -42,6 +42,11 @@ class TrainingConfig:
         False, help="Begin with the most expensive step, to run out of memory at once or never."
     )
     center_crop: bool = _flag(False, help="Crop in the middle and start at the first frame, instead of at random.")
+    frame_picking: Literal["start", "uniform", "random"] | None = _flag(
+        None, help="Which frames: the first, spread over the sample, or from a random one on (as --center_crop says)."
+    )
+    flip_probability: float = _flag(0.0, help="Of swapping left and right.")
+    random_resize: int | None = _flag(None, help="Draw each side of a packed sample from these pixels to its own.")
 
     num_train_epochs: int = _flag(1, help="Unused if --max_train_steps is given.")
     max_train_steps: int | None = _flag(None, help="Optimizer steps.")
@@ -101,6 +106,7 @@ class TrainingConfig:
             "optimizer": ("adamw", "adamw_8bit"),
             "weighting_scheme": ("logit_normal", "uniform"),
             "loss_reduction": ("sample", "token"),
+            "frame_picking": (None, "start", "uniform", "random"),
             "on_error": ("raise", "replace"),
         }
         for name, allowed in choices.items():
@@ -130,6 +136,7 @@ class TrainingConfig:
             for name in (
                 *("train_batch_size", "strip_length", "num_train_epochs", "max_train_steps", "validation_steps"),
                 *("gradient_accumulation_steps", "max_sequence_length", "lora_rank", "lora_alpha"),
+                "random_resize",
                 *("checkpointing_steps", "checkpoints_total_limit", "validation_inference_steps"),
             )
         }
@@ -141,7 +148,7 @@ class TrainingConfig:
         for name in ("seed", "dataloader_num_workers", "dataloader_timeout"):
             if getattr(self, name) < 0:
                 raise BucketingError(f"{name} must not be negative, got {getattr(self, name)}.")
-        for name in ("caption_dropout", "ema_decay"):
+        for name in ("caption_dropout", "ema_decay", "flip_probability"):
             if not 0 <= (getattr(self, name) or 0) <= 1:
                 raise BucketingError(f"{name} must be from 0 to 1, got {getattr(self, name)}.")
 
@@ -152,7 +159,11 @@ class TrainingConfig:
             raise BucketingError("lr_warmup_steps needs another schedule: --lr_scheduler constant_with_warmup.")
         if self.lora_alpha is not None and self.lora_rank is None:
             raise BucketingError("lora_alpha scales adapters; give their rank too (--lora_rank).")
-        foreign = ["tail"] if self.batching == "pack" else ["pack_strategy", "balance"]
-        for name in foreign:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise BucketingError(f"{name} is not for batching={self.batching!r}; leave it out.")
+        foreign = ["tail"] if self.batching == "pack" else ["pack_strategy", "balance", "random_resize"]
+        if given := self.not_default(*foreign):
+            raise BucketingError(f"{', '.join(given)} do nothing with batching={self.batching!r}; leave them out.")
+
+    def not_default(self, *names: str) -> list[str]:
+        """Return which of the named settings have another value than by default."""
+        defaults = type(self).__dataclass_fields__
+        return [name for name in names if getattr(self, name) != defaults[name].default]

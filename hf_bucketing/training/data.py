@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..buckets import BucketTable
@@ -18,16 +19,18 @@ from ..geometry import LatentSpec, Size
 from ..loading import (
     BucketBatchSampler,
     BucketCollator,
+    CachedCollator,
     PackBatchSampler,
     PackCollator,
     PlannedBatchSampler,
+    RandomResize,
     StandIns,
 )
-from ..loading.media_collator import MediaCollator
 from ..losses import Reduction, reduction_weights
-from ..mapping import BucketColumns, PreparedDataset, map_columns
+from ..mapping import BucketColumns, CacheInfo, PreparedDataset, map_columns
 from ..open_table import OpenTable, open_table
 from .config import TrainingConfig
+from .recipes import TextEmbeddings
 
 UNREADABLE = "unreadable.jsonl"
 
@@ -41,9 +44,10 @@ class TrainingData:
         sampler ([`PlannedBatchSampler`][hf_bucketing.loading.PlannedBatchSampler]): Of the loader.
         bucket_ids (array of `int`, shape `(n,)`): Size of each row, in `table`.
         table ([`BucketTable`] or [`OpenTable`]): What the ids mean.
-        num_tokens (array of `int`, shape `(n,)`): Tokens of each row.
+        num_tokens (array of `int`, shape `(n,)`): Tokens of each row at its own size or its bucket's.
         cost_model ([`CostModel`][hf_bucketing.cost.CostModel]): What rows of so many tokens cost.
         reduction (`"sample"` or `"token"`): What counts alike in the loss.
+        empty_text ([`TextEmbeddings`], *optional*): The empty caption, where dropped ones come from a cache.
     """
 
     loader: DataLoader[Any]
@@ -53,18 +57,17 @@ class TrainingData:
     num_tokens: npt.NDArray[np.int64]
     cost_model: CostModel
     reduction: Reduction
+    empty_text: TextEmbeddings | None
 
-    def loss_weights(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    def tokens_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of rows, `(n,)`; they change with the epoch where sizes are drawn at random."""
+        if isinstance(self.sampler, PackBatchSampler):
+            return self.sampler.tokens_in(epoch)[rows]
+        return self.num_tokens[rows]
+
+    def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
         """Return what the losses of rows weigh, `(n,)`."""
-        return reduction_weights(torch.from_numpy(self.num_tokens[rows]), self.reduction)
-
-    def tokens(self, rows: npt.NDArray[np.int64]) -> int:
-        """Return the tokens of rows together."""
-        return int(self.num_tokens[rows].sum())
-
-    def cost(self, rows: npt.NDArray[np.int64]) -> float:
-        """Return what rows cost together."""
-        return float(self.cost_model.cost(self.num_tokens[rows]).sum())
+        return reduction_weights(torch.from_numpy(self.tokens_of(rows, epoch=epoch)), self.reduction)
 
     def sizes(self, rows: npt.NDArray[np.int64]) -> list[Size]:
         """Return the size that each row is loaded at."""
@@ -95,8 +98,12 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
     bucket_ids, num_tokens = (np.asarray(dataset[name], np.int64) for name in ("bucket_id", "num_tokens"))
     cost_model = CostModel.for_transformer(width)
+    resize = (
+        None
+        if config.random_resize is None
+        else RandomResize(spec=spec, min_side=config.random_resize, seed=config.seed)
+    )
     sampler: PlannedBatchSampler
-    collator: MediaCollator
     if config.batching == "bucket":
         sampler = BucketBatchSampler(
             bucket_ids,
@@ -108,11 +115,11 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
             longest_first=config.longest_first,
             seed=config.seed,
         )
-        collator = BucketCollator(table, **_collator_options(config, prepared, dataset))
     else:
         assert config.capacity_tokens is not None, "TrainingConfig checks it"
+        sizes = {name: dataset[name] for name in ("num_frames", "height", "width", "index")}
         sampler = PackBatchSampler(
-            num_tokens,
+            num_tokens if resize is None else resize.token_counter(**sizes),
             capacity=config.capacity_tokens,
             multiple=config.strip_length,
             strategy=config.pack_strategy,
@@ -122,7 +129,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
             longest_first=config.longest_first,
             seed=config.seed,
         )
-        collator = PackCollator(spec, **_collator_options(config, prepared, dataset))
+    collator = _make_collator(config, prepared, dataset, table=table, resize=resize)
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -139,19 +146,59 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         num_tokens=num_tokens,
         cost_model=cost_model,
         reduction=config.loss_reduction,
+        empty_text=_empty_text(collator) if isinstance(collator, CachedCollator) and config.caption_dropout else None,
     )
 
 
-def _collator_options(config: TrainingConfig, prepared: PreparedDataset, dataset: Any) -> dict[str, Any]:
-    options = {
+def _empty_text(collator: CachedCollator) -> TextEmbeddings:
+    text = collator.empty_text()
+    mask = text.get("text_mask")
+    return TextEmbeddings(text["text_values"][None], None if mask is None else mask[None])
+
+
+def _make_collator(
+    config: TrainingConfig,
+    prepared: PreparedDataset,
+    dataset: Dataset,
+    *,
+    table: BucketTable | OpenTable,
+    resize: RandomResize | None,
+) -> BucketCollator | PackCollator | CachedCollator:
+    if prepared.cache is not None:
+        return _cached_collator(config, prepared, prepared.cache)
+    options: dict[str, Any] = {
         "column": prepared.column,
         "caption_column": prepared.caption_column,
         "root": prepared.root,
         "random_crop": not config.center_crop,
+        "frame_picking": config.frame_picking,
+        "flip_probability": config.flip_probability,
         "seed": config.seed,
     }
-    if config.on_error == "raise":
-        return options
-    log = Path(config.output_dir) / "logs" / UNREADABLE
-    stand_ins = StandIns(dataset, log=log, max_errors=config.max_errors, max_share=config.max_error_share)
-    return {**options, "on_error": "replace", "stand_ins": stand_ins}
+    if config.on_error == "replace":
+        log = Path(config.output_dir) / "logs" / UNREADABLE
+        stand_ins = StandIns(dataset, log=log, max_errors=config.max_errors, max_share=config.max_error_share)
+        options |= {"on_error": "replace", "stand_ins": stand_ins}
+    if isinstance(table, OpenTable):
+        return PackCollator(prepared.spec, resize=resize, **options)
+    return BucketCollator(table, **options)
+
+
+def _cached_collator(config: TrainingConfig, prepared: PreparedDataset, cache: CacheInfo) -> CachedCollator:
+    if cache.batching != config.batching:
+        raise BucketingError(
+            f"{config.dataset_dir} caches latents for --batching {cache.batching}, not {config.batching}; run "
+            "scripts/cache_latents.py with the same --batching."
+        )
+    given = config.not_default("center_crop", "frame_picking", "flip_probability", "random_resize", "on_error")
+    if given:
+        raise BucketingError(
+            f"{', '.join(given)} change what is decoded, but {config.dataset_dir} holds latents that are encoded "
+            "already; give such options to scripts/cache_latents.py."
+        )
+    return CachedCollator(
+        cache.folder,
+        stack=config.batching == "bucket",
+        caption_column=prepared.caption_column,
+        empty_text_key=cache.empty_text_key,
+    )

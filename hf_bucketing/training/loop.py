@@ -68,6 +68,7 @@ class Trainer:
             if self.accelerator.is_main_process and config.resume_from_checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
             self.data = make_data(self.config, spec, width=model_width(self.recipe.transformer))
+        self.step.empty_text = self.data.empty_text
         check_positions(self.step, self.data, spec)
         self._prepare()
         self.global_step = 0
@@ -149,8 +150,9 @@ class Trainer:
         for batch in self.loader:
             step = self.loader.step - 1
             rows = self.loader.plan.batch(step * self.accelerator.num_processes + self.accelerator.process_index)
-            weights = self.data.loss_weights(rows) / self.data.loss_weights(self.loader.rows_in_window).sum()
-            weights = weights.to(self.accelerator.device)
+            tokens = self.data.tokens_of(rows, epoch=epoch)
+            whole = self.data.loss_weights(self.loader.rows_in_window, epoch=epoch).sum()
+            weights = (self.data.loss_weights(rows, epoch=epoch) / whole).to(self.accelerator.device)
             with self.accelerator.accumulate(self.transformer):
                 losses = self._train_on(batch, weights, epoch=epoch)
                 if self.accelerator.sync_gradients:
@@ -161,7 +163,8 @@ class Trainer:
                     if self.ema is not None:
                         self.ema.step(self.trained)
                 self.optimizer.zero_grad()
-            self.metrics.add(*losses, weights=weights, tokens=self.data.tokens(rows), cost=self.data.cost(rows))
+            cost = float(self.data.cost_model.cost(tokens).sum())
+            self.metrics.add(*losses, weights=weights, tokens=int(tokens.sum()), cost=cost)
             self.log.write_samples(
                 epoch=epoch,
                 step=step,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..packing import Packing, disable_packing, enable_packing, packed_forward
+from .inputs import latents_of, text_of
 from .objectives import Objective
 from .recipes import Recipe, TextEmbeddings
 
@@ -41,12 +42,14 @@ class Step(ABC):
         caption_dropout (`float`): Share of the captions that are replaced by an empty one, for classifier-free
             guidance; drawn from the seed, the epoch and the sample's index.
         seed (`int`): Of that draw.
+        empty_text ([`TextEmbeddings`], *optional*): The empty caption, for batches whose texts come from a cache.
     """
 
     recipe: Recipe
     objective: Objective
     caption_dropout: float = 0.0
     seed: int = 0
+    empty_text: TextEmbeddings | None = None
 
     @abstractmethod
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
@@ -58,11 +61,8 @@ class Step(ABC):
         yield
 
     def _text(self, batch: Mapping[str, Any], dtype: torch.dtype, *, epoch: int) -> TextEmbeddings:
-        captions = [
-            "" if self._drops_caption(index, epoch) else caption
-            for caption, index in zip(batch["caption"], batch["index"], strict=True)
-        ]
-        return self.recipe.encode_text(captions).to(dtype)
+        dropped = [self._drops_caption(index, epoch) for index in batch["index"]]
+        return text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(dtype)
 
     def _drops_caption(self, index: int, epoch: int) -> bool:
         return bool(np.random.default_rng((self.seed, epoch, index, 2)).random() < self.caption_dropout)
@@ -73,14 +73,14 @@ class BucketStep(Step):
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
-        latents = self.recipe.encode_latents(batch["pixel_values"])
-        noised = self.objective(list(latents), indices=batch["index"], epoch=epoch)
+        latents = latents_of(self.recipe, batch)
+        noised = self.objective(latents, indices=batch["index"], epoch=epoch)
         prediction = self.recipe.predict(
             transformer,
             torch.stack(noised.latents),
             timesteps=noised.timesteps,
-            text=self._text(batch, latents.dtype, epoch=epoch),
-            fps=_fps(batch, latents.device),
+            text=self._text(batch, latents[0].dtype, epoch=epoch),
+            fps=_fps(batch, latents[0].device),
         )
         levels = noised.timesteps / self.objective.num_train_timesteps
         return StepLosses(self.objective.losses(prediction, noised), levels)
@@ -108,7 +108,7 @@ class PackStep(Step):
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
-        latents = [self.recipe.encode_latents(pixels[None])[0] for pixels in batch["pixel_values"]]
+        latents = latents_of(self.recipe, batch)
         noised = self.objective(latents, indices=batch["index"], epoch=epoch)
         pack = self.packing.pack(
             noised.latents,

@@ -1,0 +1,112 @@
+"""Which part of a file a sample is: its frames, its crop and its side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BucketingError, MediaError
+from ..geometry import CropBox, Size, cover_resize, crop_box
+
+FramePicking = Literal["start", "uniform", "random"]
+
+_CENTRE = (0.0, 0.5, 0.5, 1.0)
+"""What stands for draws where nothing is random: the first frame, the centre, not flipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One way to look at a file, which fixes every pixel of the sample.
+
+    Args:
+        size ([`Size`]): Frames, height and width of the sample.
+        fps (`float`): Frame rate to pick frames at; 0.0 for an image.
+        start (`int`): First frame, counted at `fps`.
+        position (`tuple[float, float]`): Place of the crop from top to bottom and from left to right, in [0, 1].
+        flip (`bool`): Whether left and right are swapped, after the crop.
+    """
+
+    size: Size
+    fps: float
+    start: int = 0
+    position: tuple[float, float] = (0.5, 0.5)
+    flip: bool = False
+
+    def crop(self, height: int, width: int) -> tuple[tuple[int, int], CropBox]:
+        """Return what a frame of `(height, width)` pixels is resized to, and the crop in resized pixels.
+
+        Raises:
+            BucketingError: If a side is below 1.
+        """
+        resized = cover_resize(height, width, target=self.size)
+        return resized, crop_box(*resized, target=self.size, y=self.position[0], x=self.position[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewRule:
+    """How views are chosen.
+
+    Args:
+        random_crop (`bool`): Crop at a random place; if False, in the centre.
+        frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Which frames of a sample that has more than
+            its size: the first ones, ones evenly spread from the first to the last (which lowers the frame rate), or
+            successive ones from a random start. By default `"random"` with random crops, else `"start"`.
+        flip_probability (`float`): Of swapping left and right, in [0, 1].
+
+    Raises:
+        BucketingError: On an unknown way to pick frames, or a probability outside [0, 1].
+    """
+
+    random_crop: bool = True
+    frame_picking: FramePicking | None = None
+    flip_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.frame_picking not in (None, "start", "uniform", "random"):
+            raise BucketingError(f'frame_picking must be "start", "uniform" or "random", got {self.frame_picking!r}.')
+        if not 0 <= self.flip_probability <= 1:
+            raise BucketingError(f"flip_probability must be from 0 to 1, got {self.flip_probability}.")
+
+    @property
+    def num_draws(self) -> int:
+        """Uniform numbers that a view takes; 0 where nothing is random."""
+        if self.flip_probability:
+            return 4
+        return 3 if self.random_crop or self.frame_picking == "random" else 0
+
+    def view(
+        self, size: Size, *, num_frames: int, fps: float, draws: npt.NDArray[np.float64], name: str = "the file"
+    ) -> View:
+        """Choose the view of a file.
+
+        Args:
+            size ([`Size`]): Of the sample.
+            num_frames (`int`): Frames of the file at `fps`.
+            fps (`float`): Frame rate that they are counted at; 0.0 for an image.
+            draws (array of `float`, shape `(num_draws,)`): Uniform in [0, 1): start, vertical and horizontal place of
+                the crop, flip.
+            name (`str`): What a message calls the file.
+
+        Raises:
+            MediaError: If it has too few frames.
+        """
+        spare = num_frames - size.frames
+        if spare < 0:
+            raise MediaError(f"{name} has {num_frames} frames, too few for {size}; assign its bucket again.")
+        start, y, x, flip = (*map(float, draws), *_CENTRE[len(draws) :])
+        picking = self.frame_picking or ("random" if self.random_crop else "start")
+        first = {"start": 0, "uniform": 0, "random": min(int(start * (spare + 1)), spare)}[picking]
+        if picking == "uniform" and size.frames == 1:
+            first = spare // 2
+        elif picking == "uniform":
+            fps = fps * ((size.frames - 1) / (num_frames - 1))
+        position = (y, x) if self.random_crop else (0.5, 0.5)
+        return View(size=size, fps=fps, start=first, position=position, flip=flip < self.flip_probability)
+
+
+def seeded_draws(count: int, *, seed: int, epoch: int, index: int) -> npt.NDArray[np.float64]:
+    """Return the first uniform numbers in [0, 1) of one sample in one epoch, `(count,)`."""
+    return np.random.default_rng((seed, epoch, index)).random(count)

@@ -1,0 +1,184 @@
+r"""Measure the data path of training against the plain ways and against the step that it feeds, as ratios of one run.
+
+python scripts/benchmark_training.py --output scripts/benchmark_results/training.json
+"""
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import diffusers
+import torch
+from torch.utils.data import DataLoader
+
+from hf_bucketing import BucketTable, token_ladder
+from hf_bucketing.errors import exit_with_message
+from hf_bucketing.loading import BucketBatchSampler, BucketCollator, CachedCollator
+from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
+from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
+from hf_bucketing.training.caching import CacheJob
+from hf_bucketing.training.inputs import latents_of, text_of
+from hf_bucketing.training.recipes import Recipe, recipe_of
+from hf_bucketing.training.steps import BucketStep
+
+FAMILIES = ("wan", "ltx", "latte")
+BATCH_SIZE = 4
+
+
+def median_seconds(*functions: Callable[[], object], runs: int) -> tuple[list[float], float]:
+    """Return the medians of several runs in turns, after one to warm up, and the spread (max − min) of the first's."""
+    times: list[list[float]] = [[] for _ in functions]
+    for run in range(runs + 1):
+        for function, taken in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            if run:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times], max(times[0]) - min(times[0])
+
+
+def load(folder: Path, family: str) -> Recipe:
+    path = str(folder / f"tiny-{family}")
+    make_tiny_pipeline(path, family=family)
+    return recipe_of(path).load(path)
+
+
+def measure_encoding(folder: Path, *, images: int, side: int, runs: int) -> dict[str, float]:
+    """Compare one call of the VAE for all images with one call for each."""
+    figures: dict[str, float] = {"images": images, "image_side": side}
+    pixels = torch.rand(images, 3, 1, side, side, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    for family in FAMILIES:
+        recipe = load(folder, family)
+
+        def one_by_one(recipe: Recipe = recipe) -> list[torch.Tensor]:
+            return [recipe.encode_latents(image[None]) for image in pixels]
+
+        difference = (recipe.encode_latents(pixels) - torch.cat(one_by_one())).abs().max()
+        assert difference < 1e-4, f"{family} differs by {difference}"
+        (batched, loop), spread = median_seconds(
+            lambda recipe=recipe: recipe.encode_latents(pixels), one_by_one, runs=runs
+        )
+        figures[f"{family}_images_encoded_together_per_s"] = images / batched
+        figures[f"{family}_spread_s"] = spread
+        figures[f"{family}_together_times_faster_than_one_by_one"] = loop / batched
+    return figures
+
+
+def prepare(folder: Path, recipe: Recipe, samples: int) -> PreparedDataset:
+    """Do what the demo does: generated media, and the ladder of the README."""
+    make_media_dataset(folder / "media", num_samples=samples)
+    spec = type(recipe).read_spec(str(folder / "tiny-wan"))
+    table: BucketTable = token_ladder(spec, [60, 110, 150], frames=[1, 9, 17, 25], max_aspect_ratio=2.5)
+    loaded = load_media_dataset(str(folder / "media"), caption_column="caption")
+    dataset = map_columns(loaded.dataset, MediaMetadata(loaded.column, target_fps=8, root=loaded.root))
+    dataset = map_columns(dataset, BucketColumns(table, spec))
+    dataset = dataset.add_column("index", range(len(dataset)))
+    return PreparedDataset(
+        dataset=dataset, table=table, spec=spec, column=loaded.column, caption_column="caption", root=loaded.root
+    )
+
+
+def loader_of(data: PreparedDataset, collator: Callable[..., Any], workers: int) -> DataLoader[Any]:
+    sampler = BucketBatchSampler(
+        data.dataset["bucket_id"], table=data.table, batch_size=BATCH_SIZE, num_processes=1, tail="short"
+    )
+    return DataLoader(
+        data.dataset,
+        batch_sampler=sampler,
+        collate_fn=collator,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+
+
+def train(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
+    """Take an optimizer step per batch, as the training script does."""
+    objective = recipe.objective(weighting_scheme="logit_normal", snr_gamma=None, seed=0)
+    step = BucketStep(recipe, objective)
+    optimizer = torch.optim.AdamW(recipe.transformer.parameters())
+    for batch in batches:
+        step(recipe.transformer, batch, epoch=0).mean().backward()
+        torch.nn.utils.clip_grad_norm_(recipe.transformer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def encode(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
+    for batch in batches:
+        latents_of(recipe, batch)
+        text_of(recipe, batch)
+
+
+def measure_data_path(folder: Path, *, samples: int, workers: int, runs: int) -> dict[str, float]:
+    """Compare an epoch of batches, decoded and resized by workers, with the training steps that take them."""
+    recipe = load(folder, "wan")
+    data = prepare(folder, recipe, samples)
+    collator = BucketCollator(data.table, column=data.column, root=data.root, seed=0)
+    loader = loader_of(data, collator, workers)
+    batches = list(loader)
+    cached, _ = CacheJob(recipe=recipe, folder=str(folder / "cache")).run(data)
+    assert cached is not None
+    entries = loader_of(cached, CachedCollator(folder / "cache", stack=True), workers)
+    (delivered, trained, encoded, read), spread = median_seconds(
+        lambda: sum(len(batch["index"]) for batch in loader),
+        lambda: train(recipe, batches),
+        lambda: encode(recipe, batches),
+        lambda: sum(len(batch["index"]) for batch in entries),
+        runs=runs,
+    )
+    return {
+        "samples": samples,
+        "workers": workers,
+        "batch_size": BATCH_SIZE,
+        "delivered_samples_per_s": samples / delivered,
+        "delivered_spread_s": spread,
+        "training_samples_per_s": samples / trained,
+        "data_path_times_what_training_consumes": trained / delivered,
+        "cached_samples_per_s": samples / read,
+        "cache_times_faster_than_decoding_and_encoding": (delivered + encoded) / read,
+        "encoding_share_of_training": encoded / trained,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=16, help="Images that are encoded together (default: 16).")
+    parser.add_argument("--side", type=int, default=64, help="Pixels along both sides of an image (default: 64).")
+    parser.add_argument("--samples", type=int, default=18, help="Of the demo data set (default: 18).")
+    parser.add_argument("--workers", type=int, default=2, help="Decoding processes (default: 2).")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="Of torch (default: one per core)."
+    )
+    parser.add_argument("--runs", type=int, default=5, help="Runs whose median counts (default: 5).")
+    parser.add_argument("--output", type=Path, help="A JSON file for the figures.")
+    args = parser.parse_args()
+    datasets.disable_progress_bars()
+    torch.set_num_threads(args.threads)
+    figures: dict[str, object] = {
+        "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores, {args.threads} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "dtype": "float32",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        figures.update(measure_encoding(Path(folder), images=args.images, side=args.side, runs=args.runs))
+    with tempfile.TemporaryDirectory() as folder:
+        figures.update(measure_data_path(Path(folder), samples=args.samples, workers=args.workers, runs=args.runs))
+    for name, figure in figures.items():
+        print(f"{name:46} {figure:.4g}" if isinstance(figure, float) else f"{name:46} {figure}")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    exit_with_message(main)
