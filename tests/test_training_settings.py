@@ -61,7 +61,12 @@ def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> 
         plain = losses("plain") if "lora_targets" in settings else plain
     packed = {"batching": "pack", "capacity": 640, "strip_length": 16}
     plain = losses("packed", **packed)
-    for settings in ({"random_resize": 32}, {"pack_strategy": "sequential"}, {"pack_strategy": "best_fit_decreasing"}, {"balance": "cost"}):
+    for settings in (
+        {"random_resize": 32},
+        {"pack_strategy": "sequential"},
+        {"pack_strategy": "best_fit_decreasing"},
+        {"balance": "cost"},
+    ):
         assert losses("-".join(map(str, settings.values())), **packed, **settings) != plain, settings
     assert losses("strips", **{**packed, "strip_length": 1}) != plain, "the packs are others"
 
