@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +23,8 @@ os.environ["HF_DATASETS_CACHE"] = _cache.name
 
 # Models of a few thousand weights run no faster on more threads, and sums over more threads round differently.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Speed is no test's business here, and CI must not fail by chance.
 hypothesis.settings.register_profile("hf_bucketing", deadline=None, derandomize="CI" in os.environ)
@@ -76,6 +81,22 @@ def run_script(name: str, *args: object, check: bool = True) -> subprocess.Compl
     return run([sys.executable, ROOT / "scripts" / name, *args], check=check)
 
 
+def run_script_here(name: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a script of this repository in this process, which has imported what it needs already."""
+    stdout, stderr, code = io.StringIO(), io.StringIO(), 0
+    command = [str(ROOT / "scripts" / name), *map(str, args)]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", command)
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+            print("" if end.code is None or isinstance(end.code, int) else end.code, file=stderr)
+    if check and code:
+        pytest.fail(f"{' '.join(command)} exited with {code}:\n{stderr.getvalue()[-4000:]}")
+    return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
+
+
 TRAINING_SCRIPT = ROOT / "scripts" / "train_text_to_video.py"
 
 
@@ -87,7 +108,7 @@ def launch_training(*args: object, num_processes: int = 2, check: bool = True) -
 def start_training(*args: object, num_processes: int) -> subprocess.Popen[bytes]:
     """Start the training script under `accelerate launch`, and let it run."""
     command = [str(part) for part in _launch_command(TRAINING_SCRIPT, *args, num_processes=num_processes)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -115,11 +136,7 @@ def run(
 
     One that hangs fails after `timeout` seconds, with the stacks of all Python processes that it started.
     """
-    environment = {
-        **os.environ,
-        **{"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
-        **(env or {}),
-    }
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})}
     arguments = [str(part) for part in command]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:

@@ -14,7 +14,7 @@ from hf_bucketing.mapping import PreparedDataset, load_media_dataset
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.testing import DEMO_CLIPS, make_media_dataset
 
-from .conftest import ROOT, run_script
+from .conftest import ROOT, run_script, run_script_here
 
 
 def test_the_demo_data_set_has_the_shapes_that_make_training_hard(media_dir: Path) -> None:
@@ -59,7 +59,8 @@ def test_existing_folders_of_other_things_are_not_replaced(tmp_path: Path) -> No
 
 
 def prepare(dataset: object, pipeline: Path, output: Path, *flags: object, check: bool = True):
-    return run_script(
+    here = "--num_proc" not in flags  # whose processes are not forked from this one
+    return (run_script_here if here else run_script)(
         "prepare_dataset.py",
         *("--dataset", dataset, "--pretrained_model_name_or_path", pipeline, "--output_dir", output),
         *(flags or ("--bucket_tokens", "60,110", "--bucket_frames", "1,9,17", "--target_fps", 8)),

@@ -68,9 +68,11 @@ def test_every_row_comes_once_in_full_batches_but_for_the_tails(grouping, num_wo
 
 @groupings
 @pytest.mark.parametrize(("num_workers", "options"), [
-    (0, {}), (2, {}), (2, {"snapshot_every": 4}), (0, {"max_buffered": 5, "snapshot_every": 3}),
-    (2, {"steps_per_epoch": 9}), (3, {"dataset": "few shards"}), (0, {"dataset": "shuffled"}),
-    (2, {"dataset": "shuffled"}),
+    (0, {}), (2, {}), (0, {"max_buffered": 5, "snapshot_every": 3}), (0, {"dataset": "shuffled"}),
+    pytest.param(2, {"snapshot_every": 4}, marks=pytest.mark.slow),
+    pytest.param(2, {"steps_per_epoch": 9}, marks=pytest.mark.slow),
+    pytest.param(3, {"dataset": "few shards"}, marks=pytest.mark.slow),
+    pytest.param(2, {"dataset": "shuffled"}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_state_of_any_step_yields_exactly_the_rest(grouping, num_workers: int, options) -> None:
     def fresh():
