@@ -87,6 +87,7 @@ def run_script_here(name: str, *args: object, check: bool = True) -> subprocess.
     command = [str(ROOT / "scripts" / name), *map(str, args)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", command)
+        patch.syspath_prepend(str(ROOT / "scripts"))
         try:
             runpy.run_path(command[0], run_name="__main__")
         except SystemExit as end:

@@ -139,7 +139,7 @@ def test_a_table_that_no_sample_fits_is_an_error_before_training(media_dir, pipe
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
 def test_every_script_explains_itself(script: Path) -> None:
-    result = run_script(script.name, "--help")
+    result = run_script_here(script.name, "--help")
     assert f"python scripts/{script.name}" in result.stdout or f"scripts/{script.name}" in result.stdout
 
 
