@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
 from hf_bucketing.mapping import PreparedDataset
+from hf_bucketing.media import ViewRule
 from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.data import make_data
 from hf_bucketing.training.history import losses_of
 from hf_bucketing.training.loop import Trainer
 
@@ -50,9 +53,9 @@ def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> 
         {"seed": 1}, {"weighting_scheme": "uniform"}, {"lr_scheduler": "cosine"}, {"max_grad_norm": 0.01},
         {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 3}, {"adam_weight_decay": 50.0},
         {"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_sequence_length": 16},
-        {"capacity": 300}, {"loss_reduction": "token"}, {"caption_dropout": 1.0}, {"center_crop": True},
+        {"capacity": 300}, {"caption_dropout": 1.0}, {"center_crop": True},
         {"lora_rank": 2}, {"lora_rank": 2, "lora_alpha": 64}, {"lora_rank": 2, "lora_targets": "to_q"},
-        {"flip_probability": 1.0}, {"frame_picking": "uniform"},
+        {"flip_probability": 1.0},
         {"longest_first": True}, {"tail": "drop"}, {"tail": "repeat"},
     ]):  # fmt: skip
         changed = losses(str(number), **settings)
@@ -62,6 +65,7 @@ def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> 
     packed = {"batching": "pack", "capacity": 640, "strip_length": 16}
     plain = losses("packed", **packed)
     for settings in (
+        {"loss_reduction": "token"},
         {"random_resize": 32},
         {"pack_strategy": "sequential"},
         {"pack_strategy": "best_fit_decreasing"},
@@ -69,6 +73,17 @@ def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> 
     ):
         assert losses("-".join(map(str, settings.values())), **packed, **settings) != plain, settings
     assert losses("strips", **{**packed, "strip_length": 1}) != plain, "the packs are others"
+
+
+def test_the_settings_of_views_reach_the_collator(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    views = {"center_crop": True, "frame_picking": "uniform", "flip_probability": 0.3}
+    config = in_process(pipeline_dir, prepared_dir, tmp_path, **views)
+    spec = PreparedDataset.load(prepared_dir).spec
+    rule = ViewRule(random_crop=False, frame_picking="uniform", flip_probability=0.3)
+    assert make_data(config, spec, width=96).loader.collate_fn.views == rule
+    packs = dataclasses.replace(config, batching="pack", capacity="640", random_resize=32)
+    collator = make_data(packs, spec, width=96).loader.collate_fn
+    assert (collator.views, collator.resize.min_side) == (rule, 32)
 
 
 def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
