@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hf_bucketing.packing import SegmentSpans, packed_attention
@@ -14,6 +13,8 @@ from hf_bucketing.packing.attention.options import AttentionOptions
 from hf_bucketing.packing.attention.varlen import attend_by_offsets
 
 from .test_attention import CPU, HEADS, by_hand, gradients, segment_spans, spans_of, tokens_for
+
+varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen kernel")
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices alone")
 
