@@ -32,6 +32,13 @@ def test_a_sound_model_passes_every_check(dtype: torch.dtype) -> None:
     assert str(report).count(" ok") == 7
 
 
+def test_backends_that_mask_are_verified_with_a_finite_poison() -> None:
+    report = verify(backend="dense")
+    assert report.passed, str(report)
+    assert "leak of 1000 into other samples" in str(report)
+    assert "leak of nan into other samples" in str(verify())
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = make_model()
     processors, before = model.attn_processors, Samples().alone(model)
