@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from diffusers import DiffusionPipeline
 
 from ...errors import BucketingError
 from ...geometry import LatentSpec
-from ..objectives import Objective
+from ..objectives import FlowMatching, Objective
 
 
 class TextEmbeddings(NamedTuple):
@@ -95,6 +96,26 @@ class Recipe(ABC):
         Raises:
             BucketingError: On a setting that this model's objective does not have.
         """
+
+    def flow_matching(
+        self,
+        shift: float | Callable[[tuple[int, ...]], float],
+        *,
+        weighting_scheme: Literal["logit_normal", "uniform"],
+        snr_gamma: float | None,
+        seed: int,
+    ) -> FlowMatching:
+        """Return the objective of a model that is trained by flow matching.
+
+        Raises:
+            BucketingError: If a weight for denoising losses is given.
+        """
+        if snr_gamma is not None:
+            raise BucketingError(
+                f"snr_gamma weighs denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
+            )
+        steps = int(self.pipeline.scheduler.config.num_train_timesteps)
+        return FlowMatching(num_train_timesteps=steps, shift=shift, weighting_scheme=weighting_scheme, seed=seed)
 
     @abstractmethod
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 from ...errors import BucketingError
 from ...geometry import LatentSpec
 from ...shift import shift_for_tokens
-from ..objectives import FlowMatching, Objective
+from ..objectives import Objective
 from .base import Recipe, TextEmbeddings, read_configs
 
 
@@ -39,16 +39,10 @@ class LTXRecipe(Recipe):
         self, *, weighting_scheme: Literal["logit_normal", "uniform"], snr_gamma: float | None, seed: int
     ) -> Objective:
         """Match the flow, shifted as the pipeline's scheduler does for a sample of that many tokens."""
-        if snr_gamma is not None:
-            raise BucketingError("snr_gamma weighs denoising losses; LTX is trained by flow matching. Leave it out.")
         config = self.pipeline.scheduler.config
         dynamic = config.get("use_dynamic_shifting", False)
-        return FlowMatching(
-            num_train_timesteps=int(config.num_train_timesteps),
-            shift=_shift_by_size(config) if dynamic else float(config.get("shift", 1.0)),
-            weighting_scheme=weighting_scheme,
-            seed=seed,
-        )
+        shift = _shift_by_size(config) if dynamic else float(config.get("shift", 1.0))
+        return self.flow_matching(shift, weighting_scheme=weighting_scheme, snr_gamma=snr_gamma, seed=seed)
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:

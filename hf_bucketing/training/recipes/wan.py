@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
 from ...errors import BucketingError
 from ...geometry import LatentSpec
-from ..objectives import FlowMatching, Objective
+from ..objectives import Objective
 from .base import Recipe, TextEmbeddings, read_configs
 
 
@@ -41,15 +41,9 @@ class WanRecipe(Recipe):
         self, *, weighting_scheme: Literal["logit_normal", "uniform"], snr_gamma: float | None, seed: int
     ) -> Objective:
         """Match the flow, shifted as the pipeline samples."""
-        if snr_gamma is not None:
-            raise BucketingError("snr_gamma weighs denoising losses; Wan is trained by flow matching. Leave it out.")
         config = self.pipeline.scheduler.config
-        return FlowMatching(
-            num_train_timesteps=int(config.num_train_timesteps),
-            shift=float(config.get("flow_shift") or config.get("shift") or 1.0),
-            weighting_scheme=weighting_scheme,
-            seed=seed,
-        )
+        shift = float(config.get("flow_shift") or config.get("shift") or 1.0)
+        return self.flow_matching(shift, weighting_scheme=weighting_scheme, snr_gamma=snr_gamma, seed=seed)
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
