@@ -28,6 +28,7 @@ from hf_bucketing.loading import (
     ResumableStream,
     StreamingBucketBatcher,
     resume,
+    worker_options,
 )
 from hf_bucketing.losses import global_mean
 
@@ -76,8 +77,8 @@ class Run(NamedTuple):
             batch_sampler=make_sampler(kind),
             collate_fn=partial(collate, fault=fault),
             timeout=timeout,
-            num_workers=num_workers,
             persistent_workers=persistent,
+            **worker_options(num_workers),
         )
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         set_seed(0, device_specific=True)
@@ -162,7 +163,7 @@ def check_stream(output: Path, *, num_workers: int, shards: int = 6, total: int 
         )
         grouping = BucketGrouping(table=TABLE, batch_size=4)
         stream = StreamingBucketBatcher(dataset, grouping, collate_fn=collate_rows, snapshot_every=8)
-        return accelerator, resume(accelerator, stream.make_loader(num_workers=num_workers))
+        return accelerator, resume(accelerator, stream.make_loader(**worker_options(num_workers)))
 
     accelerator, whole = start()
     lines = []

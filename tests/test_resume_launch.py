@@ -19,7 +19,7 @@ WORKER = Path(__file__).parent / "loader_worker.py"
 
 def launch(mode: str, output: Path, options, *, num_processes: int, check: bool = True):
     command = [
-        *("timeout", 200, sys.executable, "-m", "accelerate.commands.launch", "--num_machines", 1),
+        *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", 1),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", num_processes),
         *("--main_process_port", 0, *(["--multi_gpu"] if num_processes > 1 else ["--cpu"])),
         *(WORKER, mode, output, "--options", json.dumps(options)),

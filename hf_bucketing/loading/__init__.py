@@ -14,6 +14,7 @@ from .random_resize import RandomResize
 from .resume import ResumableLoader, resume
 from .resume_stream import ResumableStream
 from .streaming import StreamingBucketBatcher
+from .workers import worker_options
 
 __all__ = [
     "BucketBatchSampler",
@@ -33,4 +34,5 @@ __all__ = [
     "StreamingBucketBatcher",
     "check_loader",
     "resume",
+    "worker_options",
 ]

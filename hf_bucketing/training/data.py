@@ -25,6 +25,7 @@ from ..loading import (
     PlannedBatchSampler,
     RandomResize,
     StandIns,
+    worker_options,
 )
 from ..losses import Reduction, reduction_weights
 from ..mapping import BucketColumns, CacheInfo, PreparedDataset, map_columns
@@ -134,9 +135,9 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         dataset,
         batch_sampler=sampler,
         collate_fn=collator,
-        num_workers=config.dataloader_num_workers,
         persistent_workers=config.dataloader_num_workers > 0,
         timeout=config.dataloader_timeout if config.dataloader_num_workers else 0,
+        **worker_options(config.dataloader_num_workers),
     )
     return TrainingData(
         loader=loader,
