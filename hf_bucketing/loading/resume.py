@@ -151,10 +151,11 @@ class ResumableLoader:
             # accelerate draws one batch ahead of the one at hand.
             ahead = range(self.step, min(self.step + 2, self.plan.num_steps))
             rows = [self.plan.batch(step * self.plan.num_processes + process).tolist() for step in ahead]
+            happened = str(error).rstrip(".")
             raise BucketingError(
-                f"Process {process} got no batch after step {self.step} of epoch {self.epoch}: {str(error).rstrip('.')}. The worker "
-                f"was to load the rows {' or '.join(map(str, rows))}, or ones a few steps later. Look for a sample that "
-                "takes all memory or hangs, raise the loader's timeout, or use fewer workers."
+                f"Process {process} got no batch after step {self.step} of epoch {self.epoch}: {happened}. The worker "
+                f"was to load the rows {' or '.join(map(str, rows))}, or ones a few steps later. Look for a sample "
+                "that takes all memory or hangs, raise the loader's timeout, or use fewer workers."
             ) from error
 
     def __len__(self) -> int:
