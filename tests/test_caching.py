@@ -27,7 +27,7 @@ from hf_bucketing.training.steps import BucketStep, PackStep
 
 from .conftest import ROOT, launch, run_script
 
-OPTIONS = {"weighting_scheme": "uniform", "snr_gamma": None, "seed": 0}
+OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 RANDOM = ViewRule(flip_probability=0.5)
 CENTRED = ViewRule(random_crop=False)
 

@@ -21,7 +21,7 @@ SPECS = {
 }
 FRAMES = {"wan": 5, "ltx": 5, "latte": 16}
 families = pytest.mark.parametrize("family", SPECS)
-OPTIONS = {"weighting_scheme": "uniform", "snr_gamma": None, "seed": 0}
+OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_ltx_shifts_noise_levels_as_its_scheduler_does_for_that_many_tokens(reci
     recipe = recipes["ltx"]
     latent = torch.randn(4, 3, 10, 12)
     objective = recipe.objective(**OPTIONS)
-    plain = FlowMatching(weighting_scheme="uniform", seed=0)([latent], indices=[3], epoch=0).timesteps / 1000
+    plain = FlowMatching(seed=0)([latent], indices=[3], epoch=0).timesteps / 1000
     config = recipe.pipeline.scheduler.config
     mu = calculate_shift(3 * 10 * 12, config.base_image_seq_len, config.max_image_seq_len, config.base_shift,
                          config.max_shift)  # fmt: skip
@@ -150,6 +150,8 @@ def test_latte_adds_noise_as_its_scheduler_and_trains_mean_and_variance(recipes)
     weighted = recipe.objective(**{**OPTIONS, "snr_gamma": 1.0}).losses(prediction, noised)
     assert (weighted <= values).all()
     assert not torch.equal(weighted, values)
+    with pytest.raises(BucketingError, match="noise levels of a flow"):
+        recipe.objective(**{**OPTIONS, "weighting_scheme": "uniform"})
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])

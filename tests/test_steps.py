@@ -11,7 +11,7 @@ from hf_bucketing.packing import disable_packing, enable_packing
 from hf_bucketing.training.recipes import recipe_of
 from hf_bucketing.training.steps import BucketStep, PackStep
 
-OPTIONS = {"weighting_scheme": "uniform", "snr_gamma": None, "seed": 0}
+OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 
 
 def make_batch(frames: int, *, count: int = 3) -> dict:
@@ -41,12 +41,11 @@ def test_packed_and_bucketed_training_are_the_same(family: str, frames: int, pip
     step = PackStep(recipe=recipe, objective=objective, packing=packing)
     packed_values, packed = losses_and_gradients(step, {**batch, "pixel_values": list(batch["pixel_values"])})
     assert torch.allclose(packed_values, values, atol=1e-5, rtol=1e-5)
-    compared = 0
-    for one, other in zip(gradients, packed, strict=True):
-        if one.norm() > 1e-6:
-            compared += 1
-            assert float((one - other).norm() / one.norm()) <= 1e-4
-    assert compared > 10
+    norms = torch.stack([one.norm() for one in gradients])
+    differences = torch.stack([(one - other).norm() for one, other in zip(gradients, packed, strict=True)])
+    assert float(differences.norm() / norms.norm()) <= 1e-5
+    assert (norms > 1e-4 * norms.norm()).sum() > 10
+    assert (differences <= 1e-4 * norms + 1e-6 * norms.norm()).all(), "each parameter's, but for rounding in float32"
 
 
 def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> None:

@@ -69,11 +69,30 @@ def test_the_optimizer_takes_what_is_trained_and_says_what_is_missing(monkeypatc
     optimizer = make_optimizer(model.parameters(), name="adamw", **ADAMW)
     assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(model.weight)]
     assert optimizer.defaults["weight_decay"] == 0.1
+    with pytest.raises(BucketingError, match="nothing would be trained"):
+        make_optimizer([model.bias], name="adamw", **ADAMW)
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(BucketingError, match="pip install bitsandbytes"):
         make_optimizer(model.parameters(), name="adamw_8bit", **ADAMW)
-    with pytest.raises(BucketingError, match="nothing would be trained"):
-        make_optimizer([model.bias], name="adamw", **ADAMW)
+
+
+def test_the_8_bit_optimizer_holds_bytes_and_takes_nearly_the_same_steps() -> None:
+    pytest.importorskip("bitsandbytes")
+    inputs, weights = torch.randn(32, 64), []
+    for name in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 128, bias=False)
+        first = model.weight.detach().clone()
+        optimizer = make_optimizer(model.parameters(), name=name, **ADAMW)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(inputs).pow(2).mean().backward()
+            optimizer.step()
+        weights.append(model.weight.detach() - first)
+    state = optimizer.state[model.weight]
+    assert (state["state1"].dtype, state["state2"].dtype) == (torch.uint8, torch.uint8)
+    difference = float((weights[1] - weights[0]).norm() / weights[0].norm())
+    assert 0 < difference < 0.05, difference
 
 
 def test_the_memory_estimate_counts_what_is_trained(pipeline_dirs) -> None:

@@ -106,6 +106,16 @@ def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, t
     assert [sum(one["loss"]) / len(one["loss"]) for one in samples] == pytest.approx(losses, abs=1e-5)
 
 
+def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    eight = {"optimizer": "adamw_8bit", "max_train_steps": 4, "checkpointing_steps": 2}
+    whole = run(in_process(pipeline_dir, prepared_dir, tmp_path / "whole", **eight))
+    assert whole != run(in_process(pipeline_dir, prepared_dir, tmp_path / "plain", max_train_steps=4))
+    parts = in_process(pipeline_dir, prepared_dir, tmp_path / "parts", **{**eight, "max_train_steps": 2})
+    run(parts)
+    assert run(dataclasses.replace(parts, max_train_steps=4, resume_from_checkpoint="latest")) == whole
+
+
 def test_averaged_weights_are_saved(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     def weights(folder: Path) -> dict[str, torch.Tensor]:
         return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")

@@ -68,7 +68,9 @@ class TrainingConfig:
     adam_epsilon: float = _flag(1e-8, help="Of AdamW.")
     max_grad_norm: float = _flag(1.0, help="Gradients are clipped to this norm.")
 
-    weighting_scheme: Literal["logit_normal", "uniform"] = _flag("logit_normal", help="Draw of a flow's noise level.")
+    weighting_scheme: Literal["logit_normal", "uniform"] | None = _flag(
+        None, help="Draw of a flow's noise level, by default logit_normal; not for denoising (Latte)."
+    )
     snr_gamma: float | None = _flag(None, help="Min-SNR weighting of denoising losses (Latte), such as 5.0.")
     loss_reduction: Literal["sample", "token"] = _flag("sample", help="What counts alike in the loss.")
     max_sequence_length: int | None = _flag(None, help="Text tokens per caption; by default the pipeline's own.")
@@ -104,7 +106,7 @@ class TrainingConfig:
             "balance": ("none", "cost"),
             "mixed_precision": (None, "no", "fp16", "bf16"),
             "optimizer": ("adamw", "adamw_8bit"),
-            "weighting_scheme": ("logit_normal", "uniform"),
+            "weighting_scheme": (None, "logit_normal", "uniform"),
             "loss_reduction": ("sample", "token"),
             "frame_picking": (None, "start", "uniform", "random"),
             "on_error": ("raise", "replace"),

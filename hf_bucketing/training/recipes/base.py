@@ -89,7 +89,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def objective(
-        self, *, weighting_scheme: Literal["logit_normal", "uniform"], snr_gamma: float | None, seed: int
+        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
     ) -> Objective:
         """Return what the model is trained to do, from the pipeline's scheduler.
 
@@ -101,7 +101,7 @@ class Recipe(ABC):
         self,
         shift: float | Callable[[tuple[int, ...]], float],
         *,
-        weighting_scheme: Literal["logit_normal", "uniform"],
+        weighting_scheme: Literal["logit_normal", "uniform"] | None,
         snr_gamma: float | None,
         seed: int,
     ) -> FlowMatching:
@@ -115,7 +115,8 @@ class Recipe(ABC):
                 f"snr_gamma weighs denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
             )
         steps = int(self.pipeline.scheduler.config.num_train_timesteps)
-        return FlowMatching(num_train_timesteps=steps, shift=shift, weighting_scheme=weighting_scheme, seed=seed)
+        scheme = weighting_scheme or "logit_normal"
+        return FlowMatching(num_train_timesteps=steps, shift=shift, weighting_scheme=scheme, seed=seed)
 
     @abstractmethod
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,14 @@ class LatteRecipe(Recipe):
         )
 
     def objective(
-        self, *, weighting_scheme: Literal["logit_normal", "uniform"], snr_gamma: float | None, seed: int
+        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
     ) -> Objective:
-        """Denoise on the schedule of the pipeline's scheduler; `weighting_scheme` is for flows."""
+        """Denoise on the schedule of the pipeline's scheduler, at times drawn uniformly."""
+        if weighting_scheme is not None:
+            raise BucketingError(
+                "weighting_scheme draws noise levels of a flow; a LattePipeline is trained by denoising, at times drawn "
+                "uniformly; omit it."
+            )
         return Denoising(
             posterior=GaussianPosterior.from_scheduler(self.pipeline.scheduler), snr_gamma=snr_gamma, seed=seed
         )

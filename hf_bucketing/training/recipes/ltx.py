@@ -36,7 +36,7 @@ class LTXRecipe(Recipe):
         )
 
     def objective(
-        self, *, weighting_scheme: Literal["logit_normal", "uniform"], snr_gamma: float | None, seed: int
+        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
     ) -> Objective:
         """Match the flow, shifted as the pipeline's scheduler does for a sample of that many tokens."""
         config = self.pipeline.scheduler.config

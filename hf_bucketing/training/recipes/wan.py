@@ -38,7 +38,7 @@ class WanRecipe(Recipe):
         )
 
     def objective(
-        self, *, weighting_scheme: Literal["logit_normal", "uniform"], snr_gamma: float | None, seed: int
+        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
     ) -> Objective:
         """Match the flow, shifted as the pipeline samples."""
         config = self.pipeline.scheduler.config
