@@ -3,19 +3,13 @@ r"""Measure columns and media metadata against the plain ways, as ratios of one 
 python scripts/benchmark_mapping.py --rows 5300000 --output scripts/benchmark_results/mapping.json
 """
 
-import argparse
-import json
-import multiprocessing
-import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import datasets
 import numpy as np
+from benchmark_tools import in_fresh_process, machine, make_parser, report, seconds_of, timed_with_memory
 from PIL import Image
 
 from hf_bucketing import BucketTable, LatentSpec, novelai_ladder
@@ -24,17 +18,6 @@ from hf_bucketing.mapping import BucketColumns, map_columns
 from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
 
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
-
-
-def median_seconds(function: Callable[[], object], *, runs: int) -> tuple[float, float]:
-    """Return the median and the spread (max − min) of several runs after one to warm up."""
-    function()
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times), max(times) - min(times)
 
 
 def loop_of_the_seed(table: BucketTable, widths: np.ndarray, heights: np.ndarray) -> dict[int, list[int]]:
@@ -48,31 +31,16 @@ def loop_of_the_seed(table: BucketTable, widths: np.ndarray, heights: np.ndarray
     return buckets
 
 
-def extra_memory(rows_dir: str) -> float:
-    """Return the MB by which mapping raises the peak memory of a fresh process."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe()
-    process = context.Process(target=send_extra_memory, args=(rows_dir, sender))
-    process.start()
-    process.join()
-    return float(receiver.recv())
-
-
-def send_extra_memory(rows_dir: str, connection: Connection) -> None:
+def mapping_cost(rows_dir: str) -> tuple[float, float]:
     datasets.disable_progress_bars()
     dataset = datasets.load_from_disk(rows_dir)
     columns = BucketColumns(novelai_ladder(), SPEC)
-    map_columns(dataset.select(range(1000)), columns)  # what imports and the first call take is not counted
-    dataset.cleanup_cache_files()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here
-    before = memory_in_mb("VmRSS")
-    map_columns(dataset, columns)
-    connection.send(memory_in_mb("VmHWM") - before)
 
+    def warm_up() -> None:
+        map_columns(dataset.select(range(1000)), columns)
+        dataset.cleanup_cache_files()
 
-def memory_in_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+    return timed_with_memory(lambda: map_columns(dataset, columns), warm_up)
 
 
 def measure_columns(rows: int, runs: int, folder: Path) -> dict[str, float]:
@@ -86,23 +54,22 @@ def measure_columns(rows: int, runs: int, folder: Path) -> dict[str, float]:
         dataset.cleanup_cache_files()
         map_columns(dataset, BucketColumns(table, SPEC))
 
-    mapped, mapped_spread = median_seconds(map_uncached, runs=runs)
-    memory = extra_memory(str(folder / "rows"))
+    _, memory = in_fresh_process(mapping_cost, rows_dir=str(folder / "rows"))
     frames = np.ones(rows, np.int64)
-    assigned, _ = median_seconds(lambda: table.assign(frames, heights, widths), runs=runs)
+    mapped, assigned = seconds_of(map_uncached, lambda: table.assign(frames, heights, widths), runs=runs)
     start = time.perf_counter()
     loop_of_the_seed(table, widths, heights)
     loop = time.perf_counter() - start
-    ladder, _ = median_seconds(novelai_ladder, runs=100)
+    (ladder,) = seconds_of(novelai_ladder, runs=100)
     return {
         "rows": rows,
-        "map_columns_s": mapped,
-        "map_columns_spread_s": mapped_spread,
+        "map_columns_s": mapped.median,
+        "map_columns_spread_s": mapped.spread,
         "map_columns_extra_memory_mb": memory,
         "loop_of_the_seed_s": loop,
-        "map_columns_times_faster": loop / mapped,
-        "assign_rows_per_s": rows / assigned,
-        "novelai_ladder_ms": ladder * 1e3,
+        "map_columns_times_faster": loop / mapped.median,
+        "assign_rows_per_s": rows / assigned.median,
+        "novelai_ladder_ms": ladder.median * 1e3,
     }
 
 
@@ -119,34 +86,28 @@ def measure_media(files: int, runs: int, folder: Path) -> dict[str, float]:
         frames = rng.integers(0, 255, (8, 64, 96, 3), dtype=np.uint8)
         write_video(path, frames, fps=8)
         clips.append(MediaSource.from_cell(str(path)))
-    headers, _ = median_seconds(lambda: [probe(source) for source in pictures], runs=runs)
-    decoded, _ = median_seconds(lambda: [list(iter_frames(source, [0.0])) for source in pictures], runs=1)
-    videos, _ = median_seconds(lambda: [probe(source) for source in clips], runs=runs)
+    headers, videos = seconds_of(
+        lambda: [probe(source) for source in pictures], lambda: [probe(source) for source in clips], runs=runs
+    )
+    (decoded,) = seconds_of(lambda: [list(iter_frames(source, [0.0])) for source in pictures], runs=1)
     return {
-        "image_headers_per_s": files / headers,
-        "image_headers_times_faster_than_decoding": decoded / headers,
-        "video_headers_per_s": len(clips) / videos,
+        "image_headers_per_s": files / headers.median,
+        "image_headers_times_faster_than_decoding": decoded.median / headers.median,
+        "video_headers_per_s": len(clips) / videos.median,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_300_000, help="Rows of sizes (default: 5.3 M, as NovelAI had).")
     parser.add_argument("--files", type=int, default=400, help="Pictures of 1024×768 pixels; a quarter as many clips.")
-    parser.add_argument("--runs", type=int, default=5, help="Runs whose median counts (default: 5).")
-    parser.add_argument("--output", type=Path, help="A JSON file for the figures.")
     args = parser.parse_args()
     datasets.disable_progress_bars()
-    versions = {"python": platform.python_version(), "numpy": np.__version__, "datasets": datasets.__version__}
-    figures: dict[str, object] = {"machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores", **versions}
+    figures = machine("numpy", "datasets")
     with tempfile.TemporaryDirectory() as folder:
         figures.update(measure_columns(args.rows, args.runs, Path(folder)))
         figures.update(measure_media(args.files, args.runs, Path(folder)))
-    for name, figure in figures.items():
-        print(f"{name:42} {figure:.4g}" if isinstance(figure, float) else f"{name:42} {figure}")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(figures, indent=2) + "\n")
+    report(figures, args.output)
 
 
 if __name__ == "__main__":

@@ -4,19 +4,13 @@ python scripts/benchmark_packing.py --output scripts/benchmark_results/packing.j
 python scripts/benchmark_packing.py --device cuda --output scripts/benchmark_results/packing_cuda.json
 """
 
-import argparse
-import json
 import math
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import diffusers
 import torch
 import torch.nn.functional as F
+from benchmark_tools import machine, make_parser, report, seconds_of
 from diffusers import WanTransformer3DModel
 
 from hf_bucketing.errors import exit_with_message
@@ -28,27 +22,14 @@ MIXED = ((3, 8, 12), (1, 16, 16), (4, 10, 6), (1, 8, 8), (2, 14, 8), (1, 6, 12))
 TEXT_LENGTH = 128
 
 
-def interleaved_medians(functions: dict[str, Callable[[], object]], *, runs: int, device: str) -> dict[str, float]:
-    """Return the median seconds of each function, run in turns after a run to warm up: all meet the same machine.
+def medians(functions: dict[str, Callable[[], object]], *, runs: int, device: str) -> dict[str, float]:
+    """Return the median seconds of each function, run in turns.
 
     On the CPU, seconds of this process on its one thread: what else the machine does is not counted.
     """
-    clock = time.perf_counter if device == "cuda" else time.process_time
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for run in range(runs + 1):
-        for name, function in functions.items():
-            synchronize(device)
-            start = clock()
-            function()
-            synchronize(device)
-            if run:
-                times[name].append(clock() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    options = {"clock": time.process_time} if device == "cpu" else {"synchronize": torch.cuda.synchronize}
+    timed = seconds_of(*functions.values(), runs=runs, **options)
+    return {name: seconds.median for name, seconds in zip(functions, timed, strict=True)}
 
 
 def attention_case(
@@ -76,12 +57,10 @@ def measure_attention(runs: int) -> dict[str, float]:
 
     with torch.no_grad():
         difference = float((forward("segments") - forward("dense")).abs().max())
-        forwards = interleaved_medians(
+        forwards = medians(
             {name: lambda name=name: forward(name) for name in ("segments", "dense")}, runs=runs, device="cpu"
         )
-    trained = interleaved_medians(
-        {name: lambda name=name: both(name) for name in ("segments", "dense")}, runs=runs, device="cpu"
-    )
+    trained = medians({name: lambda name=name: both(name) for name in ("segments", "dense")}, runs=runs, device="cpu")
     return {
         "attention_largest_difference": difference,
         "attention_segments_forward_s": forwards["segments"],
@@ -135,9 +114,7 @@ def measure_step(runs: int, layers: int, heads: int, strip_length: int) -> dict[
         batch = packing.pack(latents, timesteps=timesteps, text=text)
         packed_mse(packed_forward(packed_model, batch), batch.pack_like(latents), batch.layout).mean().backward()
 
-    times = interleaved_medians(
-        {"one_by_one": one_by_one, "padded": padded, "packed": packed}, runs=runs, device="cpu"
-    )
+    times = medians({"one_by_one": one_by_one, "padded": padded, "packed": packed}, runs=runs, device="cpu")
     layout = packing.pack(latents, timesteps=timesteps, text=text).layout
     width = model.config.num_attention_heads * model.config.attention_head_dim
     return {
@@ -185,7 +162,7 @@ def measure_cuda_attention(runs: int, tokens: int, heads: int, head_dim: int) ->
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
                 return torch.autograd.grad(F.scaled_dot_product_attention(*batch), batch, out)
 
-        times = interleaved_medians({"varlen": varlen, "flash": flash}, runs=runs, device="cuda")
+        times = medians({"varlen": varlen, "flash": flash}, runs=runs, device="cuda")
         figures[f"cuda_varlen_of_flash_throughput_{count}_segments"] = times["flash"] / times["varlen"]
         figures[f"cuda_varlen_{count}_segments_s"] = times["varlen"]
     return figures
@@ -215,7 +192,7 @@ def measure_cuda_step(runs: int, layers: int, heads: int) -> dict[str, float]:
             output = plain(batch, timesteps, text, return_dict=False)[0]
         masked_mse(output, batch).mean().backward()
 
-    times = interleaved_medians({"packed": packed, "fixed": fixed_size}, runs=runs, device="cuda")
+    times = medians({"packed": packed, "fixed": fixed_size}, runs=runs, device="cuda")
     counts = {name: sum(map(math.prod, grids)) for name, grids in {"packed": mixed, "fixed": fixed}.items()}
     speeds = {name: counts[name] / times[name] for name in times}
     return {
@@ -229,25 +206,20 @@ def measure_cuda_step(runs: int, layers: int, heads: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="What to measure on (default: cpu).")
-    parser.add_argument("--runs", type=int, default=5, help="Interleaved runs whose medians count (default: 5).")
     parser.add_argument("--layers", type=int, default=4, help="Of the Wan model (default: 4).")
     parser.add_argument(
         "--heads", type=int, default=6, help="Of the Wan model, of 64 channels, 128 on cuda (default: 6)."
     )
     parser.add_argument("--strip_length", type=int, default=32, help="Tokens per strip on the CPU (default: 32).")
-    parser.add_argument("--output", type=Path, help="A JSON file for the figures.")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
-    figures: dict[str, object] = {
-        "device": name,
+    figures = {
+        **machine("torch", "diffusers"),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
         "dtype": "float32" if args.device == "cpu" else "bfloat16",
         "runs": args.runs,
     }
@@ -257,11 +229,7 @@ def main() -> None:
     else:
         figures.update(measure_attention(args.runs))
         figures.update(measure_step(args.runs, args.layers, args.heads, args.strip_length))
-    for key, figure in figures.items():
-        print(f"{key:52} {figure:.4g}" if isinstance(figure, float) else f"{key:52} {figure}")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(figures, indent=2) + "\n")
+    report(figures, args.output)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,19 @@ r"""Measure the data path of training against the plain ways and against the ste
 python scripts/benchmark_training.py --output scripts/benchmark_results/training.json
 """
 
-import argparse
-import json
-import multiprocessing
-import platform
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import datasets
-import diffusers
 import torch
+from benchmark_tools import machine, make_parser, report, seconds_of
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, token_ladder
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.loading import BucketBatchSampler, BucketCollator, CachedCollator
+from hf_bucketing.loading import BucketBatchSampler, BucketCollator, CachedCollator, worker_options
 from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.training.caching import CacheJob
@@ -31,18 +25,6 @@ from hf_bucketing.training.steps import BucketStep
 
 FAMILIES = ("wan", "ltx", "latte")
 BATCH_SIZE = 4
-
-
-def median_seconds(*functions: Callable[[], object], runs: int) -> tuple[list[float], float]:
-    """Return the medians of several runs in turns, after one to warm up, and the spread (max − min) of the first's."""
-    times: list[list[float]] = [[] for _ in functions]
-    for run in range(runs + 1):
-        for function, taken in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            function()
-            if run:
-                taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times], max(times[0]) - min(times[0])
 
 
 def load(folder: Path, family: str) -> Recipe:
@@ -63,12 +45,10 @@ def measure_encoding(folder: Path, *, images: int, side: int, runs: int) -> dict
 
         difference = (recipe.encode_latents(pixels) - torch.cat(one_by_one())).abs().max()
         assert difference < 1e-4, f"{family} differs by {difference}"
-        (batched, loop), spread = median_seconds(
-            lambda recipe=recipe: recipe.encode_latents(pixels), one_by_one, runs=runs
-        )
-        figures[f"{family}_images_encoded_together_per_s"] = images / batched
-        figures[f"{family}_spread_s"] = spread
-        figures[f"{family}_together_times_faster_than_one_by_one"] = loop / batched
+        together, loop = seconds_of(lambda recipe=recipe: recipe.encode_latents(pixels), one_by_one, runs=runs)
+        figures[f"{family}_images_encoded_together_per_s"] = images / together.median
+        figures[f"{family}_spread_s"] = together.spread
+        figures[f"{family}_together_times_faster_than_one_by_one"] = loop.median / together.median
     return figures
 
 
@@ -94,18 +74,18 @@ def loader_of(data: PreparedDataset, collator: Callable[..., Any], workers: int)
         data.dataset,
         batch_sampler=sampler,
         collate_fn=collator,
-        num_workers=workers,
         persistent_workers=workers > 0,
+        **worker_options(workers),
     )
 
 
 def train(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
     """Take an optimizer step per batch, as the training script does."""
-    objective = recipe.objective(weighting_scheme="logit_normal", snr_gamma=None, seed=0)
-    step = BucketStep(recipe, objective)
+    objective = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
+    step = BucketStep(recipe=recipe, objective=objective)
     optimizer = torch.optim.AdamW(recipe.transformer.parameters())
     for batch in batches:
-        step(recipe.transformer, batch, epoch=0).mean().backward()
+        step(recipe.transformer, batch, epoch=0).values.mean().backward()
         torch.nn.utils.clip_grad_norm_(recipe.transformer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -114,7 +94,7 @@ def train(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
 def encode(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
     for batch in batches:
         latents_of(recipe, batch)
-        text_of(recipe, batch)
+        text_of(recipe, batch, dropped=[False] * len(batch["caption"]), empty=None)
 
 
 def measure_data_path(folder: Path, *, samples: int, workers: int, runs: int) -> dict[str, float]:
@@ -127,19 +107,20 @@ def measure_data_path(folder: Path, *, samples: int, workers: int, runs: int) ->
     cached, _ = CacheJob(recipe=recipe, folder=str(folder / "cache")).run(data)
     assert cached is not None
     entries = loader_of(cached, CachedCollator(folder / "cache", stack=True), workers)
-    (delivered, trained, encoded, read), spread = median_seconds(
+    timed = seconds_of(
         lambda: sum(len(batch["index"]) for batch in loader),
         lambda: train(recipe, batches),
         lambda: encode(recipe, batches),
         lambda: sum(len(batch["index"]) for batch in entries),
         runs=runs,
     )
+    delivered, trained, encoded, read = (seconds.median for seconds in timed)
     return {
         "samples": samples,
         "workers": workers,
         "batch_size": BATCH_SIZE,
         "delivered_samples_per_s": samples / delivered,
-        "delivered_spread_s": spread,
+        "delivered_spread_s": timed[0].spread,
         "training_samples_per_s": samples / trained,
         "data_path_times_what_training_consumes": trained / delivered,
         "cached_samples_per_s": samples / read,
@@ -149,7 +130,7 @@ def measure_data_path(folder: Path, *, samples: int, workers: int, runs: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=int, default=16, help="Images that are encoded together (default: 16).")
     parser.add_argument("--side", type=int, default=64, help="Pixels along both sides of an image (default: 64).")
     parser.add_argument("--samples", type=int, default=18, help="Of the demo data set (default: 18).")
@@ -157,27 +138,15 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="Of torch (default: one per core)."
     )
-    parser.add_argument("--runs", type=int, default=5, help="Runs whose median counts (default: 5).")
-    parser.add_argument("--output", type=Path, help="A JSON file for the figures.")
     args = parser.parse_args()
     datasets.disable_progress_bars()
     torch.set_num_threads(args.threads)
-    figures: dict[str, object] = {
-        "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores, {args.threads} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "dtype": "float32",
-    }
+    figures = {**machine("torch", "diffusers"), "threads": args.threads, "dtype": "float32"}
     with tempfile.TemporaryDirectory() as folder:
         figures.update(measure_encoding(Path(folder), images=args.images, side=args.side, runs=args.runs))
     with tempfile.TemporaryDirectory() as folder:
         figures.update(measure_data_path(Path(folder), samples=args.samples, workers=args.workers, runs=args.runs))
-    for name, figure in figures.items():
-        print(f"{name:46} {figure:.4g}" if isinstance(figure, float) else f"{name:46} {figure}")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(figures, indent=2) + "\n")
+    report(figures, args.output)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def test_latte_adds_noise_as_its_scheduler_and_trains_mean_and_variance(recipes)
     weighted = recipe.objective(**{**OPTIONS, "snr_gamma": 1.0}).losses(prediction, noised)
     assert (weighted <= values).all()
     assert not torch.equal(weighted, values)
-    with pytest.raises(BucketingError, match="noise levels of a flow"):
+    with pytest.raises(BucketingError, match="the noise levels of a flow"):
         recipe.objective(**{**OPTIONS, "weighting_scheme": "uniform"})
 
 

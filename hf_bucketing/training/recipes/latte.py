@@ -39,8 +39,8 @@ class LatteRecipe(Recipe):
         """Denoise on the schedule of the pipeline's scheduler, at times drawn uniformly."""
         if weighting_scheme is not None:
             raise BucketingError(
-                "weighting_scheme draws noise levels of a flow; a LattePipeline is trained by denoising, at times drawn "
-                "uniformly; omit it."
+                "weighting_scheme draws the noise levels of a flow; a LattePipeline is trained by denoising, at times "
+                "drawn uniformly; omit it."
             )
         return Denoising(
             posterior=GaussianPosterior.from_scheduler(self.pipeline.scheduler), snr_gamma=snr_gamma, seed=seed
