@@ -8,6 +8,7 @@ from .assignment import Assignment, AssignmentRule, Rejection
 from .buckets import BucketTable
 from .errors import BucketingError, CacheError, ColumnError, MediaError, PackingError, PlanError
 from .geometry import CropBox, LatentSpec, Size, cover_resize, crop_box
+from .image_sizes import ImageSizes
 from .ladders import novelai_ladder, token_ladder
 from .open_table import OpenTable, open_table
 
@@ -21,6 +22,7 @@ __all__ = [
     "CacheError",
     "ColumnError",
     "CropBox",
+    "ImageSizes",
     "LatentSpec",
     "MediaError",
     "OpenTable",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,10 @@ class AssignmentRule:
         if self.max_aspect_error is not None:
             return self.max_aspect_error
         return math.log(2) if self.metric == "log" else 4.0
+
+    def is_near(self, error: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.bool_]:
+        """Return whether aspect errors in the rule's metric are within its limit; shape as given."""
+        return error <= self.aspect_limit if self.metric == "log" else error < self.aspect_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,44 @@ class BucketTable:
             *as_columns(frames, heights, widths)
         )
 
+    def images_at_video_sizes(self) -> BucketTable:
+        """Return the table whose one-frame buckets are the heights and widths of its buckets of more frames.
+
+        So that images train at the sizes of videos, as in Open-Sora-Plan. Other one-frame buckets are left out; the
+        buckets of videos keep their order and tiers, and stand behind those of images. The buckets of images have a
+        tier for each number of frames and tier that they stem from, higher for larger frames: a large image takes
+        the size of the largest videos. A size that stems from several belongs to the highest.
+
+        Raises:
+            BucketingError: If the table has no bucket of more than one frame, or its base bucket is left out.
+
+        Example:
+            >>> table = BucketTable(sizes=((1, 64, 64), (9, 48, 80), (9, 80, 48), (17, 48, 80)))
+            >>> [tuple(size) for size in table.images_at_video_sizes().sizes]
+            [(1, 48, 80), (1, 80, 48), (9, 48, 80), (9, 80, 48), (17, 48, 80)]
+        """
+        videos = [(size, tier) for size, tier in zip(self.sizes, self.tiers, strict=True) if size.frames > 1]
+        if not videos:
+            raise BucketingError("Images can take the sizes of videos only in a table with buckets of several frames.")
+        areas: dict[tuple[int, int], int] = {}
+        for size, tier in videos:
+            areas[size.frames, tier] = max(areas.get((size.frames, tier), 0), size.height * size.width)
+        ranks = {area: rank for rank, area in enumerate(sorted(set(areas.values())))}
+        images: dict[Size, int] = {}
+        for size, tier in videos:
+            image, rank = Size(1, size.height, size.width), ranks[areas[size.frames, tier]]
+            images[image] = max(images.get(image, 0), rank)
+        sizes = (*images, *(size for size, _ in videos))
+        if self.base is not None and self.sizes[self.base] not in sizes:
+            raise BucketingError(
+                f"The base bucket {self.sizes[self.base]} is no size of a video; give the table another base first."
+            )
+        return BucketTable(
+            sizes=sizes,
+            tiers=(*images.values(), *(tier for _, tier in videos)),
+            base=None if self.base is None else sizes.index(self.sizes[self.base]),
+        )
+
     def to_json(self) -> str:
         """Return the table as JSON text that [`from_json`][BucketTable.from_json] reads back unchanged."""
         sizes = [list(size) for size in self.sizes]

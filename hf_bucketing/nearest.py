@@ -102,10 +102,9 @@ class BucketSearch:
         nearest = _count_below(group.boundaries, ratio)
         if self.rule.metric == "log":
             error = np.abs(np.log((ratio / group.ratios[nearest]).astype(np.float32)))
-            near = error <= self.rule.aspect_limit
         else:
             error = np.abs(ratio - group.ratios[nearest]).astype(np.float32)
-            near = error < self.rule.aspect_limit
+        near = self.rule.is_near(error)
         large = (height >= group.least_heights[nearest]) & (width >= group.least_widths[nearest])
         taken = near & large
         out.rejection[rows] = np.where(taken, Rejection.NONE, np.where(near, Rejection.TOO_SMALL, Rejection.ASPECT))

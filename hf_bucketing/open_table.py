@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from .assignment import Assignment, IntArray, Rejection, as_columns, unusable
+from .assignment import Assignment, AssignmentRule, IntArray, Rejection, as_columns, unusable
 from .errors import BucketingError
 from .geometry import LatentSpec, Size
+from .image_sizes import ImageSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +21,28 @@ class OpenTable:
 
     A bucket id is the size's place in the grid of all sizes, so it means the same in every data set and needs no
     list: 9 bits of latent frames, 11 of rows, 11 of columns, in units of one patch. Make one with [`open_table`].
+    With `image_sizes`, the rounded height and width of an image are assigned to one of those instead.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
+        image_sizes ([`ImageSizes`], *optional*): What images take instead of their own size.
+
+    Raises:
+        BucketingError: If one of `image_sizes` does not divide into whole tokens.
     """
 
     spec: LatentSpec
+    image_sizes: ImageSizes | None = None
     base: None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        step_height, step_width = self.spec.multiples
+        for height, width in self.image_sizes.sizes if self.image_sizes is not None else ():
+            if height % step_height or width % step_width:
+                raise BucketingError(
+                    f"Images cannot take {height}×{width} pixels: sides must be multiples of {step_height} and "
+                    f"{step_width}."
+                )
 
     def size(self, bucket_id: int) -> Size:
         """Return the size that a bucket id stands for.
@@ -55,6 +72,8 @@ class OpenTable:
     def assign(self, frames: npt.ArrayLike, heights: npt.ArrayLike, widths: npt.ArrayLike) -> Assignment:
         """Give each sample the id of its own rounded size; arguments as in [`BucketTable.assign`].
 
+        Images get the id of one of `image_sizes` where the table has them, or are rejected.
+
         Raises:
             BucketingError: If the arrays differ in length, or a sample is larger than 512 × 2048 × 2048 tokens.
         """
@@ -67,16 +86,63 @@ class OpenTable:
         if len(count) and (t.max() >= 512 or max(h.max(), w.max()) >= 2048):
             raise BucketingError("A sample is larger than 512 × 2048 × 2048 tokens; use a BucketTable to bound it.")
         error = np.abs(np.log(whole[2] / whole[1]) - np.log(np.maximum(width, 1) / np.maximum(height, 1)))
-        return Assignment(
+        own = Assignment(
             bucket_id=np.where(usable, t << 22 | h << 11 | w, -1).astype(np.int32),
             rejection=rejection,
             aspect_error=np.where(usable, error, np.nan).astype(np.float32),
         )
+        if self.image_sizes is not None:
+            self._move_images(own, np.flatnonzero(usable & (count == 1)), whole[1:])
+        return own
+
+    def _move_images(self, own: Assignment, rows: IntArray, sides: Sequence[IntArray]) -> None:
+        """Replace the assignment of the rows that are images."""
+        assert self.image_sizes is not None
+        taken = self.image_sizes.assign(sides[0][rows], sides[1][rows])
+        h, w = (np.array(self.image_sizes.sizes) // self.spec.multiples - 1)[taken.bucket_id].T
+        ids = own.bucket_id[rows] >> 22 << 22 | h << 11 | w
+        own.bucket_id[rows] = np.where(taken.bucket_id < 0, -1, ids)
+        own.rejection[rows] = taken.rejection
+        own.aspect_error[rows] = taken.aspect_error
+
+    def images_at_video_sizes(
+        self,
+        frames: npt.ArrayLike,
+        heights: npt.ArrayLike,
+        widths: npt.ArrayLike,
+        *,
+        rule: AssignmentRule | None = None,
+    ) -> OpenTable:
+        """Return the table in which images take the rounded heights and widths of a data set's videos.
+
+        Args:
+            frames (array of `int`, shape `(n,)`): Of the whole data set; rows of more than one frame are videos.
+            heights (array of `int`, shape `(n,)`): In pixels.
+            widths (array of `int`, shape `(n,)`): In pixels.
+            rule ([`AssignmentRule`], *optional*): Metric and limits; by default log, ln 2, and no enlarging.
+
+        Raises:
+            BucketingError: If the arrays differ in length, a sample is larger than the table, or there is no video.
+
+        Example:
+            >>> table = open_table(LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2)))
+            >>> table = table.images_at_video_sizes([49, 1], [470, 1000], [830, 2000])
+            >>> table.size(int(table.assign([1], [1000], [2000]).bucket_id[0]))
+            Size(frames=1, height=480, width=832)
+        """
+        columns = as_columns(frames, heights, widths)
+        videos = [column[columns[0] > 1] for column in columns]
+        ids = np.unique(OpenTable(spec=self.spec).assign(*videos).bucket_id)
+        sizes = {self.size(bucket)[1:] for bucket in ids.tolist() if bucket >= 0}
+        if not sizes:
+            raise BucketingError("There is no readable video whose size images could take; let them keep their own.")
+        return OpenTable(spec=self.spec, image_sizes=ImageSizes(sizes=tuple(sizes), rule=rule or AssignmentRule()))
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with the strides or the patch."""
-        return hashlib.sha256(f"open {self.spec}".encode()).hexdigest()[:16]
+        """Sixteen hex digits that change with the strides, the patch or the sizes that images take."""
+        images = "" if self.image_sizes is None else f" {self.image_sizes}"
+        return hashlib.sha256(f"open {self.spec}{images}".encode()).hexdigest()[:16]
 
 
 def open_table(spec: LatentSpec) -> OpenTable:

@@ -29,7 +29,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pretrained_model_name_or_path", required=True, help="Its VAE and text encoder encode.")
     parser.add_argument("--cache_dir", required=True, help="Folder of the entries; one in use is completed.")
     parser.add_argument("--output_dir", required=True, help="Prepared folder to write, with the keys of the entries.")
-    parser.add_argument("--batching", choices=["bucket", "pack"], default="bucket", help="Sizes: of buckets, or own.")
+    parser.add_argument(
+        "--batching", choices=["bucket", "pack"], default="bucket", help="Sizes: of buckets, or of packs."
+    )
     parser.add_argument("--batch_size", type=int, default=8, help="Samples that are encoded together (default: 8).")
     parser.add_argument("--num_threads", type=int, default=2, help="Threads that decode (default: 2).")
     parser.add_argument("--random_crop", action="store_true", help="Crop and start as training does in epoch 0.")

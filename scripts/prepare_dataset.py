@@ -9,7 +9,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, Rejection, token_ladder
+from datasets import Dataset
+
+from hf_bucketing import AssignmentRule, BucketTable, ImageSizes, LatentSpec, Rejection, open_table, token_ladder
 from hf_bucketing.errors import exit_with_message
 from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
 from hf_bucketing.training.recipes import recipe_of
@@ -35,6 +37,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Of token buckets (default: 2.5).")
     parser.add_argument("--max_upscale", type=float, default=1.0, help="Largest enlargement (default: 1.0, never).")
     parser.add_argument("--max_aspect_error", type=float, help="|ln(ratio / bucket's ratio)| (default: ln 2).")
+    parser.add_argument(
+        "--image_sizes",
+        choices=["own", "video"],
+        default="own",
+        help="Images train at one-frame buckets, or packed at their own size; or both at sizes of videos.",
+    )
     parser.add_argument("--on_error", choices=["raise", "reject"], default="raise", help="For unreadable files.")
     parser.add_argument("--num_proc", type=int, help="Processes that read file headers.")
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
@@ -45,11 +53,18 @@ def make_table(args: argparse.Namespace, spec: LatentSpec) -> BucketTable:
     if sum(option is not None for option in (args.bucket_tokens, args.buckets, args.table)) != 1:
         sys.exit("Give one of --bucket_tokens, --buckets and --table.")
     if args.buckets:
-        return BucketTable.parse(args.buckets, frames=args.bucket_frames)
-    if args.table:
-        return BucketTable.from_json(args.table.read_text())
-    ladder = {"frames": args.bucket_frames, "max_aspect_ratio": args.max_aspect_ratio}
-    return token_ladder(spec, args.bucket_tokens, **ladder)
+        table = BucketTable.parse(args.buckets, frames=args.bucket_frames)
+    elif args.table:
+        table = BucketTable.from_json(args.table.read_text())
+    else:
+        ladder = {"frames": args.bucket_frames, "max_aspect_ratio": args.max_aspect_ratio}
+        table = token_ladder(spec, args.bucket_tokens, **ladder)
+    return table.images_at_video_sizes() if args.image_sizes == "video" else table
+
+
+def sizes_of_videos(dataset: Dataset, spec: LatentSpec, rule: AssignmentRule) -> ImageSizes:
+    sizes = (dataset[name] for name in ("num_frames", "height", "width"))
+    return open_table(spec).images_at_video_sizes(*sizes, rule=rule).image_sizes
 
 
 def main() -> None:
@@ -74,6 +89,7 @@ def main() -> None:
         column=loaded.column,
         caption_column=args.caption_column,
         root=loaded.root,
+        image_sizes=sizes_of_videos(dataset, spec, rule) if args.image_sizes == "video" else None,
     ).save(args.output_dir)
     for reason, count in sorted(Counter(dataset["rejection"]).items()):
         print(f"{count:8} rows {'assigned to a bucket' if reason == 0 else f'rejected: {Rejection(reason).name}'}")

@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..assignment import Rejection
 from ..buckets import BucketTable
 from ..errors import BucketingError
 from ..geometry import LatentSpec, Size
+from ..image_sizes import ImageSizes
 from ..open_table import OpenTable
 from .faults import StandIns
 from .media_collator import MediaCollator, Row, require
@@ -77,29 +79,45 @@ class PackCollator(MediaCollator):
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
+        image_sizes ([`ImageSizes`][hf_bucketing.ImageSizes], *optional*): What images take instead of their own size;
+            those of the open table that `num_tokens` was counted with.
         resize ([`RandomResize`], *optional*): Draws each sample's own size anew in every epoch; the sampler must count
             its tokens (`resize.token_counter`).
         **options: Those of [`MediaCollator`].
 
     Raises:
-        BucketingError: If `resize` is of another `spec`, or stand-ins are asked for with it, whose tokens it changes.
+        BucketingError: If `resize` is of another `spec`, or comes with `image_sizes` or stand-ins, whose tokens it
+            changes.
     """
 
-    def __init__(self, spec: LatentSpec, *, resize: RandomResize | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        spec: LatentSpec,
+        *,
+        image_sizes: ImageSizes | None = None,
+        resize: RandomResize | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         if resize is not None and resize.spec != spec:
             raise BucketingError(f"resize rounds to {resize.spec}, but the collator to {spec}; give both the same.")
         if resize is not None and self.stand_ins is not None:
             raise BucketingError('on_error="replace" needs sizes that stay; leave resize out.')
+        if resize is not None and image_sizes is not None:
+            raise BucketingError(
+                "Images cannot take both sizes of videos and sizes drawn at random: leave resize (--random_resize) "
+                "out, or image_sizes (--image_sizes own in scripts/prepare_dataset.py)."
+            )
         self.spec = spec
+        self.table = None if image_sizes is None else OpenTable(spec=spec, image_sizes=image_sizes)
         self.resize = resize
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
-        """Return each row's own size in whole tokens.
+        """Return each row's own size in whole tokens, or the one that it takes as an image.
 
         Raises:
             ColumnError: If a size column is missing.
-            BucketingError: If a row has no frames or pixels.
+            BucketingError: If a row has no frames or pixels, or is an image that takes none of `image_sizes`.
         """
         require(rows[0], ["num_frames", "height", "width"])
         sizes = [Size(*(int(row[key]) for key in ("num_frames", "height", "width"))) for row in rows]
@@ -107,7 +125,15 @@ class PackCollator(MediaCollator):
             require(rows[0], ["index"])
             indices = [int(row["index"]) for row in rows]
             return self.resize.sizes(sizes, indices=indices, epoch=int(self._epoch))
-        return [self.spec.snap(size) for size in sizes]
+        if self.table is None:
+            return [self.spec.snap(size) for size in sizes]
+        assigned = self.table.assign(*zip(*sizes, strict=True))
+        for size, reason in zip(sizes, assigned.rejection.tolist(), strict=True):
+            if reason != Rejection.NONE:
+                raise BucketingError(
+                    f"A row of {size} is rejected as {Rejection(reason).name}; leave out rows whose num_tokens is 0."
+                )
+        return [self.table.size(int(bucket)) for bucket in assigned.bucket_id]
 
     def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
         """Return the rows of as many tokens, or those of fewer if there is no other."""

@@ -127,7 +127,7 @@ class PackGrouping:
 
     Args:
         capacity (`int`): Tokens per process and step.
-        spec ([`LatentSpec`], *optional*): Counts the tokens of rows without a `num_tokens` column.
+        spec ([`LatentSpec`], *optional*): Counts the tokens of rows without a `num_tokens` column, at their own size.
         open_packs (`int`): Packs held open at once; the fullest is closed when one more is needed.
         max_samples (`int`, *optional*): Largest number of samples per pack.
         multiple (`int`): Each sample takes its tokens rounded up to this multiple, as a pack of strips does.

@@ -27,12 +27,13 @@ class BucketColumns:
     tokens, and the number of a [`Rejection`][hf_bucketing.Rejection]; rows without a size count as unreadable.
 
     Args:
-        table ([`BucketTable`] or [`OpenTable`]): `open_table(spec)` gives each row its own rounded size, for packing.
+        table ([`BucketTable`] or [`OpenTable`]): `open_table(spec)` gives each row its own rounded size, for packing;
+            its images may take the sizes of videos, by the rule that it holds.
         spec ([`LatentSpec`]): Strides and patch of the model, which make tokens of pixels.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule], *optional*): Metric and limits of a `BucketTable`.
 
     Raises:
-        BucketingError: If a rule is given with an open table, which fits every sample.
+        BucketingError: If a rule is given with an open table, which has its own.
     """
 
     table: BucketTable | OpenTable
@@ -47,7 +48,10 @@ class BucketColumns:
 
     def __post_init__(self) -> None:
         if self.rule is not None and isinstance(self.table, OpenTable):
-            raise BucketingError("An open table fits every sample, so a rule has no effect; leave it out.")
+            raise BucketingError(
+                "An open table fits every sample, or has a rule of its own for images, so a rule has no effect; leave "
+                "it out."
+            )
 
     def __call__(self, batch: Mapping[str, Sequence[Any]] | pa.Table) -> dict[str, npt.NDArray[Any]]:
         """Return the four columns for a batch of sizes.

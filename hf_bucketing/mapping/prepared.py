@@ -12,9 +12,12 @@ from typing import Any, Literal
 import numpy as np
 from datasets import Dataset, load_from_disk
 
+from ..assignment import AssignmentRule
 from ..buckets import BucketTable
 from ..errors import BucketingError
 from ..geometry import LatentSpec
+from ..image_sizes import ImageSizes
+from ..open_table import OpenTable
 
 MANIFEST = "bucketing.json"
 
@@ -27,7 +30,7 @@ class CacheInfo:
 
     Args:
         folder (`str`): Of the [`TensorCache`][hf_bucketing.tensor_cache.TensorCache].
-        batching (`"bucket"` or `"pack"`): Whether latents have the size of their bucket, or each its own.
+        batching (`"bucket"` or `"pack"`): Whether latents have their sizes in `table`, or in `open_table`.
         latents_model (`str`): Fingerprint of what encoded the latents.
         text_model (`str`, *optional*): Fingerprint of what encoded the captions; None if there are none.
         empty_text_key (`str`, *optional*): Entry of the empty caption, for guidance.
@@ -55,6 +58,7 @@ class PreparedDataset:
         caption_column (`str`, *optional*): Text column.
         root (`str`, *optional*): Folder that relative paths in the media column start from.
         cache ([`CacheInfo`], *optional*): Latents and texts that are encoded already.
+        image_sizes ([`ImageSizes`], *optional*): What images take in packs; by default their own size.
     """
 
     dataset: Dataset
@@ -64,6 +68,12 @@ class PreparedDataset:
     caption_column: str | None
     root: str | None = None
     cache: CacheInfo | None = None
+    image_sizes: ImageSizes | None = None
+
+    @property
+    def open_table(self) -> OpenTable:
+        """The sizes of the rows in packs, where `table` has those in buckets."""
+        return OpenTable(spec=self.spec, image_sizes=self.image_sizes)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder; it appears under its name only when it is complete, and replaces an earlier one.
@@ -81,7 +91,7 @@ class PreparedDataset:
             dataset = dataset.add_column("index", np.arange(len(dataset)))
         dataset.save_to_disk(str(partial))
         manifest = {
-            "version": 2,
+            "version": 3,
             "table": json.loads(self.table.to_json()),
             "spec": asdict(self.spec),
             "column": self.column,
@@ -90,6 +100,7 @@ class PreparedDataset:
             "cache": None
             if self.cache is None
             else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
+            "image_sizes": None if self.image_sizes is None else asdict(self.image_sizes),
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
         if target.exists():
@@ -107,9 +118,9 @@ class PreparedDataset:
         if not (path / MANIFEST).is_file():
             raise BucketingError(f"{path} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["version"] not in (1, 2):  # version 1 had no cache
+        if manifest["version"] not in (1, 2, 3):  # version 1 had no cache, version 2 no image_sizes
             raise BucketingError(f"{path} has version {manifest['version']}; prepare it again with this release.")
-        cache = manifest.get("cache")
+        cache, images = manifest.get("cache"), manifest.get("image_sizes")
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
@@ -120,4 +131,7 @@ class PreparedDataset:
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
+            image_sizes=None
+            if images is None
+            else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),
         )

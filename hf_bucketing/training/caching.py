@@ -18,7 +18,6 @@ from ..assignment import Rejection
 from ..errors import BucketingError
 from ..mapping import BucketColumns, CacheInfo, LatentColumns, PreparedDataset, TextColumns, map_columns
 from ..media import ViewRule
-from ..open_table import open_table
 from ..tensor_cache import TensorCache
 from .fingerprints import latents_fingerprint, text_fingerprint
 from .recipes import Recipe
@@ -33,7 +32,8 @@ class CacheJob:
     Args:
         recipe ([`Recipe`]): Loaded, on its device and in its dtype.
         folder (`str`): Of the cache. One that holds entries is completed.
-        batching (`"bucket"` or `"pack"`): Whether each sample gets the size of its bucket, or keeps its own, rounded.
+        batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `prepared.table`, or in
+            `prepared.open_table`.
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop and flip; by default nothing is random.
         seed (`int`): Of random views, which are those of epoch 0.
         batch_size (`int`): Samples, or captions, that are encoded together.
@@ -104,7 +104,7 @@ class CacheJob:
 
     def _latents(self, prepared: PreparedDataset, cache: TensorCache) -> tuple[Dataset, LatentColumns]:
         """Return the rows with the buckets that they are cached at, and the column callable."""
-        table = prepared.table if self.batching == "bucket" else open_table(prepared.spec)
+        table = prepared.table if self.batching == "bucket" else prepared.open_table
         rows = prepared.dataset
         if self.batching == "pack":
             rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)

@@ -29,7 +29,7 @@ from ..loading import (
 )
 from ..losses import Reduction, reduction_weights
 from ..mapping import BucketColumns, CacheInfo, PreparedDataset, map_columns
-from ..open_table import OpenTable, open_table
+from ..open_table import OpenTable
 from .config import TrainingConfig
 from .recipes import TextEmbeddings
 
@@ -95,7 +95,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     dataset = prepared.dataset
     table: BucketTable | OpenTable = prepared.table
     if config.batching == "pack":
-        table = open_table(spec)
+        table = prepared.open_table
         dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
     bucket_ids, num_tokens = (np.asarray(dataset[name], np.int64) for name in ("bucket_id", "num_tokens"))
     cost_model = CostModel.for_transformer(width)
@@ -181,7 +181,7 @@ def _make_collator(
         stand_ins = StandIns(dataset, log=log, max_errors=config.max_errors, max_share=config.max_error_share)
         options |= {"on_error": "replace", "stand_ins": stand_ins}
     if isinstance(table, OpenTable):
-        return PackCollator(prepared.spec, resize=resize, **options)
+        return PackCollator(prepared.spec, image_sizes=table.image_sizes, resize=resize, **options)
     return BucketCollator(table, **options)
 
 
