@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,21 +21,26 @@ class OpenTable:
 
     A bucket id is the size's place in the grid of all sizes, so it means the same in every data set and needs no
     list: 9 bits of latent frames, 11 of rows, 11 of columns, in units of one patch. Make one with [`open_table`].
-    With `image_sizes`, the rounded height and width of an image are assigned to one of those instead.
+    With `image_sizes`, the rounded height and width of an image are assigned to one of those instead; with
+    `max_frames`, longer samples are cut.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
         image_sizes ([`ImageSizes`], *optional*): What images take instead of their own size.
+        max_frames (`int`, *optional*): Frames that a sample keeps at most.
 
     Raises:
-        BucketingError: If one of `image_sizes` does not divide into whole tokens.
+        BucketingError: If one of `image_sizes` does not divide into whole tokens, or `max_frames` is below 1.
     """
 
     spec: LatentSpec
     image_sizes: ImageSizes | None = None
+    max_frames: int | None = None
     base: None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if self.max_frames is not None and self.max_frames < 1:
+            raise BucketingError(f"max_frames must be at least 1, got {self.max_frames}.")
         step_height, step_width = self.spec.multiples
         for height, width in self.image_sizes.sizes if self.image_sizes is not None else ():
             if height % step_height or width % step_width:
@@ -69,6 +74,11 @@ class OpenTable:
         tokens = ((ids >> 22) + 1) * ((ids >> 11 & 2047) + 1) * ((ids & 2047) + 1)
         return np.where(ids < 0, 0, tokens)
 
+    def cut(self, frames: npt.ArrayLike) -> IntArray:
+        """Return how many frames of each sample are left; shape as given."""
+        count = np.asarray(frames, np.int64)
+        return count if self.max_frames is None else np.minimum(count, self.max_frames)
+
     def assign(self, frames: npt.ArrayLike, heights: npt.ArrayLike, widths: npt.ArrayLike) -> Assignment:
         """Give each sample the id of its own rounded size; arguments as in [`BucketTable.assign`].
 
@@ -77,7 +87,7 @@ class OpenTable:
         Raises:
             BucketingError: If the arrays differ in length, or a sample is larger than 512 × 2048 × 2048 tokens.
         """
-        count, height, width = as_columns(frames, heights, widths)
+        count, height, width = as_columns(self.cut(frames), heights, widths)
         rejection = unusable(count, height, width)
         usable = rejection == Rejection.NONE
         whole = self.spec.snap_arrays(*(np.where(usable, column, 1) for column in (count, height, width)))
@@ -130,23 +140,30 @@ class OpenTable:
             >>> table.size(int(table.assign([1], [1000], [2000]).bucket_id[0]))
             Size(frames=1, height=480, width=832)
         """
-        columns = as_columns(frames, heights, widths)
+        columns = as_columns(self.cut(frames), heights, widths)
         videos = [column[columns[0] > 1] for column in columns]
         ids = np.unique(OpenTable(spec=self.spec).assign(*videos).bucket_id)
         sizes = {self.size(bucket)[1:] for bucket in ids.tolist() if bucket >= 0}
         if not sizes:
             raise BucketingError("There is no readable video whose size images could take; let them keep their own.")
-        return OpenTable(spec=self.spec, image_sizes=ImageSizes(sizes=tuple(sizes), rule=rule or AssignmentRule()))
+        return replace(self, image_sizes=ImageSizes(sizes=tuple(sizes), rule=rule or AssignmentRule()))
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with the strides, the patch or the sizes that images take."""
-        images = "" if self.image_sizes is None else f" {self.image_sizes}"
-        return hashlib.sha256(f"open {self.spec}{images}".encode()).hexdigest()[:16]
+        """Sixteen hex digits that change with the strides, the patch, the sizes that images take, or `max_frames`."""
+        options = "".join(f" {option}" for option in (self.image_sizes, self.max_frames) if option is not None)
+        return hashlib.sha256(f"open {self.spec}{options}".encode()).hexdigest()[:16]
 
 
-def open_table(spec: LatentSpec) -> OpenTable:
+def open_table(spec: LatentSpec, *, max_frames: int | None = None) -> OpenTable:
     """Return the table in which each sample keeps its own size: for packing, or one bucket per rounded size.
+
+    Args:
+        spec ([`LatentSpec`]): Strides and patch of the model.
+        max_frames (`int`, *optional*): Frames that a sample keeps at most, such as those of a model's positions.
+
+    Raises:
+        BucketingError: If `max_frames` is below 1.
 
     Example:
         >>> spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -154,4 +171,4 @@ def open_table(spec: LatentSpec) -> OpenTable:
         >>> table.size(int(table.assign([50], [470], [830]).bucket_id[0]))
         Size(frames=49, height=480, width=832)
     """
-    return OpenTable(spec=spec)
+    return OpenTable(spec=spec, max_frames=max_frames)

@@ -11,7 +11,16 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from hf_bucketing import AssignmentRule, BucketTable, ImageSizes, LatentSpec, Rejection, open_table, token_ladder
+from hf_bucketing import (
+    AssignmentRule,
+    BucketTable,
+    ImageSizes,
+    LatentSpec,
+    OpenTable,
+    Rejection,
+    open_table,
+    token_ladder,
+)
 from hf_bucketing.errors import exit_with_message
 from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
 from hf_bucketing.training.recipes import recipe_of
@@ -34,6 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--buckets", help='Instead: diffusers\' "height,width;height,width".')
     parser.add_argument("--table", type=Path, help="Instead: a file that BucketTable.to_json wrote.")
     parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Default: 1,17,49,81.")
+    parser.add_argument("--max_frames", type=int, help="Packed samples are cut to these frames (default: never).")
     parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Of token buckets (default: 2.5).")
     parser.add_argument("--max_upscale", type=float, default=1.0, help="Largest enlargement (default: 1.0, never).")
     parser.add_argument("--max_aspect_error", type=float, help="|ln(ratio / bucket's ratio)| (default: ln 2).")
@@ -62,15 +72,15 @@ def make_table(args: argparse.Namespace, spec: LatentSpec) -> BucketTable:
     return table.images_at_video_sizes() if args.image_sizes == "video" else table
 
 
-def sizes_of_videos(dataset: Dataset, spec: LatentSpec, rule: AssignmentRule) -> ImageSizes:
+def sizes_of_videos(dataset: Dataset, table: OpenTable, rule: AssignmentRule) -> ImageSizes:
     sizes = (dataset[name] for name in ("num_frames", "height", "width"))
-    return open_table(spec).images_at_video_sizes(*sizes, rule=rule).image_sizes
+    return table.images_at_video_sizes(*sizes, rule=rule).image_sizes
 
 
 def main() -> None:
     args = parse_args()
     spec = recipe_of(args.pretrained_model_name_or_path).read_spec(args.pretrained_model_name_or_path)
-    table = make_table(args, spec)
+    table, packed = make_table(args, spec), open_table(spec, max_frames=args.max_frames)
     rule = AssignmentRule(max_upscale=args.max_upscale, max_aspect_error=args.max_aspect_error)
     loaded = load_media_dataset(
         args.dataset,
@@ -89,7 +99,8 @@ def main() -> None:
         column=loaded.column,
         caption_column=args.caption_column,
         root=loaded.root,
-        image_sizes=sizes_of_videos(dataset, spec, rule) if args.image_sizes == "video" else None,
+        image_sizes=sizes_of_videos(dataset, packed, rule) if args.image_sizes == "video" else None,
+        max_frames=packed.max_frames,
     ).save(args.output_dir)
     for reason, count in sorted(Counter(dataset["rejection"]).items()):
         print(f"{count:8} rows {'assigned to a bucket' if reason == 0 else f'rejected: {Rejection(reason).name}'}")

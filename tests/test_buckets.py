@@ -196,6 +196,17 @@ def test_an_open_table_keeps_each_sample_at_its_own_rounded_size() -> None:
         assert tokens[row] == WAN.num_tokens(snapped)
 
 
+def test_an_open_table_cuts_longer_samples() -> None:
+    plain, table = open_table(WAN), open_table(WAN, max_frames=21)
+    frames, heights, widths = random_sizes(1000)
+    cut = table.assign(frames, heights, widths).bucket_id
+    assert cut.tolist() == plain.assign(np.minimum(frames, 21), heights, widths).bucket_id.tolist()
+    assert max(table.size(bucket).frames for bucket in cut.tolist()) == 21 < max(frames)
+    assert table.fingerprint != plain.fingerprint
+    with pytest.raises(BucketingError, match="max_frames must be at least 1"):
+        open_table(WAN, max_frames=0)
+
+
 def test_lengths_that_differ_and_ids_that_do_not_exist_are_errors() -> None:
     with pytest.raises(BucketingError, match="equally long"):
         novelai_ladder().assign([1, 1], [64], [64])

@@ -128,7 +128,7 @@ def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
     prepared = PreparedDataset.load(video_dir)
     rows = prepared.dataset.remove_columns(["bucket_id", "num_tokens", "aspect_ratio", "rejection"])
     stream = map_columns(rows.to_iterable_dataset(), BucketColumns(prepared.open_table, prepared.spec))
-    collator = PackCollator(prepared.spec, image_sizes=prepared.image_sizes, column=prepared.column,
+    collator = PackCollator(prepared.open_table, column=prepared.column,
                             root=prepared.root, random_crop=False)  # fmt: skip
     loader = StreamingBucketBatcher(stream, PackGrouping(capacity=640), collate_fn=collator).make_loader()
     shapes = set()
@@ -146,8 +146,8 @@ def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline
     with pytest.raises(BucketingError, match=r"--random_resize.*--image_sizes own"):
         make_data(in_process(pipeline_dir, video_dir, tmp_path, **PACK, random_resize=32), prepared.spec, width=96)
     with pytest.raises(BucketingError, match="leave resize"):
-        PackCollator(WAN, image_sizes=prepared.image_sizes, resize=RandomResize(spec=WAN))
-    collator = PackCollator(WAN, image_sizes=prepared.image_sizes)
+        PackCollator(prepared.open_table, resize=RandomResize(spec=WAN))
+    collator = PackCollator(prepared.open_table)
     with pytest.raises(BucketingError, match="rejected as TOO_SMALL; leave out rows whose num_tokens is 0"):
         collator.target([{"num_frames": 1, "height": 20, "width": 30}])
 

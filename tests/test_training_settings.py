@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -19,7 +20,7 @@ from hf_bucketing.training.data import make_data
 from hf_bucketing.training.history import losses_of
 from hf_bucketing.training.loop import Trainer
 
-from .conftest import run_script
+from .conftest import run_script, run_script_here
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +174,16 @@ def test_samples_beyond_the_models_positions_are_refused_before_training(
     config = in_process(latte, tmp_path / "p", tmp_path, batching="pack", capacity=4000)
     with pytest.raises(BucketingError, match=r"cannot take the \d+ samples of .* 16 positions for frames"):
         Trainer(config)
+    run_script_here(
+        *("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", latte, *flags),
+        *("--max_frames", 16),
+    )
+    data = PreparedDataset.load(tmp_path / "p")
+    sizes = Trainer(config).data.sizes(np.arange(len(data.dataset)))
+    cut = [min(frames, 16) for frames in data.dataset["num_frames"]]
+    assert [size.frames for size in sizes] == cut
+    assert max(data.dataset["num_frames"]) > 16
+    assert len(run(config)) == 3
 
 
 def test_running_out_of_memory_names_the_samples_and_what_to_lower(

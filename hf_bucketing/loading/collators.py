@@ -13,8 +13,7 @@ from ..assignment import Rejection
 from ..buckets import BucketTable
 from ..errors import BucketingError
 from ..geometry import LatentSpec, Size
-from ..image_sizes import ImageSizes
-from ..open_table import OpenTable
+from ..open_table import OpenTable, open_table
 from .faults import StandIns
 from .media_collator import MediaCollator, Row, require
 from .random_resize import RandomResize
@@ -78,38 +77,36 @@ class PackCollator(MediaCollator):
     `fps` (0 for images) and `index`.
 
     Args:
-        spec ([`LatentSpec`]): Strides and patch of the model.
-        image_sizes ([`ImageSizes`][hf_bucketing.ImageSizes], *optional*): What images take instead of their own size;
-            those of the open table that `num_tokens` was counted with.
+        table ([`OpenTable`][hf_bucketing.OpenTable] or [`LatentSpec`]): The one that `num_tokens` was counted with; a
+            spec stands for `open_table(spec)`.
         resize ([`RandomResize`], *optional*): Draws each sample's own size anew in every epoch; the sampler must count
             its tokens (`resize.token_counter`).
         **options: Those of [`MediaCollator`].
 
     Raises:
-        BucketingError: If `resize` is of another `spec`, or comes with `image_sizes` or stand-ins, whose tokens it
-            changes.
+        BucketingError: If `resize` is of another spec, or comes with sizes of videos for images or with stand-ins,
+            whose tokens it changes.
     """
 
     def __init__(
         self,
-        spec: LatentSpec,
+        table: OpenTable | LatentSpec,
         *,
-        image_sizes: ImageSizes | None = None,
         resize: RandomResize | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        self.table = open_table(table) if isinstance(table, LatentSpec) else table
+        spec = self.table.spec
         if resize is not None and resize.spec != spec:
             raise BucketingError(f"resize rounds to {resize.spec}, but the collator to {spec}; give both the same.")
         if resize is not None and self.stand_ins is not None:
             raise BucketingError('on_error="replace" needs sizes that stay; leave resize out.')
-        if resize is not None and image_sizes is not None:
+        if resize is not None and self.table.image_sizes is not None:
             raise BucketingError(
                 "Images cannot take both sizes of videos and sizes drawn at random: leave resize (--random_resize) "
-                "out, or image_sizes (--image_sizes own in scripts/prepare_dataset.py)."
+                "out, or the table's image_sizes (--image_sizes own in scripts/prepare_dataset.py)."
             )
-        self.spec = spec
-        self.table = None if image_sizes is None else OpenTable(spec=spec, image_sizes=image_sizes)
         self.resize = resize
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
@@ -117,16 +114,15 @@ class PackCollator(MediaCollator):
 
         Raises:
             ColumnError: If a size column is missing.
-            BucketingError: If a row has no frames or pixels, or is an image that takes none of `image_sizes`.
+            BucketingError: If a row has no frames or pixels, or is an image that no size of a video fits.
         """
         require(rows[0], ["num_frames", "height", "width"])
         sizes = [Size(*(int(row[key]) for key in ("num_frames", "height", "width"))) for row in rows]
+        sizes = [size._replace(frames=int(self.table.cut(size.frames))) for size in sizes]
         if self.resize is not None:
             require(rows[0], ["index"])
             indices = [int(row["index"]) for row in rows]
             return self.resize.sizes(sizes, indices=indices, epoch=int(self._epoch))
-        if self.table is None:
-            return [self.spec.snap(size) for size in sizes]
         assigned = self.table.assign(*zip(*sizes, strict=True))
         for size, reason in zip(sizes, assigned.rejection.tolist(), strict=True):
             if reason != Rejection.NONE:

@@ -59,6 +59,7 @@ class PreparedDataset:
         root (`str`, *optional*): Folder that relative paths in the media column start from.
         cache ([`CacheInfo`], *optional*): Latents and texts that are encoded already.
         image_sizes ([`ImageSizes`], *optional*): What images take in packs; by default their own size.
+        max_frames (`int`, *optional*): Frames that a sample keeps at most in packs.
     """
 
     dataset: Dataset
@@ -69,11 +70,12 @@ class PreparedDataset:
     root: str | None = None
     cache: CacheInfo | None = None
     image_sizes: ImageSizes | None = None
+    max_frames: int | None = None
 
     @property
     def open_table(self) -> OpenTable:
         """The sizes of the rows in packs, where `table` has those in buckets."""
-        return OpenTable(spec=self.spec, image_sizes=self.image_sizes)
+        return OpenTable(spec=self.spec, image_sizes=self.image_sizes, max_frames=self.max_frames)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder; it appears under its name only when it is complete, and replaces an earlier one.
@@ -101,6 +103,7 @@ class PreparedDataset:
             if self.cache is None
             else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
             "image_sizes": None if self.image_sizes is None else asdict(self.image_sizes),
+            "max_frames": self.max_frames,
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
         if target.exists():
@@ -118,7 +121,7 @@ class PreparedDataset:
         if not (path / MANIFEST).is_file():
             raise BucketingError(f"{path} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["version"] not in (1, 2, 3):  # version 1 had no cache, version 2 no image_sizes
+        if manifest["version"] not in (1, 2, 3):  # version 1 had no cache, version 2 no image_sizes and no max_frames
             raise BucketingError(f"{path} has version {manifest['version']}; prepare it again with this release.")
         cache, images = manifest.get("cache"), manifest.get("image_sizes")
         return cls(
@@ -134,4 +137,5 @@ class PreparedDataset:
             image_sizes=None
             if images is None
             else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),
+            max_frames=manifest.get("max_frames"),
         )

@@ -119,6 +119,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     else:
         assert config.capacity_tokens is not None, "TrainingConfig checks it"
         sizes = {name: dataset[name] for name in ("num_frames", "height", "width", "index")}
+        sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
         sampler = PackBatchSampler(
             num_tokens if resize is None else resize.token_counter(**sizes),
             capacity=config.capacity_tokens,
@@ -181,7 +182,7 @@ def _make_collator(
         stand_ins = StandIns(dataset, log=log, max_errors=config.max_errors, max_share=config.max_error_share)
         options |= {"on_error": "replace", "stand_ins": stand_ins}
     if isinstance(table, OpenTable):
-        return PackCollator(prepared.spec, image_sizes=table.image_sizes, resize=resize, **options)
+        return PackCollator(table, resize=resize, **options)
     return BucketCollator(table, **options)
 
 

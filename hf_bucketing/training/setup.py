@@ -92,7 +92,10 @@ def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
         try:
             step.packing.family.check_grids(step.recipe.transformer, [spec.grid(size)])
         except PackingError as error:
-            raise BucketingError(f"The model cannot take the {count} samples of {size}: {error}") from error
+            raise BucketingError(
+                f"The model cannot take the {count} samples of {size}: {error} Clips that are too long are cut by "
+                "--max_frames of scripts/prepare_dataset.py."
+            ) from error
 
 
 def optimizer_of(config: TrainingConfig, transformer: torch.nn.Module) -> torch.optim.Optimizer:
