@@ -72,12 +72,12 @@ def test_the_optimizer_takes_what_is_trained_and_says_what_is_missing(monkeypatc
     with pytest.raises(BucketingError, match="nothing would be trained"):
         make_optimizer([model.bias], name="adamw", **ADAMW)
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(BucketingError, match="pip install bitsandbytes"):
+    with pytest.raises(BucketingError, match=r"pip install .hf_bucketing\[8bit\]"):
         make_optimizer(model.parameters(), name="adamw_8bit", **ADAMW)
 
 
 def test_the_8_bit_optimizer_holds_bytes_and_takes_nearly_the_same_steps() -> None:
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")
     inputs, weights = torch.randn(32, 64), []
     for name in ("adamw", "adamw_8bit"):
         torch.manual_seed(0)

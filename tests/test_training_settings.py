@@ -108,7 +108,7 @@ def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, t
 
 
 def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")
     eight = {"optimizer": "adamw_8bit", "max_train_steps": 4, "checkpointing_steps": 2}
     whole = run(in_process(pipeline_dir, prepared_dir, tmp_path / "whole", **eight))
     assert whole != run(in_process(pipeline_dir, prepared_dir, tmp_path / "plain", max_train_steps=4))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 
-def worker_options(num_workers: int) -> dict[str, Any]:
+def worker_options(num_workers: int, *, preload: Sequence[str] = ()) -> dict[str, Any]:
     """Return options of a `DataLoader` with which its workers start from a process without threads.
 
     A worker that is forked from the training process copies the locks that its other threads hold just then. Before
@@ -22,6 +23,8 @@ def worker_options(num_workers: int) -> dict[str, Any]:
 
     Args:
         num_workers (`int`): Worker processes of the loader.
+        preload (sequence of `str`): Modules that the server imports besides, so that no worker needs to: those of the
+            script.
 
     Returns:
         `dict`: `num_workers`, and with workers `multiprocessing_context` and `worker_init_fn`.
@@ -35,7 +38,7 @@ def worker_options(num_workers: int) -> dict[str, Any]:
         return {"num_workers": 0}
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload([__package__])
+    context.set_forkserver_preload([__package__, *preload])
     return {"num_workers": num_workers, "multiprocessing_context": context, "worker_init_fn": _end_with_parent}
 
 

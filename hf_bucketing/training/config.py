@@ -58,7 +58,7 @@ class TrainingConfig:
     lora_targets: str = _flag("to_q,to_k,to_v,to_out.0", help="Ends of the names of the layers that get adapters.")
     ema_decay: float | None = _flag(None, help="Average weights with this decay, such as 0.999, and save the average.")
 
-    optimizer: Literal["adamw", "adamw_8bit"] = _flag("adamw", help="The second needs bitsandbytes.")
+    optimizer: Literal["adamw", "adamw_8bit"] = _flag("adamw", help="The second needs bitsandbytes (extra 8bit).")
     learning_rate: float = _flag(1e-4, help="Of the optimizer.")
     lr_scheduler: str = _flag("constant", help="One of diffusers' schedules, such as cosine.")
     lr_warmup_steps: int = _flag(0, help="Optimizer steps.")
