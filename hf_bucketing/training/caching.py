@@ -34,7 +34,8 @@ class CacheJob:
         recipe ([`Recipe`]): Loaded, on its device and in its dtype.
         folder (`str`): Of the cache. One that holds entries is completed.
         batching (`"bucket"` or `"pack"`): Whether each sample gets the size of its bucket, or keeps its own, rounded.
-        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop and flip; by default nothing is random.
+        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
+            random, and PyAV decodes.
         seed (`int`): Of random views, which are those of epoch 0.
         batch_size (`int`): Samples, or captions, that are encoded together.
         num_threads (`int`): Threads that decode.
