@@ -42,9 +42,12 @@ style: $(VENV)/installed
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info
 
+# torchcodec, for its tests, lies apart: datasets imports it wherever it is installed, and fails if it finds no FFmpeg.
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("hf_bucketing needs Python 3.10 or newer, this is " + sys.version.split()[0] \
 		+ "; name another with make PYTHON=python3.11") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+		--upgrade --target $(VENV)/torchcodec torchcodec
 	touch $@
