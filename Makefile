@@ -49,7 +49,10 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-# What only tests need: bitsandbytes takes steps on CPUs from 0.50 on, and says at each import that it lacks a kernel.
+# What only tests need: bitsandbytes, which takes steps on CPUs from 0.50 on and says at each import that it lacks a
+# kernel; and torchcodec, apart, as datasets imports it wherever it is installed, and fails if it finds no FFmpeg.
 $(VENV)/tested: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+		--upgrade --target $(VENV)/torchcodec torchcodec
 	touch $@

@@ -37,6 +37,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--random_crop", action="store_true", help="Crop and start as training does in epoch 0.")
     parser.add_argument("--frame_picking", choices=["start", "uniform", "random"], help="Which frames of longer ones.")
     parser.add_argument("--flip_probability", type=float, default=0.0, help="Of swapping left and right.")
+    parser.add_argument("--video_decoder", choices=["pyav", "torchcodec"], default="pyav", help="(default: pyav)")
     parser.add_argument("--seed", type=int, default=0, help="Of random crops, frames and flips.")
     parser.add_argument("--mixed_precision", choices=list(DTYPES), default="no", help="Of the text encoder.")
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
@@ -57,7 +58,10 @@ def main() -> None:
             f"{args.pretrained_model_name_or_path} has; prepare it again for this model."
         )
     views = ViewRule(
-        random_crop=args.random_crop, frame_picking=args.frame_picking, flip_probability=args.flip_probability
+        random_crop=args.random_crop,
+        frame_picking=args.frame_picking,
+        flip_probability=args.flip_probability,
+        decoder=args.video_decoder,
     )
     loaded = recipe.load(args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length)
     loaded.to(accelerator.device, dtype=DTYPES[args.mixed_precision])

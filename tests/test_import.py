@@ -11,7 +11,7 @@ import pytest
 import hf_bucketing
 
 PACKAGE = Path(hf_bucketing.__file__).parent
-HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL"}
+HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL", "torchcodec"}
 FLOORS = {
     **dict.fromkeys(["errors", "geometry", "assignment", "nearest", "buckets", "image_sizes", "open_table"], 0),
     **dict.fromkeys(["ladders", "cost", "shift"], 0),

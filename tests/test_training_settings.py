@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.mapping import PreparedDataset
+from hf_bucketing.mapping import CacheInfo, PreparedDataset
 from hf_bucketing.media import ViewRule
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
@@ -76,15 +78,33 @@ def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> 
     assert losses("strips", **{**packed, "strip_length": 1}) != plain, "the packs are others"
 
 
-def test_the_settings_of_views_reach_the_collator(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    views = {"center_crop": True, "frame_picking": "uniform", "flip_probability": 0.3}
+def test_the_settings_of_views_reach_the_collator(pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchcodec", SimpleNamespace(ffmpeg_major_version=8))
+    views = {"center_crop": True, "frame_picking": "uniform", "flip_probability": 0.3, "video_decoder": "torchcodec"}
     config = in_process(pipeline_dir, prepared_dir, tmp_path, **views)
     spec = PreparedDataset.load(prepared_dir).spec
-    rule = ViewRule(random_crop=False, frame_picking="uniform", flip_probability=0.3)
+    rule = ViewRule(random_crop=False, frame_picking="uniform", flip_probability=0.3, decoder="torchcodec")
     assert make_data(config, spec, width=96).loader.collate_fn.views == rule
     packs = dataclasses.replace(config, batching="pack", capacity="640", random_resize=32)
     collator = make_data(packs, spec, width=96).loader.collate_fn
     assert (collator.views, collator.resize.min_side) == (rule, 32)
+
+
+@pytest.mark.parametrize("setting", [
+    {"center_crop": True}, {"frame_picking": "start"}, {"flip_probability": 0.5}, {"video_decoder": "torchcodec"},
+])  # fmt: skip
+def test_cached_latents_refuse_what_changes_decoding(
+    pipeline_dir, prepared_dir, tmp_path, monkeypatch, setting
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchcodec", SimpleNamespace(ffmpeg_major_version=8))
+    cache = CacheInfo(
+        folder="cache", batching="bucket", latents_model="m", text_model=None, empty_text_key=None, views={}
+    )
+    prepared = dataclasses.replace(PreparedDataset.load(prepared_dir), cache=cache)
+    prepared.save(tmp_path / "cached")
+    config = in_process(pipeline_dir, tmp_path / "cached", tmp_path, **setting)
+    with pytest.raises(BucketingError, match=f"{next(iter(setting))} change what is decoded"):
+        make_data(config, prepared.spec, width=96)
 
 
 def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
@@ -203,6 +223,7 @@ def test_running_out_of_memory_names_the_samples_and_what_to_lower(
     {"batching": "both"}, {"mixed_precision": "fp8"}, {"weighting_scheme": "cosmap"}, {"max_train_steps": 0},
     {"capacity": "much"}, {"capacity": 0}, {"caption_dropout": 2.0}, {"lora_alpha": 4}, {"balance": "cost"},
     {"optimizer": "sgd"}, {"seed": -1}, {"dataloader_num_workers": -1}, {"lr_warmup_steps": 5},
+    {"video_decoder": "ffmpeg"},
 ])  # fmt: skip
 def test_impossible_settings_are_errors(change) -> None:
     with pytest.raises(BucketingError):

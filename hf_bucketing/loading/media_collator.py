@@ -11,7 +11,7 @@ import torch
 
 from ..errors import BucketingError, ColumnError, MediaError
 from ..geometry import CropBox, Size
-from ..media import FramePicking, MediaSource, View, ViewRule, seeded_draws
+from ..media import DecoderName, FramePicking, MediaSource, View, ViewRule, seeded_draws
 from ..media.sample import load_sample
 from .faults import StandIns
 
@@ -34,6 +34,7 @@ class MediaCollator:
         frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Which frames instead of those; see
             [`ViewRule`][hf_bucketing.media.ViewRule].
         flip_probability (`float`): Of swapping left and right.
+        decoder (`"pyav"` or `"torchcodec"`): Of videos.
         seed (`int`, *optional*): See above.
         on_error (`"raise"` or `"replace"`): What an unreadable sample does: end the run, or give its place to another
             one of its bucket (of as many tokens, or fewer where there is none, in a pack), drawn from the seed, the
@@ -41,7 +42,8 @@ class MediaCollator:
         stand_ins ([`StandIns`], *optional*): The data set, the log and the limits, for `"replace"`.
 
     Raises:
-        BucketingError: If `on_error` is unknown, or not matched by `stand_ins`, or `ViewRule` refuses an option.
+        BucketingError: If `on_error` is unknown, or not matched by `stand_ins`, or `ViewRule` refuses an option: a
+            decoder that cannot be loaded, for one.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class MediaCollator:
         random_crop: bool = True,
         frame_picking: FramePicking | None = None,
         flip_probability: float = 0.0,
+        decoder: DecoderName = "pyav",
         seed: int | None = None,
         on_error: Literal["raise", "replace"] = "raise",
         stand_ins: StandIns | None = None,
@@ -65,7 +68,12 @@ class MediaCollator:
         self.column = column
         self.caption_column = caption_column
         self.root = root
-        self.views = ViewRule(random_crop=random_crop, frame_picking=frame_picking, flip_probability=flip_probability)
+        self.views = ViewRule(
+            random_crop=random_crop,
+            frame_picking=frame_picking,
+            flip_probability=flip_probability,
+            decoder=decoder,
+        )
         self.seed = seed
         self.stand_ins = stand_ins
         # Shared memory, so that persistent workers see the epoch change.

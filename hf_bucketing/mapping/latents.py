@@ -41,8 +41,9 @@ class LatentColumns:
     A batch function for [`map_columns`] and `Dataset.map(batched=True)`. Samples of one size are encoded together;
     what the cache holds already is not encoded again. A key depends on the file (its path below `root`, length and
     time of change, or its bytes), the model, and the whole geometry: size, frame rate, first frame, resized size, crop
-    and flip. So whatever changes, exactly the samples that it changes are encoded anew. Rows without a bucket get an
-    empty key. An entry also holds its `size`, `crop`, `flip` and `fps`, for the collator.
+    and flip; for a video also on the decoder, as the pixels of two may differ. So whatever changes, exactly the
+    samples that it changes are encoded anew. Rows without a bucket get an empty key. An entry also holds its `size`,
+    `crop`, `flip` and `fps`, for the collator.
 
     Args:
         encode (callable): From pixels `(B, 3, F, H, W)` in [−1, 1] to latents `(B, C, f, h, w)`.
@@ -51,7 +52,8 @@ class LatentColumns:
         table ([`BucketTable`] or [`OpenTable`]): Of the `bucket_id` column: the size of each sample.
         column (`str`): Media column.
         root (`str`, *optional*): Folder that relative paths start from.
-        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop and flip; by default nothing is random.
+        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
+            random, and PyAV decodes.
         seed (`int`): Of random views, which are those of epoch 0 and need an `index` column.
         batch_size (`int`): Samples per call of `encode`.
         num_threads (`int`): Threads that decode, ahead of the encoder.
@@ -130,6 +132,9 @@ class LatentColumns:
             return None
         resized, crop = view.crop(int(row["height"]), int(row["width"]))
         geometry = {"size": view.size, "fps": view.fps, "start": view.start, "flip": view.flip}
+        # Images have one decoder, and PyAV's keys are those of caches from before there was another.
+        if view.fps and view.decoder != "pyav":
+            geometry["decoder"] = view.decoder
         key = entry_key(
             kind="latents",
             rule_version=RULE_VERSION,

@@ -23,10 +23,12 @@ def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]
 
     Raises:
         MediaError: If the file cannot be decoded or is too short.
+        BucketingError: If the view's decoder cannot be loaded.
     """
     box = None
     frames = []
-    for frame in iter_frames(source, frame_times(view.size.frames, view.fps, start=view.start)):
+    times = frame_times(view.size.frames, view.fps, start=view.start)
+    for frame in iter_frames(source, times, decoder=view.decoder):
         resized, box = view.crop(*frame.shape[:2])
         pixels = torch.from_numpy(frame).permute(2, 0, 1)[None]
         if resized != frame.shape[:2]:

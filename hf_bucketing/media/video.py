@@ -182,13 +182,13 @@ def _last_time(container: InputContainer, stream: VideoStream) -> float:
     """Return the seconds from the first to the last frame, −1 if unknown; reads on from the last key frame."""
     if not container.duration or not stream.time_base:
         return -1.0
-    start = min(islice(_stamps(container, stream), _MAX_REORDERED), default=0)
+    start = min(islice(display_stamps(container, stream), _MAX_REORDERED), default=0)
     container.seek(start + int(container.duration / av.time_base / stream.time_base), stream=stream)
-    end = max(_stamps(container, stream), default=start - 1)
+    end = max(display_stamps(container, stream), default=start - 1)
     return float((end - start) * stream.time_base) if end >= start else -1.0
 
 
-def _stamps(container: InputContainer, stream: VideoStream) -> Iterator[int]:
+def display_stamps(container: InputContainer, stream: VideoStream) -> Iterator[int]:
     """Yield the display times of packets, in order of decoding; edit lists hide those that are discarded."""
     for packet in container.demux(stream):
         if packet.size and packet.pts is not None and not packet.is_discard:

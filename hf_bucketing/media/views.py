@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..errors import BucketingError, MediaError
 from ..geometry import CropBox, Size, cover_resize, crop_box
+from .decoders import DecoderName, check_decoder
 
 FramePicking = Literal["start", "uniform", "random"]
 
@@ -27,6 +28,7 @@ class View:
         start (`int`): First frame, counted at `fps`.
         position (`tuple[float, float]`): Place of the crop from top to bottom and from left to right, in [0, 1].
         flip (`bool`): Whether left and right are swapped, after the crop.
+        decoder (`"pyav"` or `"torchcodec"`): Of videos; their pixels may differ by some levels.
     """
 
     size: Size
@@ -34,6 +36,7 @@ class View:
     start: int = 0
     position: tuple[float, float] = (0.5, 0.5)
     flip: bool = False
+    decoder: DecoderName = "pyav"
 
     def crop(self, height: int, width: int) -> tuple[tuple[int, int], CropBox]:
         """Return what a frame of `(height, width)` pixels is resized to, and the crop in resized pixels.
@@ -55,20 +58,24 @@ class ViewRule:
             its size: the first ones, ones evenly spread from the first to the last (which lowers the frame rate), or
             successive ones from a random start. By default `"random"` with random crops, else `"start"`.
         flip_probability (`float`): Of swapping left and right, in [0, 1].
+        decoder (`"pyav"` or `"torchcodec"`): Of videos; see [`iter_frames`][hf_bucketing.media.iter_frames].
 
     Raises:
-        BucketingError: On an unknown way to pick frames, or a probability outside [0, 1].
+        BucketingError: On an unknown way to pick frames, a probability outside [0, 1], or a decoder that is unknown or
+            cannot be loaded.
     """
 
     random_crop: bool = True
     frame_picking: FramePicking | None = None
     flip_probability: float = 0.0
+    decoder: DecoderName = "pyav"
 
     def __post_init__(self) -> None:
         if self.frame_picking not in (None, "start", "uniform", "random"):
             raise BucketingError(f'frame_picking must be "start", "uniform" or "random", got {self.frame_picking!r}.')
         if not 0 <= self.flip_probability <= 1:
             raise BucketingError(f"flip_probability must be from 0 to 1, got {self.flip_probability}.")
+        check_decoder(self.decoder)
 
     @property
     def num_draws(self) -> int:
@@ -104,7 +111,8 @@ class ViewRule:
         elif picking == "uniform":
             fps = fps * ((size.frames - 1) / (num_frames - 1))
         position = (y, x) if self.random_crop else (0.5, 0.5)
-        return View(size=size, fps=fps, start=first, position=position, flip=flip < self.flip_probability)
+        flipped = flip < self.flip_probability
+        return View(size=size, fps=fps, start=first, position=position, flip=flipped, decoder=self.decoder)
 
 
 def seeded_draws(count: int, *, seed: int, epoch: int, index: int) -> npt.NDArray[np.float64]:

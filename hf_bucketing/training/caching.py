@@ -34,7 +34,8 @@ class CacheJob:
         folder (`str`): Of the cache. One that holds entries is completed.
         batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `prepared.table`, or in
             `prepared.open_table`.
-        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop and flip; by default nothing is random.
+        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
+            random, and PyAV decodes.
         seed (`int`): Of random views, which are those of epoch 0.
         batch_size (`int`): Samples, or captions, that are encoded together.
         num_threads (`int`): Threads that decode.

@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 from ..errors import BucketingError
+from ..media import DecoderName, check_decoder
 
 
 def _flag(default: Any = MISSING, *, help: str) -> Any:
@@ -17,7 +18,7 @@ class TrainingConfig:
     """Settings of [`train`][hf_bucketing.training.train], named as the flags of diffusers' training examples.
 
     Raises:
-        BucketingError: On an impossible value or combination.
+        BucketingError: On an impossible value or combination, or a video decoder that cannot be loaded.
     """
 
     pretrained_model_name_or_path: str = _flag(help="A diffusers pipeline, on the hub or in a folder.")
@@ -46,6 +47,9 @@ class TrainingConfig:
         None, help="Which frames: the first, spread over the sample, or from a random one on (as --center_crop says)."
     )
     flip_probability: float = _flag(0.0, help="Of swapping left and right.")
+    video_decoder: DecoderName = _flag(  # noqa: RUF009 (a field as the others)
+        "pyav", help="The second needs torchcodec and the shared libraries of FFmpeg."
+    )
     random_resize: int | None = _flag(None, help="Draw each side of a packed sample from these pixels to its own.")
 
     num_train_epochs: int = _flag(1, help="Unused if --max_train_steps is given.")
@@ -120,6 +124,7 @@ class TrainingConfig:
             raise BucketingError(f'capacity must be a number of tokens or "auto", got {self.capacity!r}.')
         self._check_numbers()
         self._check_pairs()
+        check_decoder(self.video_decoder)
 
     @property
     def capacity_tokens(self) -> int | None:

@@ -175,6 +175,7 @@ def _make_collator(
         "random_crop": not config.center_crop,
         "frame_picking": config.frame_picking,
         "flip_probability": config.flip_probability,
+        "decoder": config.video_decoder,
         "seed": config.seed,
     }
     if config.on_error == "replace":
@@ -192,7 +193,9 @@ def _cached_collator(config: TrainingConfig, prepared: PreparedDataset, cache: C
             f"{config.dataset_dir} caches latents for --batching {cache.batching}, not {config.batching}; run "
             "scripts/cache_latents.py with the same --batching."
         )
-    given = config.not_default("center_crop", "frame_picking", "flip_probability", "random_resize", "on_error")
+    given = config.not_default(
+        *("center_crop", "frame_picking", "flip_probability", "video_decoder", "random_resize", "on_error")
+    )
     if given:
         raise BucketingError(
             f"{', '.join(given)} change what is decoded, but {config.dataset_dir} holds latents that are encoded "
