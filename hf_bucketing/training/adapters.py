@@ -19,7 +19,14 @@ TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 """Projections of every attention, as diffusers names them."""
 
 
-def add_lora(pipeline: Any, *, rank: int, alpha: int | None = None, targets: Sequence[str] = TARGETS) -> None:
+def add_lora(
+    pipeline: Any,
+    *,
+    rank: int,
+    alpha: int | None = None,
+    targets: Sequence[str] = TARGETS,
+    component: str = "transformer",
+) -> None:
     """Freeze a pipeline's transformer and add trainable low-rank adapters to it.
 
     Args:
@@ -27,6 +34,7 @@ def add_lora(pipeline: Any, *, rank: int, alpha: int | None = None, targets: Seq
         rank (`int`): Of the adapters.
         alpha (`int`, *optional*): Adapters are scaled by `alpha ÷ rank`; by default `rank`.
         targets (sequence of `str`): Ends of the names of the linear layers that get one.
+        component (`str`): Name of the transformer in the pipeline.
 
     Raises:
         BucketingError: If the pipeline cannot load LoRA weights, or no layer has such a name.
@@ -35,7 +43,7 @@ def add_lora(pipeline: Any, *, rank: int, alpha: int | None = None, targets: Seq
         raise BucketingError(
             f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out lora_rank)."
         )
-    transformer = pipeline.transformer
+    transformer = getattr(pipeline, component)
     transformer.requires_grad_(False)
     config = LoraConfig(r=rank, lora_alpha=alpha or rank, init_lora_weights="gaussian", target_modules=list(targets))
     try:
@@ -49,9 +57,12 @@ def has_lora(transformer: torch.nn.Module) -> bool:
     return ADAPTER in getattr(transformer, "peft_config", {})
 
 
-def save_lora(pipeline: Any, folder: str | os.PathLike[str]) -> None:
-    """Write the adapters as `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)`."""
-    transformer, partial = pipeline.transformer, Path(folder) / ".adapters.partial"
+def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str = "transformer") -> None:
+    """Write a transformer's adapters as `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)`.
+
+    Those of `transformer_2` are loaded with `load_into_transformer_2=True`.
+    """
+    transformer, partial = getattr(pipeline, component), Path(folder) / ".adapters.partial"
     type(pipeline).save_lora_weights(
         str(partial),
         transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),

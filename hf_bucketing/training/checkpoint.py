@@ -85,18 +85,22 @@ def gather_weights(accelerator: Accelerator, transformer: torch.nn.Module) -> di
     return state
 
 
-def save_pipeline(pipeline: Any, folder: Path, *, weights: dict[str, torch.Tensor] | None = None) -> None:
+def save_pipeline(
+    pipeline: Any, folder: Path, *, weights: dict[str, torch.Tensor] | None = None, component: str = "transformer"
+) -> None:
     """Save a diffusers pipeline into `folder`, `model_index.json` last: with it, the pipeline is complete.
 
     Args:
         pipeline (`DiffusionPipeline`): With the trained transformer.
         folder (`Path`): Where to write.
         weights (mapping, *optional*): From [`gather_weights`]: those of a transformer that is sharded.
+        component (`str`): Name of the transformer in the pipeline.
     """
     if weights is not None:
-        whole = type(pipeline.transformer).from_config(pipeline.transformer.config)
+        sharded = getattr(pipeline, component)
+        whole = type(sharded).from_config(sharded.config)
         whole.load_state_dict(weights)
-        pipeline.transformer = whole
+        setattr(pipeline, component, whole)
     partial = folder / ".pipeline.partial"
     shutil.rmtree(partial, ignore_errors=True)
     pipeline.save_pretrained(str(partial))

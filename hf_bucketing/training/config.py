@@ -56,6 +56,9 @@ class TrainingConfig:
     max_train_steps: int | None = _flag(None, help="Optimizer steps.")
     gradient_accumulation_steps: int = _flag(1, help="Batches per optimizer step.")
     gradient_checkpointing: bool = _flag(False, help="Compute blocks again in backward, to save memory.")
+    trained_component: Literal["transformer", "transformer_2"] = _flag(
+        "transformer", help="The second of Wan 2.2 A14B is called at low noise."
+    )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = _flag(None, help="By default accelerate's own setting.")
     lora_rank: int | None = _flag(None, help="Train adapters of this rank instead of the whole transformer.")
     lora_alpha: int | None = _flag(None, help="Adapters are scaled by alpha / rank; by default rank.")
@@ -108,6 +111,7 @@ class TrainingConfig:
             "tail": ("short", "drop", "repeat", "catch_all"),
             "pack_strategy": ("sequential", "first_fit", "best_fit_decreasing"),
             "balance": ("none", "cost"),
+            "trained_component": ("transformer", "transformer_2"),
             "mixed_precision": (None, "no", "fp16", "bf16"),
             "optimizer": ("adamw", "adamw_8bit"),
             "weighting_scheme": (None, "logit_normal", "uniform"),

@@ -231,9 +231,9 @@ class Trainer:
             if self.config.batching == "pack":
                 disable_packing(self.transformer)
             if self.config.lora_rank is None:
-                save_pipeline(self.recipe.pipeline, self.folder, weights=weights)
+                save_pipeline(self.recipe.pipeline, self.folder, weights=weights, component=self.recipe.trained)
             else:
-                save_lora(self.recipe.pipeline, self.folder)
+                save_lora(self.recipe.pipeline, self.folder, component=self.recipe.trained)
             logger.info(f"Saved to {self.folder}")
         self.log.close()
         self.release()

@@ -56,14 +56,23 @@ def _check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
 
 def load_recipe(config: TrainingConfig, recipe: type[Recipe], accelerator: Accelerator) -> Recipe:
     """Load the pipeline, choose what of its transformer is trained, and move the frozen parts to the device."""
-    loaded = recipe.load(config.pretrained_model_name_or_path, max_sequence_length=config.max_sequence_length)
+    loaded = recipe.load(
+        config.pretrained_model_name_or_path,
+        max_sequence_length=config.max_sequence_length,
+        trained=config.trained_component,
+    )
     if config.lora_rank is not None:
         targets = config.lora_targets.split(",")
-        add_lora(loaded.pipeline, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
+        options: dict[str, Any] = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": targets}
+        add_lora(loaded.pipeline, component=loaded.trained, **options)
     if config.gradient_checkpointing:
         loaded.transformer.enable_gradient_checkpointing()
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    loaded.to(accelerator.device, dtype=half.get(accelerator.mixed_precision, torch.float32))
+    dtype = half.get(accelerator.mixed_precision, torch.float32)
+    loaded.to(accelerator.device, dtype=dtype)
+    if config.validation_prompts is not None:  # which call all transformers
+        for component in loaded.frozen_transformers():
+            component.to(accelerator.device, dtype=dtype)
     return loaded
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ...errors import BucketingError
 from ...losses import masked_mse, packed_mse
 from ...packing import PackedBatch
 from .base import Noised, generator_of
@@ -23,13 +24,23 @@ class FlowMatching:
         num_train_timesteps (`int`): Timestep at σ = 1.
         shift (`float`, or callable of a latent's `(F, H, W)`): `σ → shift·σ / (1 + (shift − 1)·σ)`.
         weighting_scheme (`"logit_normal"` or `"uniform"`): Distribution of σ before the shift.
+        sigmas (`tuple[float, float]`): Noise levels that are trained, after the shift: from the first to the second.
+            Others are drawn anew.
         seed (`int`): With epoch and index, the only source of noise and σ.
+
+    Raises:
+        BucketingError: If `sigmas` are not two rising levels from 0 to 1.
     """
 
     num_train_timesteps: int = 1000
     shift: float | Callable[[tuple[int, ...]], float] = 1.0
     weighting_scheme: Literal["logit_normal", "uniform"] = "logit_normal"
+    sigmas: tuple[float, float] = (0.0, 1.0)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sigmas[0] < self.sigmas[1] <= 1:
+            raise BucketingError(f"Noise levels go from 0 to 1, and up, got {self.sigmas}.")
 
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
         """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
@@ -53,9 +64,12 @@ class FlowMatching:
         return packed_mse(prediction, pack.pack_like(noised.targets), pack.layout)
 
     def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...]) -> float:
-        if self.weighting_scheme == "logit_normal":
-            sigma = torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64))
-        else:
-            sigma = torch.rand((), generator=generator, dtype=torch.float64)
         shift = self.shift(size) if callable(self.shift) else self.shift
-        return float(shift * sigma / (1 + (shift - 1) * sigma))
+        while True:
+            if self.weighting_scheme == "logit_normal":
+                drawn = torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64))
+            else:
+                drawn = torch.rand((), generator=generator, dtype=torch.float64)
+            sigma = float(shift * drawn / (1 + (shift - 1) * drawn))
+            if self.sigmas[0] <= sigma <= self.sigmas[1]:
+                return sigma

@@ -38,15 +38,17 @@ class TextEmbeddings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """A loaded pipeline, of which only the transformer is trained.
+    """A loaded pipeline, of which only one transformer is trained.
 
     Args:
         pipeline (`DiffusionPipeline`): From [`load`][Recipe.load].
         max_sequence_length (`int`): Text tokens per caption.
+        trained (`str`): Component that is trained.
     """
 
     pipeline: Any
     max_sequence_length: int
+    trained: str = "transformer"
 
     pipeline_class: ClassVar[str]
     """The class in the pipeline's `model_index.json`."""
@@ -54,23 +56,23 @@ class Recipe(ABC):
     """Text tokens per caption where the pipeline's own call has no other setting."""
 
     @classmethod
-    def load(cls, name_or_path: str, *, max_sequence_length: int | None = None) -> Recipe:
-        """Load a pipeline from the hub or a folder, in float32, and freeze all but its transformer.
+    def load(
+        cls, name_or_path: str, *, max_sequence_length: int | None = None, trained: str = "transformer"
+    ) -> Recipe:
+        """Load a pipeline from the hub or a folder, in float32, and freeze all but the transformer that is trained.
 
         Raises:
             BucketingError: If it is a pipeline that this recipe cannot train.
         """
         pipeline = DiffusionPipeline.from_pretrained(name_or_path)
-        recipe = cls(pipeline=pipeline, max_sequence_length=max_sequence_length or cls.default_sequence_length)
-        recipe.check(name_or_path)
-        for name in ("vae", "text_encoder", "transformer"):
-            getattr(pipeline, name).requires_grad_(name == "transformer")
+        length = max_sequence_length or cls.default_sequence_length
+        recipe = cls(pipeline=pipeline, max_sequence_length=length, trained=trained)
+        if pipeline.components.get(trained) is None:
+            raise BucketingError(f"{name_or_path} has no {trained} to train (--trained_component).")
+        for name, component in pipeline.components.items():
+            if isinstance(component, torch.nn.Module):
+                component.requires_grad_(name == trained)
         return recipe
-
-    def check(self, name_or_path: str) -> None:
-        """Raise BucketingError if this pipeline, though of the right class, cannot be trained."""
-        if self.pipeline.transformer is None:
-            raise BucketingError(f"{name_or_path} has no transformer to train.")
 
     @classmethod
     @abstractmethod
@@ -80,7 +82,16 @@ class Recipe(ABC):
     @property
     def transformer(self) -> Any:
         """The model that is trained."""
-        return self.pipeline.transformer
+        return getattr(self.pipeline, self.trained)
+
+    def frozen_transformers(self) -> list[torch.nn.Module]:
+        """Return the transformers that are not trained, which only sampling needs."""
+        named = self.pipeline.components.items()
+        return [
+            component
+            for name, component in named
+            if name.startswith("transformer") and name != self.trained and component is not None
+        ]
 
     def to(self, device: torch.device, *, dtype: torch.dtype) -> None:
         """Move the frozen components: the text encoder in `dtype`, the VAE in float32, which many need."""
@@ -105,7 +116,7 @@ class Recipe(ABC):
         snr_gamma: float | None,
         seed: int,
     ) -> FlowMatching:
-        """Return the objective of a model that is trained by flow matching.
+        """Return the objective of a model that is trained by flow matching, at the noise levels that it serves.
 
         Raises:
             BucketingError: If a weight for denoising losses is given.
@@ -116,7 +127,13 @@ class Recipe(ABC):
             )
         steps = int(self.pipeline.scheduler.config.num_train_timesteps)
         scheme = weighting_scheme or "logit_normal"
-        return FlowMatching(num_train_timesteps=steps, shift=shift, weighting_scheme=scheme, seed=seed)
+        return FlowMatching(
+            num_train_timesteps=steps, shift=shift, weighting_scheme=scheme, sigmas=self.sigmas(), seed=seed
+        )
+
+    def sigmas(self) -> tuple[float, float]:
+        """Return the noise levels, from the first to the second, at which the pipeline calls what is trained."""
+        return 0.0, 1.0
 
     @abstractmethod
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:

@@ -7,25 +7,20 @@ from typing import ClassVar, Literal
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
-from ...errors import BucketingError
 from ...geometry import LatentSpec
 from ..objectives import Objective
 from .base import Recipe, TextEmbeddings, read_configs
 
 
 class WanRecipe(Recipe):
-    """Recipe of `WanPipeline` with one transformer; see [`Recipe`]."""
+    """Recipe of `WanPipeline`; see [`Recipe`].
+
+    Pipelines of two transformers (Wan 2.2 A14B) call `transformer` at high noise and `transformer_2` at low noise, on
+    either side of their `boundary_ratio`; each is trained in a run of its own.
+    """
 
     pipeline_class: ClassVar[str] = "WanPipeline"
     default_sequence_length: ClassVar[int] = 512
-
-    def check(self, name_or_path: str) -> None:
-        """Refuse pipelines that switch between two transformers."""
-        if self.pipeline.transformer is None or self.pipeline.transformer_2 is not None:
-            raise BucketingError(
-                f"{name_or_path} has another number of transformers than one; this script trains a WanPipeline with "
-                "one transformer, such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
-            )
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -44,6 +39,13 @@ class WanRecipe(Recipe):
         config = self.pipeline.scheduler.config
         shift = float(config.get("flow_shift") or config.get("shift") or 1.0)
         return self.flow_matching(shift, weighting_scheme=weighting_scheme, snr_gamma=snr_gamma, seed=seed)
+
+    def sigmas(self) -> tuple[float, float]:
+        """Return the trained transformer's side of the boundary."""
+        boundary = self.pipeline.config.boundary_ratio
+        if boundary is None:
+            return 0.0, 1.0
+        return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
