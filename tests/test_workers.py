@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -37,6 +38,11 @@ def process_of(rows: list[int]) -> int:
 def test_no_workers_need_no_options() -> None:
     loader = DataLoader(range(2), collate_fn=process_of, batch_size=1, **worker_options(0))
     assert list(loader) == [os.getpid()] * 2
+
+
+def test_where_there_is_no_fork_server_workers_start_as_the_platform_does(monkeypatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert worker_options(2) == {"num_workers": 2}
 
 
 def test_workers_come_from_a_fork_server() -> None:

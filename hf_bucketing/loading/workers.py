@@ -27,17 +27,16 @@ def worker_options(num_workers: int, *, preload: Sequence[str] = ()) -> dict[str
             script.
 
     Returns:
-        `dict`: `num_workers`, and with workers `multiprocessing_context` and `worker_init_fn`.
+        `dict`: `num_workers`, and for workers from a server `multiprocessing_context` and `worker_init_fn`.
 
     Example:
         ```py
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collator, **worker_options(4))
         ```
     """
-    if not num_workers:
-        return {"num_workers": 0}
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
+    if not num_workers or "forkserver" not in multiprocessing.get_all_start_methods():
+        return {"num_workers": num_workers}  # Windows spawns workers, which copies no locks either
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__package__, *preload])
     return {"num_workers": num_workers, "multiprocessing_context": context, "worker_init_fn": _end_with_parent}
 
