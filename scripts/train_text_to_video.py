@@ -7,13 +7,14 @@ accelerate launch scripts/train_text_to_video.py --pretrained_model_name_or_path
 import argparse
 import logging
 
-from transformers import HfArgumentParser
-
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.training import TrainingConfig, train
 
 
 def main() -> None:
+    from transformers import HfArgumentParser  # here, as each worker of the loader imports this file, too
+
+    from hf_bucketing.training import TrainingConfig, train
+
     logging.basicConfig(format="%(asctime)s - %(levelname)s - %(name)s - %(message)s", level=logging.INFO)
     parser = HfArgumentParser(
         TrainingConfig, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -18,7 +18,7 @@ from hf_bucketing.report import SizeColumns, draw_figures, draw_occupancy, forma
 from hf_bucketing.report.figures import MAX_BARS
 from hf_bucketing.report.files import complete_file
 
-from .conftest import run_script
+from .conftest import run_script_here
 from .test_report import SAMPLES, SPEC, TABLE, TWO
 
 TEXT = """\
@@ -113,14 +113,14 @@ def test_reports_need_neither_torch_nor_matplotlib(in_fresh_interpreter: Callabl
 
 
 def report_buckets(dataset: Path, output: Path, *flags: object) -> dict:
-    run_script("report_buckets.py", dataset, "--json", output, *flags)
+    run_script_here("report_buckets.py", dataset, "--json", output, *flags)
     return json.loads(output.read_text())
 
 
 def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) -> None:
     flags = ("--batch_size", 3, "--num_processes", 2, "--capacity", 640, "--strip_length", 16, "--seed", 4)
     more = ("--json", tmp_path / "report.json", "--figures", tmp_path / "figures", "--width", 96, "--max_area", 9000)
-    result = run_script("report_buckets.py", prepared_dir, *flags, *more)
+    result = run_script_here("report_buckets.py", prepared_dir, *flags, *more)
     assert "20 samples: 20 in" in result.stdout
     assert "packing 640 tokens" in result.stdout
     report = json.loads((tmp_path / "report.json").read_text())
@@ -172,9 +172,9 @@ def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Pat
         ((prepared_dir, "--batch_size", 0), "batch_size must be at least 1"),
     ]
     for arguments, message in cases:
-        result = run_script("report_buckets.py", *arguments, check=False)
+        result = run_script_here("report_buckets.py", *arguments, check=False)
         assert result.returncode == 1, message
         assert message in result.stderr.strip().splitlines()[-1], result.stderr[-2000:]
-    result = run_script("report_buckets.py", prepared_dir, "--novelai", "--buckets", "64,64", check=False)
+    result = run_script_here("report_buckets.py", prepared_dir, "--novelai", "--buckets", "64,64", check=False)
     assert result.returncode == 2
     assert "not allowed with" in result.stderr

@@ -22,7 +22,7 @@ from hf_bucketing.training.data import make_data
 from hf_bucketing.training.history import losses_of
 from hf_bucketing.training.loop import Trainer
 
-from .conftest import run_script, run_script_here
+from .conftest import run_script_here
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_samples_beyond_the_models_positions_are_refused_before_training(
 ) -> None:
     flags = ("--target_fps", 8, "--bucket_tokens", "400", "--bucket_frames", "1,17,25", "--output_dir", tmp_path / "p")
     latte = pipeline_dirs["latte"]
-    run_script("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", latte, *flags)
+    run_script_here("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", latte, *flags)
     config = in_process(latte, tmp_path / "p", tmp_path, batching="pack", capacity=4000)
     with pytest.raises(BucketingError, match=r"cannot take the \d+ samples of .* 16 positions for frames"):
         Trainer(config)

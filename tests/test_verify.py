@@ -9,7 +9,7 @@ from hf_bucketing import PackingError
 from hf_bucketing.packing import SegmentSpans, VerificationReport, attention, enable_packing, families, verify_packing
 from hf_bucketing.packing.families import wan
 
-from .conftest import run_script
+from .conftest import run_script_here
 from .packing_cases import Samples, make_model
 
 
@@ -99,8 +99,8 @@ def test_frozen_parts_and_learned_variance_are_allowed() -> None:
 
 
 def test_the_script_prints_the_table_and_its_exit_code_is_the_verdict(pipeline_dir) -> None:
-    result = run_script("verify_packing.py", pipeline_dir, "--sizes", "3,2,4", "1,5,2", "--strip_length", 4)
+    result = run_script_here("verify_packing.py", pipeline_dir, "--sizes", "3,2,4", "1,5,2", "--strip_length", 4)
     assert result.stdout.count(" ok") == 7
-    result = run_script("verify_packing.py", pipeline_dir, "--strip_length", 500, check=False)
+    result = run_script_here("verify_packing.py", pipeline_dir, "--strip_length", 500, check=False)
     assert result.returncode == 1
     assert "exceeds the 128 positions" in result.stderr.strip().splitlines()[-1]

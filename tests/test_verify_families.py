@@ -10,7 +10,7 @@ import torch
 from hf_bucketing.packing import disable_packing, enable_packing, packed_forward, verify_packing
 from hf_bucketing.packing.families import family_of
 
-from .conftest import run_script
+from .conftest import run_script_here
 from .packing_cases import CASES, FamilyCase, Samples, largest_difference
 
 each_family = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -72,6 +72,6 @@ def test_drawn_conditioning_is_what_the_model_needs(name: str) -> None:
 def test_the_script_verifies_a_family_with_conditioning_and_other_sizes(tmp_path) -> None:
     model = CASES["pixart conditioned"].model()
     model.save_pretrained(tmp_path / "transformer")
-    result = run_script("verify_packing.py", tmp_path, "--text_length", 5, "--strip_length", 4)
+    result = run_script_here("verify_packing.py", tmp_path, "--text_length", 5, "--strip_length", 4)
     assert result.stdout.count(" ok") == 7
     assert "(1, 4, 6), (1, 8, 4)" in result.stdout

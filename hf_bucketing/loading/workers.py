@@ -5,11 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 
-def worker_options(num_workers: int, *, preload: Sequence[str] = ()) -> dict[str, Any]:
+def worker_options(num_workers: int) -> dict[str, Any]:
     """Return options of a `DataLoader` with which its workers start from a process without threads.
 
     A worker that is forked from the training process copies the locks that its other threads hold just then. Before
@@ -18,13 +17,11 @@ def worker_options(num_workers: int, *, preload: Sequence[str] = ()) -> dict[str
     is `multiprocessing`'s default on Linux from Python 3.14, imports the library once and forks the workers from
     there. They end with the training process, even if that is killed.
 
-    The data set and the collator travel to the workers by pickle, so a script needs its
-    `if __name__ == "__main__":`.
+    The data set and the collator travel to the workers by pickle, and each worker imports the script: it needs its
+    `if __name__ == "__main__":`, and starts sooner if it imports in `main` what only training needs.
 
     Args:
         num_workers (`int`): Worker processes of the loader.
-        preload (sequence of `str`): Modules that the server imports besides, so that no worker needs to: those of the
-            script.
 
     Returns:
         `dict`: `num_workers`, and for workers from a server `multiprocessing_context` and `worker_init_fn`.
@@ -37,7 +34,7 @@ def worker_options(num_workers: int, *, preload: Sequence[str] = ()) -> dict[str
     if not num_workers or "forkserver" not in multiprocessing.get_all_start_methods():
         return {"num_workers": num_workers}  # Windows spawns workers, which copies no locks either
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__package__, *preload])
+    context.set_forkserver_preload([__package__])
     return {"num_workers": num_workers, "multiprocessing_context": context, "worker_init_fn": _end_with_parent}
 
 

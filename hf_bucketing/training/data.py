@@ -138,7 +138,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         collate_fn=collator,
         persistent_workers=config.dataloader_num_workers > 0,
         timeout=config.dataloader_timeout if config.dataloader_num_workers else 0,
-        **worker_options(config.dataloader_num_workers, preload=[__package__]),
+        **worker_options(config.dataloader_num_workers),
     )
     return TrainingData(
         loader=loader,
