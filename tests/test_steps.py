@@ -35,17 +35,20 @@ def losses_and_gradients(step, batch) -> tuple[torch.Tensor, list[torch.Tensor]]
 @pytest.mark.parametrize(("family", "frames"), [("wan", 5), ("ltx", 5), ("latte", 16), ("latte", 1), ("wan", 1)])
 def test_packed_and_bucketed_training_are_the_same(family: str, frames: int, pipeline_dirs: dict[str, Path]) -> None:
     recipe = recipe_of(str(pipeline_dirs[family])).load(str(pipeline_dirs[family]))
+    for name in ("transformer", "text_encoder", "vae"):  # in float32, some gradients are mostly rounding
+        getattr(recipe.pipeline, name).double()
     objective, batch = recipe.objective(**OPTIONS), make_batch(frames)
     values, gradients = losses_and_gradients(BucketStep(recipe=recipe, objective=objective), batch)
     packing = enable_packing(recipe.transformer, strip_length=8)
     step = PackStep(recipe=recipe, objective=objective, packing=packing)
     packed_values, packed = losses_and_gradients(step, {**batch, "pixel_values": list(batch["pixel_values"])})
     assert torch.allclose(packed_values, values, atol=1e-5, rtol=1e-5)
-    norms = torch.stack([one.norm() for one in gradients])
-    differences = torch.stack([(one - other).norm() for one, other in zip(gradients, packed, strict=True)])
-    assert float(differences.norm() / norms.norm()) <= 1e-5
-    assert (norms > 1e-4 * norms.norm()).sum() > 10
-    assert (differences <= 1e-4 * norms + 1e-6 * norms.norm()).all(), "each parameter's, but for rounding in float32"
+    compared = 0
+    for one, other in zip(gradients, packed, strict=True):
+        if one.norm() > 1e-6:
+            compared += 1
+            assert float((one - other).norm() / one.norm()) <= 1e-6
+    assert compared > 10
 
 
 def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> None:

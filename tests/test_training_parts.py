@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import add_lora, has_lora, save_lora
+from hf_bucketing.training.adapters import add_lora, save_lora
 from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
 from hf_bucketing.training.estimate import estimate_memory, find_capacity
 from hf_bucketing.training.optimizers import make_optimizer
@@ -38,7 +38,6 @@ def test_adapters_are_saved_as_stock_diffusers_loads_them(family: str, pipeline_
     trained = {name for name, parameter in recipe.transformer.named_parameters() if parameter.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
-    assert has_lora(recipe.transformer)
     for name, parameter in recipe.transformer.named_parameters():
         if name in trained:
             torch.nn.init.normal_(parameter)
@@ -47,7 +46,6 @@ def test_adapters_are_saved_as_stock_diffusers_loads_them(family: str, pipeline_
     plain = dataclasses.replace(recipe, pipeline=DiffusionPipeline.from_pretrained(pipeline_dirs[family]))
     pipeline.load_lora_weights(str(tmp_path))
     loaded = dataclasses.replace(recipe, pipeline=pipeline)
-    assert not has_lora(plain.transformer)
     options = {"timesteps": torch.tensor([7.0]), "text": recipe.encode_text(["red"]), "fps": torch.tensor([8.0])}
     latents = torch.randn(1, 4, 2, 4, 6)
     with torch.no_grad():

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig, get_peft_model_state_dict
 
 from ..errors import BucketingError
@@ -50,11 +49,6 @@ def add_lora(
         transformer.add_adapter(config, adapter_name=ADAPTER)
     except ValueError as error:
         raise BucketingError(f"No adapter fits lora_targets={list(targets)}: {error}") from error
-
-
-def has_lora(transformer: torch.nn.Module) -> bool:
-    """Return whether [`add_lora`] was called on a transformer."""
-    return ADAPTER in getattr(transformer, "peft_config", {})
 
 
 def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str = "transformer") -> None:
