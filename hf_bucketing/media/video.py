@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import av
 from av.container import InputContainer
@@ -30,6 +30,9 @@ _ATTEMPTS: dict[ContainerName | None, tuple[dict[str, str], ...]] = {
 }
 _HEADERS_SUFFICE = {"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"}
 """Decoders of the codecs whose size and sample aspect ratio are known under `_HEADERS_ONLY`."""
+
+_TITLES: dict[str, Any] = {"metadata_errors": "replace"} if hasattr(InputContainer, "metadata_errors") else {}
+"""Makes titles and comments that are not UTF-8 no error, as they never are in PyAV from 19 on."""
 
 _MAX_REORDERED = 17
 """The first frame shown is among so many packets: H.264 and HEVC put at most 16 frames before it."""
@@ -114,7 +117,7 @@ def open_video(
     source: MediaSource, *, name: ContainerName | None = None, options: dict[str, str] | None = None
 ) -> InputContainer:
     """Open with PyAV; titles and comments need not be UTF-8."""
-    return av.open(source.open(), "r", format=name, options=options, metadata_errors="replace")
+    return av.open(source.open(), "r", format=name, options=options, **_TITLES)
 
 
 def video_stream(container: InputContainer) -> VideoStream | None:
