@@ -131,7 +131,12 @@ def _launch_command(script: Path, *args: object, num_processes: int) -> list[obj
 
 
 def run(
-    command: list[object], *, check: bool = True, env: dict[str, str] | None = None, timeout: float = 300
+    command: list[object],
+    *,
+    check: bool = True,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command offline and return what it printed; fail with its output if it fails and `check` is on.
 
@@ -139,7 +144,9 @@ def run(
     """
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})}
     arguments = [str(part) for part in command]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
+    )
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
