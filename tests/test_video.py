@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,8 +15,9 @@ from av.stream import Disposition
 from PIL import Image
 
 from hf_bucketing import MediaError
-from hf_bucketing.media import MediaSource, frame_times, frames_at_fps, iter_frames, probe
+from hf_bucketing.media import MediaSource, frame_times, frames_at_fps, iter_frames, probe, write_video
 
+from .conftest import run
 from .test_media import HEIGHT, WIDTH, numbered_frames, numbers, source
 
 CORNERS = np.uint8([[20, 90], [160, 235]]).repeat(HEIGHT // 2, 0).repeat(WIDTH // 2, 1)[..., None].repeat(3, 2)
@@ -97,7 +100,13 @@ def assert_shows(clip: MediaSource, picture: np.ndarray) -> None:
 
 
 def turn(degrees: int, *, mirrored: bool = False):
-    return lambda stream: stream.set_display_rotation(degrees, hflip=mirrored)
+    return lambda stream: rotate(stream, degrees, mirrored=mirrored)
+
+
+def rotate(stream, degrees: int, *, mirrored: bool = False) -> None:
+    if not hasattr(stream, "set_display_rotation"):
+        pytest.skip(f"PyAV {av.__version__} cannot write how a video is turned")
+    stream.set_display_rotation(degrees, hflip=mirrored)
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mov", "mkv"])
@@ -113,7 +122,7 @@ def test_the_turn_of_the_video_is_told_from_that_of_the_sound(tmp_path: Path, su
     with av.open(str(tmp_path / f"talk.{suffix}"), "w") as container:
         audio, video = container.add_stream("aac", rate=8000, layout="mono"), container.add_stream("libx264", rate=12)
         video.height, video.width, video.pix_fmt = HEIGHT, WIDTH, "yuv420p"
-        video.set_display_rotation(90)
+        rotate(video, 90)
         silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
         silence.sample_rate = 8000
         picture = av.VideoFrame.from_ndarray(CORNERS, format="rgb24")
@@ -155,7 +164,7 @@ def test_unusual_headers_of_matroska_files_are_read_as_ffmpeg_reads_them(tmp_pat
 def test_pixels_that_are_not_square_are_stretched(tmp_path: Path, ratio: str, degrees: int, size) -> None:
     def prepare(stream) -> None:
         stream.codec_context.sample_aspect_ratio = Fraction(ratio)
-        stream.set_display_rotation(degrees)
+        rotate(stream, degrees)
 
     wide = np.asarray(Image.fromarray(CORNERS).resize(size if degrees == 0 else size[::-1], Image.Resampling.BICUBIC))
     in_container = encode(tmp_path / "container.mp4", [CORNERS] * 3, prepare=prepare)
@@ -242,3 +251,21 @@ def test_sound_that_is_longer_than_the_picture_adds_no_frames(tmp_path: Path) ->
         silence.sample_rate = 8000
         container.mux([*video.encode(), *audio.encode(silence), *audio.encode()])
     assert probe(source(str(tmp_path / "talk.mkv"))) == (WIDTH, HEIGHT, 12, 12.0, True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_process_decodes_after_its_parent_did(tmp_path: Path) -> None:
+    write_video(tmp_path / "clip.mp4", numbered_frames(3), fps=12)
+    code = f"""
+import multiprocessing
+from hf_bucketing.media import MediaSource, iter_frames
+
+def decode(path):
+    return [int(frame.mean()) for frame in iter_frames(MediaSource.from_cell(path), [0.0, 0.1])]
+
+path = {str(tmp_path / "clip.mp4")!r}
+here = decode(path)
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    assert pool.map_async(decode, [path]).get(60) == [here]
+"""
+    run([sys.executable, "-c", code], timeout=200)

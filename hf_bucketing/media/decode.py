@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import av
 import numpy as np
 import numpy.typing as npt
+from av.video.reformatter import VideoReformatter
 from PIL import ImageOps
 
 from ..errors import MediaError
@@ -101,11 +102,11 @@ def _upright(stored: StoredFrame, header: VideoHeader, source: MediaSource) -> F
             f"{source.path} turns its frames by {rotation:g}°, which its header does not say; write the file again, "
             "for example with ffmpeg."
         )
-    if (frame.width, frame.height) == header.stretched:
-        pixels = frame.to_ndarray(format="rgb24")
-    else:
-        width, height = header.stretched
-        pixels = frame.reformat(width=width, height=height, format="rgb24", interpolation="BICUBIC").to_ndarray()
+    width, height = header.stretched
+    shape = {"width": width, "height": height, "interpolation": "BICUBIC"}
+    stretch = {} if (frame.width, frame.height) == header.stretched else shape
+    # PyAV 19 keeps the threads of `frame.reformat` alive, which a forked process then waits for forever.
+    pixels = VideoReformatter().reformat(frame, format="rgb24", **stretch).to_ndarray()
     if header.turn.transposed:
         pixels = pixels.transpose(1, 0, 2)
     rows, columns = (-1 if reverse else 1 for reverse in header.turn[1:])
