@@ -38,7 +38,10 @@ class _Samples(NamedTuple):
         return cls(heights, widths, ratios, np.log(ratios), _cells(ratios))
 
     def select(self, rows: IntArray) -> _Samples:
-        return self if len(rows) == len(self.heights) else _Samples(*(column[rows] for column in self))
+        if len(rows) == len(self.heights):
+            return self
+        sizes = self.heights[rows], self.widths[rows]
+        return _Samples(*sizes, self.ratios[rows], self.logarithms[rows], self.cells[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +203,8 @@ def _of_kind(group: _Group, frames: IntArray) -> npt.NDArray[np.bool_]:
 
 def _cells(ratios: FloatArray) -> IntArray:
     """Return the cell of each ratio; cells rise with the ratio exactly, as do the bits of positive floats."""
-    return np.clip((ratios.view(np.int64) >> _CELL_BITS) - _FIRST_CELL, 0, _LAST_CELL - _FIRST_CELL)
+    cells: IntArray = np.clip((ratios.view(np.int64) >> _CELL_BITS) - _FIRST_CELL, 0, _LAST_CELL - _FIRST_CELL)
+    return cells
 
 
 def _count_by_cell(boundaries: FloatArray) -> npt.NDArray[np.int16] | None:

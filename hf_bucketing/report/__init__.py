@@ -1,5 +1,6 @@
 """Reports about tables, columns and plans: text, JSON, and figures (which alone need matplotlib)."""
 
+from .assigned import AssignedRows, format_assigned
 from .buckets import BucketReport, BucketUse, describe_buckets
 from .config import ReportConfig, SizeColumns
 from .figures import draw_aspects, draw_figures, draw_occupancy, draw_strategies, draw_tokens
@@ -9,6 +10,7 @@ from .strategies import StrategyReport, compare_strategies
 from .text import format_report
 
 __all__ = [
+    "AssignedRows",
     "BucketReport",
     "BucketUse",
     "Histogram",
@@ -24,6 +26,7 @@ __all__ = [
     "draw_occupancy",
     "draw_strategies",
     "draw_tokens",
+    "format_assigned",
     "format_report",
     "make_report",
     "token_histogram",
