@@ -94,9 +94,11 @@ def token_ladder(
     budget is, they make a budget of their own, with all aspect ratios, so that a sample smaller than the model's size
     by a little, or of another shape, does not fall to the next lower budget.
 
-    Fewer buckets crop more, and leave fewer samples over at the end of an epoch. With Wan's own sizes, budgets of
-    8,190 and 32,760 tokens, 1, 17, 49 and 81 frames and a `max_aspect_ratio` of 2.5 (`scripts/report_ladders.py`
-    measures other choices):
+    A larger `aspect_step` makes fewer buckets, which crop more but fill more of their batches. With Wan's own sizes,
+    8,190 and 32,760 tokens, 1, 17, 49 and 81 frames and a `max_aspect_ratio` of 2.5, steps of 0.08, 0.16 and inf make
+    356, 212 and 164 buckets, which keep 98.3, 97.4 and 96.0 % of a mix of sizes and 95.8, 92.4 and 89.2 % of the worst
+    aspect ratio; of 100,000 samples, 25, 17 and 13 % of the batches are not full. `scripts/report_ladders.py` measures
+    other choices.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
@@ -139,11 +141,10 @@ def token_ladder(
     buckets: dict[Size, int] = {}
     for count in sorted(set(frames)):
         per_frame, _, _ = spec.grid(Size(count, *spec.multiples))
-        # Sizes of the model's own at this number of frames, by tokens; the first of each budget's stands for it.
         admitted = {shape: spec.num_tokens(Size(count, *shape)) for shape in own}
         admitted = {shape: number for shape, number in admitted.items() if number <= largest * (1 + tolerance)}
         budgets = sorted(set(tokens))
-        for number in admitted.values():
+        for number in admitted.values():  # the first of like sizes makes the budget of the others
             if not any(abs(number - budget) <= tolerance * budget for budget in budgets):
                 budgets.append(number)
         for tier, budget in enumerate(sorted(budgets)):

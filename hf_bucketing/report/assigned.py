@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..assignment import AssignmentRule, IntArray, Rejection, count_rejections
+from ..assignment import AssignmentRule, Rejection, count_rejections
 from ..buckets import BucketTable
 from ..geometry import LatentSpec
 from .config import SizeColumns
@@ -26,7 +26,7 @@ _REASONS = {
         "fewer frames than every bucket of their kind",
         "add a smaller number of frames to --bucket_frames, 1 for images",
     ),
-    Rejection.TOO_SMALL: ("every bucket near their aspect ratio would enlarge them", ""),
+    Rejection.TOO_SMALL: ("every bucket near their aspect ratio would enlarge them", ""),  # depends on their sizes
     Rejection.UNREADABLE: (
         "their size or frames could not be read",
         "repair the files; --on_error raise says what is wrong with the first one",
@@ -68,16 +68,16 @@ def format_assigned(rows: AssignedRows) -> str:
     rejection = np.asarray(rows.rejection)
     of_bucket = Sizes(*np.array(rows.table.sizes, np.int64)[np.maximum(ids, 0)].T)
     area, scale = kept_area(sizes, of_bucket), resize_scale(sizes, of_bucket)
-    used, entries = np.unique(ids[ids >= 0], return_counts=True)
+    by_bucket = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
+    used, starts = np.unique(ids[by_bucket], return_index=True)
     parts = []
     if len(used):
-        order = used[np.argsort(-entries, kind="stable")]
         head = ("bucket", "rows", "kept area", "scale", "enlarged", "tokens")
-        lines = [_bucket_line(rows, int(bucket), (area, scale), ids) for bucket in order]
-        parts.append(columns([head, *lines]))
+        members = sorted(np.split(by_bucket, starts[1:]), key=len, reverse=True)
         parts.append(
-            "kept area: mean share of a frame inside the bucket; scale: of the sides, from smallest to largest"
+            columns([head, *(_bucket_line(rows, int(ids[own[0]]), area[own], scale[own]) for own in members)])
         )
+        parts.append("kept area: mean share of a frame inside the bucket; scale: least to largest factor of the sides")
     kept = ids >= 0
     mean = f", kept area {percent(float(area[kept].mean()))} on average" if kept.any() else ""
     parts.append(
@@ -87,8 +87,7 @@ def format_assigned(rows: AssignedRows) -> str:
     return "\n".join(parts)
 
 
-def _bucket_line(rows: AssignedRows, bucket: int, measured: tuple[FloatArray, FloatArray], ids: IntArray) -> Line:
-    area, scale = (values[ids == bucket] for values in measured)
+def _bucket_line(rows: AssignedRows, bucket: int, area: FloatArray, scale: FloatArray) -> Line:
     size = rows.table.size(bucket)
     low, high = f"{scale.min():.2f}", f"{scale.max():.2f}"
     return (
@@ -109,19 +108,18 @@ def _rejection_text(rows: AssignedRows, sizes: Sizes, label: str, mask: npt.NDAr
         remedy = _upscale_that_keeps(rows, Sizes(*(column[numbers] for column in sizes)))
     names = ", ".join(rows.name_rows(numbers[:3].tolist()))
     more = ", …" if len(numbers) > 3 else ""
-    return f"{len(numbers):,} rows rejected: {label} ({why}): {names}{more}\n    to keep them: {remedy}"
+    noun = "row" if len(numbers) == 1 else "rows"
+    return f"{len(numbers):,} {noun} rejected: {label} ({why}): {names}{more}\n    to keep them: {remedy}"
 
 
 def _upscale_that_keeps(rows: AssignedRows, sizes: Sizes) -> str:
-    """Return the option that keeps all of these samples, or as many as one does."""
-    options = [
-        (int((rows.table.assign(*sizes, rule=replace(rows.rule, max_upscale=limit)).bucket_id >= 0).sum()), -limit)
-        for limit in _UPSCALES
-        if limit > rows.rule.max_upscale
-    ]
-    smaller = "a smaller budget in --bucket_tokens, or smaller sizes in --bucket_sizes or --buckets"
-    if not options or max(options)[0] == 0:
-        return smaller
-    count, limit = max(options)
-    share = "" if count == len(sizes.frames) else f" ({count:,} of them)"
-    return f"--max_upscale {-limit:g}{share}, {smaller}"
+    """Return the smallest enlargement that keeps some of these samples, that which keeps most, and other options."""
+    kept: dict[int, float] = {}
+    for limit in _UPSCALES:
+        if limit > rows.rule.max_upscale:
+            ids = rows.table.assign(*sizes, rule=replace(rows.rule, max_upscale=limit)).bucket_id
+            kept.setdefault(int(np.count_nonzero(ids >= 0)), limit)
+    kept.pop(0, None)
+    limits = dict.fromkeys([min(kept), max(kept)]) if kept else {}
+    options = [f"--max_upscale {kept[count]:g} (keeps {count:,})" for count in limits]
+    return ", ".join([*options, "or smaller sizes: --bucket_tokens, --bucket_sizes, --buckets"])
