@@ -16,7 +16,12 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Rejection(IntEnum):
-    """Why a sample has no bucket; `NONE` means that it has one."""
+    """Why a sample has no bucket; `NONE` means that it has one.
+
+    Example:
+        >>> Rejection.TOO_SMALL.label
+        'too_small'
+    """
 
     NONE = 0
     ASPECT = 1
@@ -24,11 +29,16 @@ class Rejection(IntEnum):
     TOO_SHORT = 2
     """Fewer frames than any bucket of its kind (images: one frame, videos: more)."""
     TOO_SMALL = 3
-    """Every bucket would enlarge the sample by more than `max_upscale`."""
+    """Every bucket of a near aspect ratio would enlarge the sample by more than `max_upscale`."""
     UNREADABLE = 4
     """Its metadata could not be read (negative sizes)."""
     EMPTY = 5
     """It holds no frame or no pixel (a size of zero)."""
+
+    @property
+    def label(self) -> str:
+        """The name as a `rejection` column holds it, such as `"too_small"`."""
+        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +107,22 @@ def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
     """Return `UNREADABLE` where a size is negative, `EMPTY` where it is zero, else `NONE`."""
     smallest = np.minimum.reduce(columns)
     return np.select([smallest < 0, smallest == 0], [Rejection.UNREADABLE, Rejection.EMPTY], 0).astype(np.int8)
+
+
+def count_rejections(rejection: npt.ArrayLike) -> dict[str, int]:
+    """Return how many samples were rejected for each reason that occurs, by its label, in the order of [`Rejection`].
+
+    Args:
+        rejection (array, shape `(n,)`): A `rejection` column, or the numbers of an [`Assignment`].
+
+    Example:
+        >>> count_rejections(["too_small", "none", "aspect", "too_small"])
+        {'aspect': 1, 'too_small': 2}
+    """
+    values = np.asarray(rejection)
+    counts = (
+        (reason.label, int(np.count_nonzero(values == (reason.label if values.dtype.kind in "UO" else reason))))
+        for reason in Rejection
+        if reason != Rejection.NONE
+    )
+    return {label: count for label, count in counts if count}

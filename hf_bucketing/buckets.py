@@ -102,8 +102,9 @@ class BucketTable:
         """Send each sample to the bucket that loses least of it.
 
         Images go to one-frame buckets, videos to buckets of more frames: the most frames that the sample has, then
-        the highest tier, and in it the nearest aspect ratio. A bucket that would enlarge the sample too much passes
-        it on to the next tier, then to fewer frames. Ties go to the bucket that stands first in the table.
+        the highest tier, and in it the nearest aspect ratio. If that bucket would enlarge the sample too much, another
+        of the tier takes its place that keeps 94 % of the frame or more (|ln(ratio ÷ bucket's)| up to 0.06); if there
+        is none, the next tier follows, then fewer frames. Ties go to the bucket that stands first in the table.
 
         Args:
             frames (array of `int`, shape `(n,)`): Frames at the target fps; 1 for an image, negative if unreadable.

@@ -6,7 +6,7 @@ python scripts/prepare_dataset.py --dataset demo/media --pretrained_model_name_o
 
 import argparse
 import sys
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset
@@ -17,7 +17,6 @@ from hf_bucketing import (
     ImageSizes,
     LatentSpec,
     OpenTable,
-    Rejection,
     open_table,
     token_ladder,
 )
@@ -28,6 +27,10 @@ from hf_bucketing.training.recipes import recipe_of
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def heights_and_widths(text: str) -> list[tuple[int, int]]:
+    return [] if text == "none" else [size[1:] for size in BucketTable.parse(text).sizes]
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,6 +46,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--buckets", help='Instead: diffusers\' "height,width;height,width".')
     parser.add_argument("--table", type=Path, help="Instead: a file that BucketTable.to_json wrote.")
     parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Default: 1,17,49,81.")
+    parser.add_argument(
+        "--bucket_sizes",
+        type=heights_and_widths,
+        help="Sizes that token buckets contain in any case, such as 480,832;720,1280, or none (default: the model's).",
+    )
+    parser.add_argument(
+        "--aspect_step",
+        type=float,
+        default=0.08,
+        help="Distance of the aspect ratios of token buckets; a larger one makes fewer buckets (default: 0.08, 8 %%).",
+    )
     parser.add_argument("--max_frames", type=int, help="Packed samples are cut to these frames (default: never).")
     parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Of token buckets (default: 2.5).")
     parser.add_argument("--max_upscale", type=float, default=1.0, help="Largest enlargement (default: 1.0, never).")
@@ -59,7 +73,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_table(args: argparse.Namespace, spec: LatentSpec) -> BucketTable:
+def make_table(args: argparse.Namespace, spec: LatentSpec, native_sizes: Sequence[tuple[int, int]]) -> BucketTable:
     if sum(option is not None for option in (args.bucket_tokens, args.buckets, args.table)) != 1:
         sys.exit("Give one of --bucket_tokens, --buckets and --table.")
     if args.buckets:
@@ -67,8 +81,14 @@ def make_table(args: argparse.Namespace, spec: LatentSpec) -> BucketTable:
     elif args.table:
         table = BucketTable.from_json(args.table.read_text())
     else:
-        ladder = {"frames": args.bucket_frames, "max_aspect_ratio": args.max_aspect_ratio}
-        table = token_ladder(spec, args.bucket_tokens, **ladder)
+        table = token_ladder(
+            spec,
+            args.bucket_tokens,
+            frames=args.bucket_frames,
+            sizes=native_sizes if args.bucket_sizes is None else args.bucket_sizes,
+            max_aspect_ratio=args.max_aspect_ratio,
+            aspect_step=args.aspect_step,
+        )
     return table.images_at_video_sizes() if args.image_sizes == "video" else table
 
 
@@ -79,8 +99,9 @@ def sizes_of_videos(dataset: Dataset, table: OpenTable, rule: AssignmentRule) ->
 
 def main() -> None:
     args = parse_args()
-    spec = recipe_of(args.pretrained_model_name_or_path).read_spec(args.pretrained_model_name_or_path)
-    table, packed = make_table(args, spec), open_table(spec, max_frames=args.max_frames)
+    recipe = recipe_of(args.pretrained_model_name_or_path)
+    spec = recipe.read_spec(args.pretrained_model_name_or_path)
+    table, packed = make_table(args, spec, recipe.native_sizes), open_table(spec, max_frames=args.max_frames)
     rule = AssignmentRule(max_upscale=args.max_upscale, max_aspect_error=args.max_aspect_error)
     loaded = load_media_dataset(
         args.dataset,
@@ -92,7 +113,7 @@ def main() -> None:
     metadata = MediaMetadata(loaded.column, target_fps=args.target_fps, root=loaded.root, on_error=args.on_error)
     dataset = map_columns(loaded.dataset, metadata, num_proc=args.num_proc)
     dataset = map_columns(dataset, BucketColumns(table, spec, rule=rule), num_proc=args.num_proc)
-    PreparedDataset(
+    prepared = PreparedDataset(
         dataset=dataset,
         table=table,
         spec=spec,
@@ -101,10 +122,10 @@ def main() -> None:
         root=loaded.root,
         image_sizes=sizes_of_videos(dataset, packed, rule) if args.image_sizes == "video" else None,
         max_frames=packed.max_frames,
-    ).save(args.output_dir)
-    for reason, count in sorted(Counter(dataset["rejection"]).items()):
-        print(f"{count:8} rows {'assigned to a bucket' if reason == 0 else f'rejected: {Rejection(reason).name}'}")
-    print(f"{len(set(dataset['bucket_id']) - {-1}):8} of {len(table)} buckets in use; saved to {args.output_dir}")
+    )
+    prepared.save(args.output_dir)
+    print(prepared.describe(rule=rule))
+    print(f"Saved to {args.output_dir}")
 
 
 if __name__ == "__main__":

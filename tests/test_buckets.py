@@ -18,6 +18,7 @@ from hf_bucketing import (
     open_table,
     token_ladder,
 )
+from hf_bucketing.nearest import DETOUR
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 
@@ -99,6 +100,23 @@ def test_a_sample_too_small_for_the_longest_bucket_takes_one_of_fewer_frames() -
     assert table.assign([17], [64], [64]).bucket_id.tolist() == [0]
 
 
+def test_a_bucket_nearly_as_near_takes_the_place_of_one_that_would_enlarge_the_sample() -> None:
+    table = BucketTable(sizes=(Size(1, 496, 880), Size(1, 480, 832), Size(1, 240, 416)), tiers=(1, 1, 0))
+    sizes = {(480, 854): 1, (832, 480): -1, (496, 880): 0, (480, 832): 1, (479, 832): 2, (480, 900): 2}
+    result = table.assign(np.ones(len(sizes)), *zip(*sizes, strict=True))
+    assert result.bucket_id.tolist() == list(sizes.values())
+    error = abs(math.log(854 / 480) - math.log(832 / 480))
+    assert result.aspect_error[0] == pytest.approx(error, abs=1e-6)
+    strict = table.assign([1], [480], [854], rule=AssignmentRule(max_aspect_error=error * 0.9))
+    assert strict.bucket_id.tolist() == [-1], "the detour keeps the rule's own limit"
+
+
+def test_a_sample_near_some_bucket_is_too_small_and_not_of_a_wrong_ratio() -> None:
+    table = BucketTable(sizes=(Size(1, 512, 2048), Size(1, 64, 64)), tiers=(1, 0))
+    reasons = table.assign([1, 1], [200, 100], [800, 6000]).rejection.tolist()
+    assert reasons == [Rejection.TOO_SMALL, Rejection.ASPECT]
+
+
 def test_max_upscale_and_max_aspect_error_move_the_limits() -> None:
     table = BucketTable(sizes=(Size(1, 100, 100),))
     assert table.assign([1], [80], [80]).rejection.tolist() == [Rejection.TOO_SMALL]
@@ -144,6 +162,7 @@ def test_a_transposed_sample_goes_to_the_transposed_bucket() -> None:
     table = token_ladder(WAN, [3600, 8190, 18480], frames=[1, 17, 49, 81])
     mirror = np.array([table.sizes.index(Size(s.frames, s.width, s.height)) for s in table.sizes] + [-1])
     frames, heights, widths = random_sizes(1_000_000)
+    widths += widths == heights  # of two buckets that are as near to a square, the first takes it
     there, back = table.assign(frames, heights, widths), table.assign(frames, widths, heights)
     assert (mirror[there.bucket_id] == back.bucket_id).all()
     assert (there.rejection == back.rejection).all()
@@ -151,7 +170,9 @@ def test_a_transposed_sample_goes_to_the_transposed_bucket() -> None:
 
 def test_assignment_equals_a_plain_search_over_the_buckets() -> None:
     table = token_ladder(WAN, [400, 1600], frames=[1, 9, 33])
-    frames, heights, widths = random_sizes(500, frames=60)
+    frames, heights, widths = (np.append(a, b) for a, b in zip(
+        random_sizes(500, frames=60), random_sizes(500, frames=60, seed=1), strict=True))  # fmt: skip
+    heights[500:], widths[500:] = heights[500:] // 8 + 120, widths[500:] // 8 + 120  # many near a bucket's own size
     result = table.assign(frames, heights, widths)
     for row, sample in enumerate(zip(frames, heights, widths, strict=True)):
         assert result.bucket_id[row] == plain_search(table, Size(*map(int, sample))), sample
@@ -175,10 +196,11 @@ def plain_search(table: BucketTable, sample: Size) -> int:
         if group[0] > sample.frames or (group[0] > 1) != (sample.frames > 1):
             continue
         members = [i for i, size in enumerate(table.sizes) if (size.frames, table.tiers[i]) == group]
-        best = min(members, key=error)
-        scale = max(table.size(best).height / sample.height, table.size(best).width / sample.width)
-        if error(best) <= math.log(2) and scale <= 1:
-            return best
+        nearest = min(members, key=error)
+        for best in sorted(members, key=error):
+            scale = max(table.size(best).height / sample.height, table.size(best).width / sample.width)
+            if error(nearest) <= math.log(2) and scale <= 1 and (best == nearest or error(best) <= DETOUR):
+                return best
     return -1
 
 

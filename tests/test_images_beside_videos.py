@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 
-from hf_bucketing import AssignmentRule, BucketingError, BucketTable, Rejection, open_table
+from hf_bucketing import AssignmentRule, BucketingError, BucketTable, open_table
 from hf_bucketing.loading import PackCollator, PackGrouping, RandomResize, StreamingBucketBatcher
 from hf_bucketing.mapping import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.training.caching import CacheJob
@@ -89,13 +90,13 @@ def test_preparing_counts_rejected_images_and_needs_videos(media_dir, pipeline_d
     limits = ("--max_aspect_error", 0.3, "--max_upscale", 0.75)
     result = prepare(media_dir, pipeline_dir, tmp_path / "near", *table, *limits)
     reasons = PreparedDataset.load(tmp_path / "near").dataset["rejection"]
-    assert reasons[6:9] == [Rejection.ASPECT, Rejection.NONE, Rejection.NONE]
-    assert f"{reasons.count(Rejection.ASPECT)} rows rejected: ASPECT" in result.stdout
+    assert reasons[6:9] == ["aspect", "none", "none"]
+    assert re.search(rf"\b{reasons[:].count('aspect')} rows? rejected: aspect", result.stdout)
     data = PreparedDataset.load(tmp_path / "near")
     assert data.image_sizes.rule == AssignmentRule(max_aspect_error=0.3, max_upscale=0.75)
     larger = prepare(media_dir, pipeline_dir, tmp_path / "small", *table, "--max_upscale", 0.5)
-    assert PreparedDataset.load(tmp_path / "small").dataset["rejection"][7:9] == [Rejection.TOO_SMALL] * 2
-    assert "rows rejected: TOO_SMALL" in larger.stdout
+    assert PreparedDataset.load(tmp_path / "small").dataset["rejection"][7:9] == ["too_small"] * 2
+    assert "rows rejected: too_small" in larger.stdout
     for flags, message in (
         (("--bucket_frames", "1"), "buckets of several frames"),
         (("--split", "train[6:9]"), "no readable video"),
@@ -148,7 +149,7 @@ def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline
     with pytest.raises(BucketingError, match="leave resize"):
         PackCollator(prepared.open_table, resize=RandomResize(spec=WAN))
     collator = PackCollator(prepared.open_table)
-    with pytest.raises(BucketingError, match="rejected as TOO_SMALL; leave out rows whose num_tokens is 0"):
+    with pytest.raises(BucketingError, match="rejected as too_small; leave out rows whose num_tokens is 0"):
         collator.target([{"num_frames": 1, "height": 20, "width": 30}])
 
 

@@ -46,7 +46,7 @@ def strategies(samples: list[tuple[int, int, int]], table: BucketTable = TABLE, 
 def test_a_table_is_described_as_computed_by_hand() -> None:
     report = describe_buckets(SAMPLES, TABLE, spec=SPEC, config=TWO)
     assert report.num_samples == 17
-    assert report.rejections == {"ASPECT": 1, "TOO_SHORT": 1, "TOO_SMALL": 1, "UNREADABLE": 1, "EMPTY": 1}
+    assert report.rejections == {"aspect": 1, "too_short": 1, "too_small": 1, "unreadable": 1, "empty": 1}
     assert report.skipped == 5
     assert report.aspect_error == pytest.approx((5 * math.log(1.25) / 12, 0, math.log(1.25)))
     assert report.aspect_difference == pytest.approx((2.25 / 12, 0, 0.5))
@@ -102,7 +102,7 @@ def test_packing_computes_whole_strips_up_to_the_capacity() -> None:
 def test_bucketing_computes_real_tokens_alone_and_names_what_it_drops() -> None:
     samples = [(1, 32, 64), (1, 32, 64), (1, 64, 64), (1, 64, 64), (5, 32, 32), (1, 40, 70)]
     bucketing = strategies(samples, batch_size=5, num_processes=1)["bucketing"]
-    assert (bucketing.kept, bucketing.dropped, bucketing.num_steps) == (5, {"TOO_SHORT": 1}, 2)
+    assert (bucketing.kept, bucketing.dropped, bucketing.num_steps) == (5, {"too_short": 1}, 2)
     assert bucketing.real_tokens == bucketing.computed_tokens == 3 * 8 + 2 * 16
     assert bucketing.cropped_area == pytest.approx(0.125 / 5), (
         "40 × 70 pixels become 36.6 × 64, of which 32 rows are kept"
@@ -148,10 +148,10 @@ def test_max_area_shrinks_what_padding_and_packing_take() -> None:
 def test_too_few_samples_are_reported_and_not_refused() -> None:
     report = make_report(SizeColumns([1, 1], [8, 64], [8, 64]), TABLE, spec=SPEC, config=TWO)
     bucketing = report.strategies[1]
-    assert report.buckets.rejections == {"TOO_SMALL": 1}
+    assert report.buckets.rejections == {"too_small": 1}
     assert report.buckets.buckets[0].left_out == 1
     assert (bucketing.kept, bucketing.num_steps, bucketing.epoch_cost) == (0, 0, 0)
-    assert bucketing.dropped == {"TOO_SMALL": 1, "remainder": 1}
+    assert bucketing.dropped == {"too_small": 1, "remainder": 1}
     assert report.strategies[0].kept == 2
     assert report.to_dict()["strategies"][1]["token_use"] is None
     assert "–" in format_report(report)

@@ -23,7 +23,7 @@ from .test_report import SAMPLES, SPEC, TABLE, TWO
 
 TEXT = """\
 17 samples: 12 in 3 of 4 buckets, 5 skipped
-skipped by reason: ASPECT 1, TOO_SHORT 1, TOO_SMALL 1, UNREADABLE 1, EMPTY 1
+skipped by reason: aspect 1, too_short 1, too_small 1, unreadable 1, empty 1
 aspect error                       mean  median     max
   |ln(aspect ratio ÷ bucket's)|  0.0930  0.0000  0.2231
   |aspect ratio − bucket's|      0.1875  0.0000  0.5000
@@ -158,7 +158,7 @@ def test_the_script_reads_images_and_rows_without_a_size(tmp_path: Path) -> None
     PreparedDataset(dataset=rows, table=TABLE, spec=SPEC, column="image", caption_column=None).save(tmp_path / "data")
     report = report_buckets(tmp_path / "data", tmp_path / "report.json", "--num_processes", 1)
     assert [bucket["entries"] for bucket in report["buckets"]["buckets"]] == [1, 1, 0, 0]
-    assert report["buckets"]["rejections"] == {"UNREADABLE": 1}
+    assert report["buckets"]["rejections"] == {"unreadable": 1}
 
 
 def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ..open_table import OpenTable
 from ..sampling import BucketPlanConfig, EpochPlan, plan_buckets
 from ..sampling.plan import MIXED, IntArray
 from .planned import PlannedBatchSampler
+from .rejected import warn_of_rejected
 from .state import settings
 
 
@@ -32,6 +33,8 @@ class BucketBatchSampler(PlannedBatchSampler):
         cost_model ([`CostModel`][hf_bucketing.cost.CostModel], *optional*): What a sample costs, if not its tokens.
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): How often each row,
             or each row of a bucket, comes per epoch; see [`plan_buckets`][hf_bucketing.sampling.plan_buckets].
+        rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
+            rejected rows by reason; not needed where `bucket_ids` is a column of that data set.
         longest_first (`bool`): Start every epoch with its most expensive step, to run out of memory at once or never.
         num_processes (`int`, *optional*): Defaults to accelerate's.
         process_index (`int`, *optional*): For plain DDP; see [`PlannedBatchSampler`].
@@ -53,6 +56,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         spec: LatentSpec | None = None,
         cost_model: CostModel | None = None,
         weights: npt.ArrayLike | Mapping[int, float] | None = None,
+        rejection: npt.ArrayLike | None = None,
         longest_first: bool = False,
         num_processes: int | None = None,
         process_index: int | None = None,
@@ -67,6 +71,7 @@ class BucketBatchSampler(PlannedBatchSampler):
                 "again with this table."
             )
         self.bucket_ids = ids.astype(np.int32)
+        warn_of_rejected(bucket_ids, ids >= 0, rejection=rejection, process_index=process_index)
         self.table = table
         self.cost_model = cost_model
         self.weights = weights if weights is None or isinstance(weights, Mapping) else np.asarray(weights, np.float64)

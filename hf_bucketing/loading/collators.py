@@ -127,7 +127,7 @@ class PackCollator(MediaCollator):
         for size, reason in zip(sizes, assigned.rejection.tolist(), strict=True):
             if reason != Rejection.NONE:
                 raise BucketingError(
-                    f"A row of {size} is rejected as {Rejection(reason).name}; leave out rows whose num_tokens is 0."
+                    f"A row of {size} is rejected as {Rejection(reason).label}; leave out rows whose num_tokens is 0."
                 )
         return [self.table.size(int(bucket)) for bucket in assigned.bucket_id]
 

@@ -12,6 +12,7 @@ from ..sampling import EpochPlan, PackPlanConfig, plan_packs
 from ..sampling.pack_plan import sample_spans
 from ..sampling.plan import IntArray
 from .planned import PlannedBatchSampler
+from .rejected import warn_of_rejected
 from .state import settings
 
 
@@ -25,6 +26,8 @@ class PackBatchSampler(PlannedBatchSampler):
         text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, where the model attends to
             them together with its own, as joint attention does.
         weights (array of `float`, shape `(n,)`, *optional*): How often each row comes per epoch; by default once.
+        rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
+            rejected rows by reason; not needed where `num_tokens` is a column of that data set.
         longest_first (`bool`): Start every epoch with its most expensive step (tokens, or cost with a `cost_model`),
             to run out of memory at once or never.
         num_processes (`int`, *optional*): Defaults to accelerate's.
@@ -45,6 +48,7 @@ class PackBatchSampler(PlannedBatchSampler):
         capacity: int,
         text_tokens: npt.ArrayLike = 0,
         weights: npt.ArrayLike | None = None,
+        rejection: npt.ArrayLike | None = None,
         longest_first: bool = False,
         num_processes: int | None = None,
         process_index: int | None = None,
@@ -56,7 +60,9 @@ class PackBatchSampler(PlannedBatchSampler):
         self.weights = None if weights is None else np.asarray(weights, np.float64)
         self.longest_first = longest_first
         self.config = PackPlanConfig(capacity=capacity, **options)
-        sample_spans(self.num_tokens, self.config, text_tokens=self.text_tokens)
+        first = self.num_tokens
+        sample_spans(first, self.config, text_tokens=self.text_tokens)
+        warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=process_index)
 
     @property
     def num_tokens(self) -> IntArray:

@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..assignment import AssignmentRule
+from ..assignment import AssignmentRule, Rejection
 from ..buckets import BucketTable
 from ..errors import BucketingError
 from ..geometry import LatentSpec
 from ..open_table import OpenTable
 from .arrays import whole_numbers
+
+_LABELS = [reason.label for reason in Rejection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class BucketColumns:
 
     A vectorised batch function for `Dataset.map(batched=True)`, also on an `IterableDataset`; takes lists, numpy
     arrays or Arrow columns. Without a `num_frames` column, rows are images. Rejected rows have `bucket_id` −1, no
-    tokens, and the number of a [`Rejection`][hf_bucketing.Rejection]; rows without a size count as unreadable.
+    tokens, and the label of a [`Rejection`][hf_bucketing.Rejection], such as `"too_small"`; others have `"none"`. Rows
+    without a size count as unreadable.
 
     Args:
         table ([`BucketTable`] or [`OpenTable`]): `open_table(spec)` gives each row its own rounded size, for packing;
@@ -39,7 +42,7 @@ class BucketColumns:
     table: BucketTable | OpenTable
     spec: LatentSpec
     rule: AssignmentRule | None = field(default=None, kw_only=True)
-    rule_version: int = field(default=1, init=False)
+    rule_version: int = field(default=2, init=False)
 
     input_columns = ("width", "height")
     optional_columns = ("num_frames",)
@@ -53,8 +56,8 @@ class BucketColumns:
                 "it out."
             )
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]] | pa.Table) -> dict[str, npt.NDArray[Any]]:
-        """Return the four columns for a batch of sizes.
+    def __call__(self, batch: Mapping[str, Sequence[Any]] | pa.Table) -> dict[str, npt.NDArray[Any]] | pa.Table:
+        """Return the four columns for a batch of sizes, as a table for a table.
 
         Raises:
             BucketingError: If a bucket of the table does not divide into whole tokens of `spec`.
@@ -69,9 +72,11 @@ class BucketColumns:
             assignment = self.table.assign(frames, height, width, rule=self.rule)
         ratio = np.full(len(width), np.nan, np.float32)
         np.divide(width, height, out=ratio, where=(height > 0) & (width > 0), casting="same_kind")
-        return {
+        columns = {
             "aspect_ratio": ratio,
             "bucket_id": assignment.bucket_id,
             "num_tokens": self.table.num_tokens(assignment.bucket_id, spec=self.spec),
-            "rejection": assignment.rejection,
         }
+        if isinstance(batch, pa.Table):
+            return pa.table({**columns, "rejection": pa.array(_LABELS).take(pa.array(assignment.rejection))})
+        return {**columns, "rejection": np.array(_LABELS, object)[assignment.rejection]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from datasets import Dataset, load_from_disk
 
-from ..assignment import AssignmentRule
+from ..assignment import AssignmentRule, Rejection
 from ..buckets import BucketTable
 from ..errors import BucketingError
 from ..geometry import LatentSpec
 from ..image_sizes import ImageSizes
 from ..open_table import OpenTable
+from ..report import AssignedRows, SizeColumns, format_assigned
 
 MANIFEST = "bucketing.json"
 
@@ -77,6 +79,30 @@ class PreparedDataset:
         """The sizes of the rows in packs, where `table` has those in buckets."""
         return OpenTable(spec=self.spec, image_sizes=self.image_sizes, max_frames=self.max_frames)
 
+    def describe(self, *, rule: AssignmentRule | None = None) -> str:
+        """Return a text of the buckets in use, and of the rejected rows with the options that would keep them.
+
+        Args:
+            rule ([`AssignmentRule`][hf_bucketing.AssignmentRule], *optional*): By which the rows were assigned.
+        """
+        sizes = (np.asarray(self.dataset[name], np.int64) for name in ("num_frames", "height", "width"))
+        rows = AssignedRows(
+            sizes=SizeColumns(*sizes),
+            bucket_id=np.asarray(self.dataset["bucket_id"]),
+            rejection=np.asarray(self.dataset["rejection"]),
+            table=self.table,
+            spec=self.spec,
+            rule=rule or AssignmentRule(),
+            name_rows=self._file_names,
+        )
+        return format_assigned(rows)
+
+    def _file_names(self, rows: Sequence[int]) -> list[str]:
+        """Return the files of some rows, or their numbers where they hold bytes without a path."""
+        cells = self.dataset.select_columns([self.column]).with_format(None).select(rows)[self.column]
+        paths = [cell.get("path") if isinstance(cell, dict) else cell for cell in cells]
+        return [path if isinstance(path, str) else f"row {row}" for row, path in zip(rows, paths, strict=True)]
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder; it appears under its name only when it is complete, and replaces an earlier one.
 
@@ -93,7 +119,7 @@ class PreparedDataset:
             dataset = dataset.add_column("index", np.arange(len(dataset)))
         dataset.save_to_disk(str(partial))
         manifest = {
-            "version": 3,
+            "version": 4,
             "table": json.loads(self.table.to_json()),
             "spec": asdict(self.spec),
             "column": self.column,
@@ -121,11 +147,12 @@ class PreparedDataset:
         if not (path / MANIFEST).is_file():
             raise BucketingError(f"{path} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["version"] not in (1, 2, 3):  # version 1 had no cache, version 2 no image_sizes and no max_frames
+        # Version 1 had no cache, version 2 no image_sizes and no max_frames, version 3 numbers as rejections.
+        if manifest["version"] not in (1, 2, 3, 4):
             raise BucketingError(f"{path} has version {manifest['version']}; prepare it again with this release.")
         cache, images = manifest.get("cache"), manifest.get("image_sizes")
         return cls(
-            dataset=load_from_disk(str(path)),
+            dataset=_name_rejections(load_from_disk(str(path))),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
             spec=LatentSpec(**manifest["spec"]),
             column=manifest["column"],
@@ -139,3 +166,12 @@ class PreparedDataset:
             else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),
             max_frames=manifest.get("max_frames"),
         )
+
+
+def _name_rejections(dataset: Dataset) -> Dataset:
+    """Replace the numbers that folders of versions 1 to 3 have in their `rejection` column by labels."""
+    if "rejection" not in dataset.column_names or dataset.features["rejection"].dtype == "string":
+        return dataset
+    labels = [Rejection(number).label for number in dataset["rejection"]]
+    named: Dataset = dataset.remove_columns("rejection").add_column("rejection", labels)
+    return named

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..assignment import IntArray, Rejection
+from ..assignment import IntArray, count_rejections
 from ..buckets import BucketTable
 from ..geometry import LatentSpec, Size
 from ..sampling import EpochPlan
@@ -68,7 +68,7 @@ class BucketReport:
 
     Attributes:
         num_samples (`int`): Rows of the data set.
-        rejections (mapping of `str` to `int`): Rows without a bucket, by the name of their
+        rejections (mapping of `str` to `int`): Rows without a bucket, by the label of their
             [`Rejection`][hf_bucketing.Rejection].
         aspect_error ([`Spread`]): Of |ln(aspect ratio of a sample ÷ of its bucket)|.
         aspect_difference ([`Spread`]): Of |aspect ratio of a sample − of its bucket|, as NovelAI prints it.
@@ -138,12 +138,6 @@ def describe_buckets(
         mixed_steps=plan.num_mixed_steps,
         buckets=_uses(table, sizes, targets, plan=plan, spec=spec, config=config),
     )
-
-
-def count_rejections(rejection: npt.NDArray[np.int8]) -> dict[str, int]:
-    """Return how many samples were rejected for each reason that occurs."""
-    reasons, counts = np.unique(rejection[rejection != Rejection.NONE], return_counts=True)
-    return {Rejection(reason).name: int(count) for reason, count in zip(reasons, counts, strict=True)}
 
 
 def _spread(values: FloatArray) -> Spread:

@@ -8,12 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..assignment import IntArray
+from ..assignment import IntArray, count_rejections
 from ..buckets import BucketTable
 from ..geometry import LatentSpec
 from ..open_table import open_table
 from ..sampling import EpochPlan
-from .buckets import count_rejections
 from .config import ReportConfig, SizeColumns
 from .plans import default_capacity, plan_bucketing, plan_packing, plan_padding, strip_tokens
 from .targets import FloatArray, Sizes, Targets, bucket_targets, kept_area, kept_frames, own_targets, read_sizes
@@ -29,7 +28,7 @@ class StrategyReport:
     Attributes:
         name (`"padding"`, `"bucketing"` or `"packing"`): See [`compare_strategies`].
         kept (`int`): Samples in the plan.
-        dropped (mapping of `str` to `int`): Samples that are not, by the name of their
+        dropped (mapping of `str` to `int`): Samples that are not, by the label of their
             [`Rejection`][hf_bucketing.Rejection], or `remainder` for those that fill no step.
         num_steps (`int`): Steps of the epoch, on each process.
         mixed_steps (`int`): Bucketing: steps whose processes hold several buckets. 0 for the others.

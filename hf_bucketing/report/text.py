@@ -42,7 +42,7 @@ def short_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _columns(lines: Sequence[Line]) -> str:
+def columns(lines: Sequence[Line]) -> str:
     """Align lines of cells in columns, the first to the left and the others to the right."""
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     aligned = (
@@ -61,7 +61,7 @@ def _summary(report: BucketReport) -> str:
     def spread(values: Spread) -> Line:
         return tuple("–" if math.isnan(value) else f"{value:.4f}" for value in values)
 
-    errors = _columns([
+    errors = columns([
         ("aspect error", "mean", "median", "max"),
         ("  |ln(aspect ratio ÷ bucket's)|", *spread(report.aspect_error)),
         ("  |aspect ratio − bucket's|", *spread(report.aspect_difference)),
@@ -86,7 +86,7 @@ def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
     )
     lines = [
         title,
-        _columns([head, *map(_bucket_line, report.used)]),
+        columns([head, *map(_bucket_line, report.used)]),
         "tokens and GFLOP (one block, forward) are those of one sample; scale is the mean factor of cover-resize;",
         "batches are those of all processes, short the ones that are not full; mixed and left out count samples",
     ]
@@ -134,7 +134,7 @@ def _strategy_lines(strategies: Sequence[StrategyReport], config: ReportConfig) 
     reasons = [f"{strategy.name} drops {_counts(strategy.dropped)}" for strategy in strategies if strategy.dropped]
     return "\n".join([
         f"Strategies on {config.num_processes} processes, from the plan of one epoch",
-        _columns(rows),
+        columns(rows),
         *reasons,
         f"Padding and packing take samples {own}, bucketing at those of its buckets.",
         f"Padding and bucketing take {config.batch_size} samples per process and step, packing {capacity:,} tokens.",

@@ -153,9 +153,9 @@ def _with_keys(dataset: Dataset, keys: np.ndarray, bucket_ids: np.ndarray) -> Da
     columns = {"latents_key": keys}
     if unreadable.any():
         marks = {"width": -1, "height": -1, "num_frames": -1, "bucket_id": -1, "num_tokens": 0}
-        for name, mark in {**marks, "rejection": int(Rejection.UNREADABLE)}.items():
+        for name, mark in {**marks, "rejection": Rejection.UNREADABLE.label}.items():
             old = np.asarray(dataset[name])
-            columns[name] = np.where(unreadable, mark, old).astype(old.dtype)
+            columns[name] = np.where(unreadable, np.array(mark, old.dtype if old.dtype.kind == "i" else None), old)
     dataset = dataset.remove_columns([name for name in columns if name in dataset.column_names])
     for name, column in columns.items():
         dataset = dataset.add_column(name, column.tolist() if column.dtype.kind == "U" else column)

@@ -109,6 +109,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         sampler = BucketBatchSampler(
             bucket_ids,
             table=table,
+            rejection=dataset["rejection"],
             batch_size=config.train_batch_size if config.capacity is None else None,
             capacity=config.capacity_tokens,
             spec=spec,
@@ -123,6 +124,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         sampler = PackBatchSampler(
             num_tokens if resize is None else resize.token_counter(**sizes),
             capacity=config.capacity_tokens,
+            rejection=dataset["rejection"],
             multiple=config.strip_length,
             strategy=config.pack_strategy,
             balance=config.balance,

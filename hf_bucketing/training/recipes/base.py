@@ -54,6 +54,8 @@ class Recipe(ABC):
     """The class in the pipeline's `model_index.json`."""
     default_sequence_length: ClassVar[int]
     """Text tokens per caption where the pipeline's own call has no other setting."""
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
+    """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
 
     @classmethod
     def load(

@@ -23,6 +23,7 @@ class LatteRecipe(Recipe):
 
     pipeline_class: ClassVar[str] = "LattePipeline"
     default_sequence_length: ClassVar[int] = _TOKENS
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 512),)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:

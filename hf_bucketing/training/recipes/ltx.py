@@ -21,6 +21,8 @@ class LTXRecipe(Recipe):
 
     pipeline_class: ClassVar[str] = "LTXPipeline"
     default_sequence_length: ClassVar[int] = 128
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
+    """The pipeline's default and the size of its example, and the two large ones of the model card."""
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:

@@ -21,6 +21,8 @@ class WanRecipe(Recipe):
 
     pipeline_class: ClassVar[str] = "WanPipeline"
     default_sequence_length: ClassVar[int] = 512
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((480, 832), (720, 1280))
+    """480p and 720p; Wan 2.2 5B, whose sides are multiples of 32, rounds the latter down to its own 704×1280."""
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
