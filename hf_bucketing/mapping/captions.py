@@ -16,6 +16,7 @@ from datasets import ClassLabel, Dataset, Value
 from ..assignment import CAPTION_SIZE, IntArray
 from ..errors import ColumnError
 from .apply import undecoded
+from .arrays import is_text
 
 OnCaptionError = Literal["raise", "reject", "empty"]
 
@@ -74,7 +75,7 @@ class CaptionCheck:
             )
         order = dataset.column_names
         for name in names:
-            sizes = np.array(dataset[name])
+            sizes = np.array(dataset[name][:])  # of a list: numpy would read a Column row by row
             sizes[self.rows] = CAPTION_SIZE
             dataset = dataset.remove_columns([name]).add_column(name, sizes)
         return dataset.select_columns(order)
@@ -135,7 +136,7 @@ def _wrong_type(feature: Any) -> str | None:
         return f"a ClassLabel: numbers that stand for {names}, …; name a column of texts, or make one of the labels"
     if isinstance(feature, Value):
         kind = feature.pa_type
-        if pa.types.is_null(kind) or any(test(kind) for test in (*_TEXT_TYPES, *_BYTE_TYPES)):
+        if is_text(feature) or pa.types.is_null(kind) or any(test(kind) for test in _BYTE_TYPES):
             return None
         return f"a column of {feature.dtype}; name a column of texts"
     if isinstance(feature, dict):
@@ -148,7 +149,6 @@ def _wrong_type(feature: Any) -> str | None:
     return f"a column of {kind}; name a column of texts"
 
 
-_TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _BYTE_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def _read_table(path: Path, request: SourceRequest, *, media_column: str | None 
     builder, options = _TABLES[path.suffix.lower()]
     if builder == "csv":
         options = {**options, "chunksize": _CSV_ROWS_PER_CHUNK}
-    dataset = _load(builder, data_files={"train": str(path)}, split=request.split, **options)
+    dataset = _load(builder, data_files={"train": glob.escape(str(path))}, split=request.split, **options)
     return SourceRows(
         dataset=dataset, layout=f"{len(dataset)} rows of {path.name}", root=str(path.parent), media_column=media_column
     )

@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from ..errors import ColumnError
 from .apply import undecoded
+from .arrays import is_text
 from .captions_beside import captions_beside
 from .layouts import Layout, SourceRequest, loaded_by_datasets, metadata_folder, table_file
 
@@ -103,7 +104,7 @@ def load_source(
             f"{dataset.column_names}; name the one that holds the files as media_column."
         )
     caption = _find_column(path_or_name, dataset, caption_column, CAPTION_COLUMNS, kind="caption")
-    holds_paths = getattr(dataset.features[media], "dtype", None) == "string"
+    holds_paths = is_text(dataset.features[media])
     if holds_paths:
         _refuse_urls(path_or_name, dataset, media)
     return MediaDataset(

@@ -12,7 +12,7 @@ from datasets import Dataset, Image
 
 from ..errors import ColumnError
 from .apply import map_columns, undecoded
-from .arrays import numbers, whole_numbers
+from .arrays import is_text, numbers, whole_numbers
 from .captions_beside import STILL_IMAGES
 from .metadata import ExistingMetadata, MediaMetadata
 
@@ -96,7 +96,7 @@ def _usable_columns(dataset: Dataset, media_column: str) -> tuple[tuple[str, ...
 def _all_still_images(dataset: Dataset, column: str) -> bool:
     """Return whether the files are images by their column's type or their names' endings."""
     feature = dataset.features[column]
-    if isinstance(feature, Image) or getattr(feature, "dtype", None) != "string":
+    if not is_text(feature):
         return isinstance(feature, Image)
     endings = "|".join(ending[1:] for ending in sorted(STILL_IMAGES))
     pattern = rf"\.({endings})$"
