@@ -67,9 +67,7 @@ def add_sizes(
         times = dict(zip(_TIMES, names[2:], strict=False))
         sized = map_columns(sized, ExistingMetadata(*_SIZES, **times, target_fps=target), overwrite=True)
     checked = min(len(dataset), _SAMPLED_FILES)
-    return SizedDataset(
-        sized, f"Sizes are the columns {', '.join(names)}, which {checked} files were checked against."
-    )
+    return SizedDataset(sized, f"Sizes are the columns {', '.join(names)}; the headers of {checked} files agree.")
 
 
 def _usable_columns(dataset: Dataset, media_column: str) -> tuple[tuple[str, ...], str]:
