@@ -1,8 +1,12 @@
 """Fine-tune diffusion transformers on images and videos of every size and length, at their own shape.
 
-The names here need numpy alone. What needs torch, datasets, accelerate or diffusers is imported from its room:
-`hf_bucketing.mapping`, `.loading`, `.packing`, `.losses` and `.training`.
+The names here need numpy alone, but for `load_source`, which loads datasets when it is asked for. What needs torch,
+datasets, accelerate or diffusers is imported from its room: `hf_bucketing.mapping`, `.loading`, `.packing`, `.losses`
+and `.training`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .assignment import Assignment, AssignmentRule, Rejection
 from .buckets import BucketTable
@@ -11,6 +15,9 @@ from .geometry import CropBox, LatentSpec, Size, cover_resize, crop_box
 from .image_sizes import ImageSizes
 from .ladders import novelai_ladder, token_ladder
 from .open_table import OpenTable, open_table
+
+if TYPE_CHECKING:
+    from .mapping import load_source
 
 __version__ = "0.1.0.dev0"
 
@@ -32,7 +39,17 @@ __all__ = [
     "Size",
     "cover_resize",
     "crop_box",
+    "load_source",
     "novelai_ladder",
     "open_table",
     "token_ladder",
 ]
+
+_LAZY = {"load_source": ".mapping"}
+"""Names that need more than numpy, and the room that each is imported from at its first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name], __name__), name)

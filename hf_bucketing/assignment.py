@@ -34,11 +34,20 @@ class Rejection(IntEnum):
     """Its metadata could not be read (negative sizes)."""
     EMPTY = 5
     """It holds no frame or no pixel (a size of zero)."""
+    CAPTION = 6
+    """Its caption is missing or no text (sizes of `CAPTION_SIZE`)."""
 
     @property
     def label(self) -> str:
         """The name as a `rejection` column holds it, such as `"too_small"`."""
         return self.name.lower()
+
+
+CAPTION_SIZE = -2
+"""Width, height and number of frames of a row that is left out for its caption; those of unreadable rows are −1.
+
+So it stays out wherever sizes are turned into buckets or tokens, and its reason stays known.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +113,14 @@ def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
 
 
 def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
-    """Return `UNREADABLE` where a size is negative, `EMPTY` where it is zero, else `NONE`."""
-    smallest = np.minimum.reduce(columns)
-    return np.select([smallest < 0, smallest == 0], [Rejection.UNREADABLE, Rejection.EMPTY], 0).astype(np.int8)
+    """Return `CAPTION` where all are `CAPTION_SIZE`, `UNREADABLE` where one is negative, `EMPTY` where one is zero."""
+    smallest, largest = np.minimum.reduce(columns), np.maximum.reduce(columns)
+    reasons = [
+        (largest == CAPTION_SIZE) & (smallest == CAPTION_SIZE),
+        smallest < 0,
+        smallest == 0,
+    ]
+    return np.select(reasons, [Rejection.CAPTION, Rejection.UNREADABLE, Rejection.EMPTY], 0).astype(np.int8)
 
 
 def count_rejections(rejection: npt.ArrayLike) -> dict[str, int]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hf_bucketing import BucketTable, token_ladder
 from hf_bucketing.errors import exit_with_message
 from hf_bucketing.loading import BucketBatchSampler, BucketCollator, CachedCollator, worker_options
-from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
+from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.training.caching import CacheJob
 from hf_bucketing.training.inputs import latents_of, text_of
@@ -57,7 +57,7 @@ def prepare(folder: Path, recipe: Recipe, samples: int) -> PreparedDataset:
     make_media_dataset(folder / "media", num_samples=samples)
     spec = type(recipe).read_spec(str(folder / "tiny-wan"))
     table: BucketTable = token_ladder(spec, [60, 110, 150], frames=[1, 9, 17, 25], max_aspect_ratio=2.5)
-    loaded = load_media_dataset(str(folder / "media"), caption_column="caption")
+    loaded = load_source(str(folder / "media"), caption_column="caption")
     dataset = map_columns(loaded.dataset, MediaMetadata(loaded.column, target_fps=8, root=loaded.root))
     dataset = map_columns(dataset, BucketColumns(table, spec))
     dataset = dataset.add_column("index", range(len(dataset)))

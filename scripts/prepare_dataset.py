@@ -21,7 +21,15 @@ from hf_bucketing import (
     token_ladder,
 )
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
+from hf_bucketing.mapping import (
+    BucketColumns,
+    MediaMetadata,
+    PreparedDataset,
+    add_sizes,
+    check_captions,
+    load_source,
+    map_columns,
+)
 from hf_bucketing.training.recipes import recipe_of
 
 
@@ -35,11 +43,17 @@ def heights_and_widths(text: str) -> list[tuple[int, int]]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", required=True, help="Folder with metadata.jsonl, or a data set on the hub.")
+    parser.add_argument(
+        "--dataset",
+        required=True,
+        help="A csv, tsv, json, jsonl or parquet file; a folder with such a file named metadata, or with a .txt "
+        "caption beside each image and video; or a data set on the hub.",
+    )
     parser.add_argument("--dataset_config_name", help="Configuration of a hub data set.")
     parser.add_argument("--split", default="train", help='Such as "train" or "train[:100]" (default: train).')
-    parser.add_argument("--media_column", help="Image or video column (default: file_name, video or image).")
-    parser.add_argument("--caption_column", default="caption", help="Text column (default: caption).")
+    parser.add_argument("--media_column", help="Image or video column (default: found by its name).")
+    parser.add_argument("--caption_column", help="Text column (default: found by its name).")
+    parser.add_argument("--read_headers", action="store_true", help="Read all sizes, also where columns hold them.")
     parser.add_argument("--pretrained_model_name_or_path", required=True, help="Its configuration counts the tokens.")
     parser.add_argument("--target_fps", type=float, default=16.0, help="Frame rate to train at (default: 16).")
     parser.add_argument("--bucket_tokens", type=numbers, help="Token budgets per sample, such as 8190,18480.")
@@ -67,7 +81,13 @@ def parse_args() -> argparse.Namespace:
         default="own",
         help="Images train at one-frame buckets, or packed at their own size; or both at sizes of videos.",
     )
-    parser.add_argument("--on_error", choices=["raise", "reject"], default="raise", help="For unreadable files.")
+    parser.add_argument(
+        "--on_error",
+        choices=["raise", "reject", "empty"],
+        default="raise",
+        help="Unreadable files and missing captions end the script, or their rows are rejected; empty: captions that "
+        "are missing become empty ones, and only unreadable files end the script (default: raise).",
+    )
     parser.add_argument("--num_proc", type=int, help="Processes that read file headers.")
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
     return parser.parse_args()
@@ -103,22 +123,31 @@ def main() -> None:
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
     table, packed = make_table(args, spec, recipe.native_sizes), open_table(spec, max_frames=args.max_frames)
     rule = AssignmentRule(max_upscale=args.max_upscale, max_aspect_error=args.max_aspect_error)
-    loaded = load_media_dataset(
+    loaded = load_source(
         args.dataset,
         split=args.split,
         config_name=args.dataset_config_name,
-        column=args.media_column,
+        media_column=args.media_column,
         caption_column=args.caption_column,
     )
-    metadata = MediaMetadata(loaded.column, target_fps=args.target_fps, root=loaded.root, on_error=args.on_error)
-    dataset = map_columns(loaded.dataset, metadata, num_proc=args.num_proc)
-    dataset = map_columns(dataset, BucketColumns(table, spec, rule=rule), num_proc=args.num_proc)
+    print(loaded.describe())
+    if loaded.caption_column is None:
+        sys.exit("No caption column was found; name one with --caption_column, or write captions beside the files.")
+    captions = check_captions(
+        loaded.dataset, loaded.caption_column, on_error=args.on_error, media_column=loaded.column
+    )
+    on_error = "reject" if args.on_error == "reject" else "raise"
+    metadata = MediaMetadata(loaded.column, target_fps=args.target_fps, root=loaded.root, on_error=on_error)
+    sized = add_sizes(captions.dataset, metadata, read_headers=args.read_headers, num_proc=args.num_proc)
+    dataset = captions.mark(sized.dataset)
+    print(*filter(None, [captions.summary, sized.origin]), sep="\n")
+    dataset = map_columns(dataset, BucketColumns(table, spec, rule=rule), num_proc=args.num_proc, overwrite=True)
     prepared = PreparedDataset(
         dataset=dataset,
         table=table,
         spec=spec,
         column=loaded.column,
-        caption_column=args.caption_column,
+        caption_column=loaded.caption_column,
         root=loaded.root,
         image_sizes=sizes_of_videos(dataset, packed, rule) if args.image_sizes == "video" else None,
         max_frames=packed.max_frames,

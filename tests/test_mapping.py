@@ -21,7 +21,7 @@ from hf_bucketing import (
     Size,
     open_table,
 )
-from hf_bucketing.mapping import BucketColumns, MediaMetadata, load_media_dataset, map_columns
+from hf_bucketing.mapping import BucketColumns, MediaMetadata, load_source, map_columns
 from hf_bucketing.testing import DEMO_CLIPS
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -38,7 +38,7 @@ def sizes_of(dataset) -> list[tuple[int, int, int]]:
 
 
 def test_a_folder_of_images_and_videos_loads_with_its_sizes(media_dir: Path) -> None:
-    loaded = load_media_dataset(str(media_dir))
+    loaded = load_source(str(media_dir))
     assert (loaded.column, loaded.root) == ("file_name", str(media_dir))
     dataset = map_columns(loaded.dataset, MediaMetadata(loaded.column, root=loaded.root))
     assert sizes_of(dataset) == expected_sizes(20)
@@ -47,14 +47,14 @@ def test_a_folder_of_images_and_videos_loads_with_its_sizes(media_dir: Path) -> 
 
 
 def test_target_fps_counts_frames_at_that_rate_and_makes_none_up(media_dir: Path) -> None:
-    loaded = load_media_dataset(str(media_dir))
+    loaded = load_source(str(media_dir))
     dataset = map_columns(loaded.dataset, MediaMetadata(loaded.column, root=loaded.root, target_fps=8))
     assert dataset["num_frames"][:9] == [17, 17, 9, 17, 25, 9, 1, 1, 1]
     assert dataset["fps"][:9] == [8.0] * 6 + [0.0] * 3
 
 
 def test_videofolder_and_image_features_with_paths_or_bytes(media_dir: Path) -> None:
-    videos = load_media_dataset(str(media_dir / "videos"))
+    videos = load_source(str(media_dir / "videos"))
     assert videos.column == "file_name", "it has a metadata.jsonl of its own"
     folder = load_dataset("videofolder", data_dir=str(media_dir / "videos"), split="train")
     assert isinstance(folder.features["video"], Video)
@@ -127,7 +127,7 @@ def test_only_the_new_columns_are_written(tmp_path: Path) -> None:
 
 def test_columns_upon_columns_survive_processes_and_pickling(media_dir: Path) -> None:
     """The second callable reads only what the first one wrote; the table is joined of parts."""
-    dataset = load_media_dataset(str(media_dir)).dataset
+    dataset = load_source(str(media_dir)).dataset
     sizes = map_columns(dataset, MediaMetadata("file_name", root=str(media_dir), target_fps=8), num_proc=2)
     buckets = map_columns(sizes, BucketColumns(open_table(WAN), WAN), num_proc=2)
     again = map_columns(buckets, BucketColumns(TABLE, WAN), num_proc=2, overwrite=True)
@@ -143,7 +143,7 @@ def test_a_selection_of_rows_keeps_its_order() -> None:
 
 
 def test_the_callables_are_plain_batch_functions_also_for_streams(media_dir: Path) -> None:
-    loaded = load_media_dataset(str(media_dir))
+    loaded = load_source(str(media_dir))
     metadata, columns = MediaMetadata("file_name", root=str(media_dir)), BucketColumns(open_table(WAN), WAN)
     wanted = map_columns(map_columns(loaded.dataset, metadata), columns)
     plain = loaded.dataset.map(metadata, batched=True).map(columns, batched=True)
@@ -177,7 +177,7 @@ def test_the_format_of_the_caller_stays() -> None:
 
 
 def test_num_proc_gives_the_same_rows(media_dir: Path) -> None:
-    loaded = load_media_dataset(str(media_dir))
+    loaded = load_source(str(media_dir))
     metadata = MediaMetadata("file_name", root=str(media_dir))
     assert map_columns(loaded.dataset, metadata, num_proc=2)[:] == map_columns(loaded.dataset, metadata)[:]
 
@@ -199,11 +199,11 @@ def test_missing_and_existing_columns_and_empty_data_sets_are_errors_by_name() -
 
 def test_loading_says_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="does not exist"):
-        load_media_dataset(str(tmp_path / "nowhere"))
+        load_source(str(tmp_path / "nowhere"))
     (tmp_path / "metadata.jsonl").write_text("")
     with pytest.raises(MediaError, match="is empty"):
-        load_media_dataset(str(tmp_path))
+        load_source(str(tmp_path))
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"name": "x", "caption": "y"}) + "\n")
-    with pytest.raises(ColumnError, match="no column file_name"):
-        load_media_dataset(str(tmp_path))
-    assert load_media_dataset(str(tmp_path), column="name").column == "name"
+    with pytest.raises(ColumnError, match="no media column"):
+        load_source(str(tmp_path))
+    assert load_source(str(tmp_path), media_column="name").column == "name"

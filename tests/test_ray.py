@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from hf_bucketing import LatentSpec, novelai_ladder, open_table
-from hf_bucketing.mapping import BucketColumns, MediaMetadata, load_media_dataset, map_columns
+from hf_bucketing.mapping import BucketColumns, MediaMetadata, load_source, map_columns
 
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -51,7 +51,7 @@ def in_ray(table: pa.Table, *functions) -> dict[str, list]:
 def test_two_workers_compute_the_columns_of_dataset_map(cluster: None, table, media_dir: Path) -> None:
     spec = WAN if table != novelai_ladder() else LatentSpec(temporal_stride=1, spatial_stride=8)
     functions = (MediaMetadata("file_name", root=str(media_dir), target_fps=8), BucketColumns(table, spec))
-    dataset = load_media_dataset(str(media_dir)).dataset
+    dataset = load_source(str(media_dir)).dataset
     dataset = dataset.add_column("row", list(range(len(dataset))))
     computed = in_ray(dataset.with_format("arrow")[:], *functions)
     wanted = dataset

@@ -10,7 +10,7 @@ from datasets import load_dataset
 from PIL import Image
 
 from hf_bucketing import BucketingError, BucketTable, Size
-from hf_bucketing.mapping import PreparedDataset, load_media_dataset
+from hf_bucketing.mapping import PreparedDataset, load_source
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.testing import DEMO_CLIPS, make_media_dataset
 
@@ -110,7 +110,7 @@ def test_mistakes_in_preparing_end_in_one_line(media_dir, pipeline_dir, tmp_path
         (tmp_path / "nowhere", ladder, "does not exist"),
         (media_dir, ("--bucket_tokens", "60", "--buckets", "64,64"), "one of --bucket_tokens"),
         (media_dir, ("--buckets", "64x64"), "'64x64'"),
-        (media_dir, (*ladder, "--media_column", "clip"), "no column clip"),
+        (media_dir, (*ladder, "--media_column", "clip"), "no media column 'clip'"),
         (media_dir, (*ladder, "--caption_column", "text"), "no caption column 'text'"),
         (broken, ladder, "0001.mp4"),
         (media_dir, (*ladder, "--pretrained_model_name_or_path", tmp_path), "no diffusers pipeline"),
@@ -149,6 +149,6 @@ def test_every_script_explains_itself(script: Path) -> None:
 def test_a_videofolder_is_found_by_its_column(media_dir: Path, tmp_path: Path) -> None:
     for path in (media_dir / "videos").glob("*.mp4"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    loaded = load_media_dataset(str(tmp_path))
+    loaded = load_source(str(tmp_path))
     assert loaded.column == "video"
     assert loaded.root is None

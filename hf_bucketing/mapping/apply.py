@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
 from datasets import Dataset, Image, IterableDataset, Video, concatenate_datasets
@@ -65,10 +66,7 @@ def map_columns(
     """
     columns: list[str] = _check_columns(dataset, function, overwrite=overwrite)
     inputs = [*function.input_columns, *(name for name in function.optional_columns if name in columns)]
-    for column in inputs:
-        feature = (dataset.features or {}).get(column)
-        if isinstance(feature, (Image, Video)) and feature.decode:
-            dataset = dataset.cast_column(column, type(feature)(decode=False))
+    dataset = undecoded(dataset, inputs)
     batch_size = batch_size or (100_000 if function.vectorised else 1000)
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, batched=True, batch_size=batch_size)
@@ -96,6 +94,15 @@ def map_columns(
         shown = [name for name in mapped.column_names if name in caller_format["columns"] or name not in columns]
         mapped.set_format(caller_format["type"], shown, **caller_format["format_kwargs"])
     return mapped
+
+
+def undecoded(dataset: AnyDataset, columns: Iterable[str]) -> AnyDataset:
+    """Return the data set with `Image` and `Video` columns among those named as paths or bytes, not decoded."""
+    for column in columns:
+        feature = (dataset.features or {}).get(column)
+        if isinstance(feature, (Image, Video)) and feature.decode:
+            dataset = dataset.cast_column(column, type(feature)(decode=False))
+    return dataset
 
 
 def _check_columns(dataset: AnyDataset, function: ColumnFunction, *, overwrite: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Columns of a batch as numpy arrays, whether they come as lists, numpy arrays or Arrow columns."""
+"""What columns hold, and columns of a batch as numpy arrays, whether they come as lists, arrays or Arrow columns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from datasets import Value
 
 from ..errors import ColumnError
+
+
+def is_text(feature: Any) -> bool:
+    """Return whether a feature of datasets is one of Arrow's string types; pandas 3 makes `large_string` of csv."""
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string", "string_view")
 
 
 def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:
