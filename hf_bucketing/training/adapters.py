@@ -21,7 +21,7 @@ LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 _DOWN = ".lora_A.weight"
 
 ADAPTER = "default"
-"""The adapter's name, which diffusers also gives one that it loads without a name."""
+"""The adapter's name in peft; files do not hold it."""
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 """Projections of every attention, as diffusers names them."""

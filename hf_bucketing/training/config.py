@@ -64,7 +64,7 @@ class TrainingConfig:
     lora_alpha: int | None = _flag(None, help="Adapters are scaled by alpha / rank; by default rank.")
     lora_targets: str = _flag("to_q,to_k,to_v,to_out.0", help="Ends of the names of the layers that get adapters.")
     init_from_adapters: str | None = _flag(
-        None, help="Start from these LoRA weights: a file, or a folder with pytorch_lora_weights.safetensors."
+        None, help="LoRA weights to start from: a file, or a folder with pytorch_lora_weights.safetensors."
     )
     ema_decay: float | None = _flag(None, help="Average weights with this decay, such as 0.999, and save the average.")
 
@@ -105,7 +105,9 @@ class TrainingConfig:
     validation_fps: float = _flag(16.0, help="Frame rate of the rendered files.")
     checkpointing_steps: int | None = _flag(None, help="Optimizer steps between checkpoints; none by default.")
     checkpoints_total_limit: int | None = _flag(None, help="Older checkpoints are removed.")
-    resume_from_checkpoint: str | None = _flag(None, help='A checkpoint\'s name or path, or "latest".')
+    resume_from_checkpoint: str | None = _flag(
+        None, help='A checkpoint\'s name or path, or "latest", which begins anew where none was saved.'
+    )
     report_to: str = _flag("tensorboard", help='One of accelerate\'s trackers, or "none".')
 
     def __post_init__(self) -> None:
