@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, get_peft_model_state_dict
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 
 from ..errors import BucketingError
 
+LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
+"""The file of adapters that diffusers' `load_lora_weights` looks for in a folder."""
+
+_DOWN = ".lora_A.weight"
+
 ADAPTER = "default"
-"""The adapter's name, which diffusers also gives one that it loads without a name."""
+"""The adapter's name in peft; files do not hold it."""
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 """Projections of every attention, as diffusers names them."""
@@ -38,10 +47,7 @@ def add_lora(
     Raises:
         BucketingError: If the pipeline cannot load LoRA weights, or no layer has such a name.
     """
-    if not hasattr(pipeline, "save_lora_weights"):
-        raise BucketingError(
-            f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out lora_rank)."
-        )
+    _check_loads_lora(pipeline)
     transformer = getattr(pipeline, component)
     transformer.requires_grad_(False)
     config = LoraConfig(r=rank, lora_alpha=alpha or rank, init_lora_weights="gaussian", target_modules=list(targets))
@@ -49,6 +55,129 @@ def add_lora(
         transformer.add_adapter(config, adapter_name=ADAPTER)
     except ValueError as error:
         raise BucketingError(f"No adapter fits lora_targets={list(targets)}: {error}") from error
+
+
+def _check_loads_lora(pipeline: Any) -> None:
+    if not hasattr(pipeline, "save_lora_weights"):
+        raise BucketingError(
+            f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out lora_rank)."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """LoRA weights of a transformer, read from a file.
+
+    Attributes:
+        path (`Path`): The file.
+        weights (`dict` of `str` to `torch.Tensor`): By name within the transformer, as peft names them.
+        alpha (`int`): The scale is `alpha ÷ rank`.
+    """
+
+    path: Path
+    weights: dict[str, torch.Tensor]
+    alpha: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the adapters, each once."""
+        return sorted({len(value) for name, value in self.weights.items() if name.endswith(_DOWN)})
+
+    @property
+    def layers(self) -> set[str]:
+        """Names of the layers that have an adapter."""
+        return {name.removesuffix(_DOWN) for name in self.weights if name.endswith(_DOWN)}
+
+
+def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
+    """Read LoRA weights as stock diffusers does, from a file or a folder with `pytorch_lora_weights.safetensors`.
+
+    A file that does not tell its alpha was scaled by 1, as diffusers takes it.
+
+    Raises:
+        BucketingError: If there is no such file, the pipeline cannot load LoRA weights, or they are not plain LoRA of
+            a transformer.
+    """
+    _check_loads_lora(pipeline)
+    file = Path(path) / LORA_WEIGHTS if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise BucketingError(f"{file} does not exist; name a file of LoRA weights, or a folder with {LORA_WEIGHTS}.")
+    try:
+        state, metadata = type(pipeline).lora_state_dict(
+            str(file.parent), weight_name=file.name, return_lora_metadata=True
+        )
+    except (OSError, SafetensorError) as error:
+        raise BucketingError(f"{file} cannot be read as LoRA weights: {error}") from error
+    prefix = f"{type(pipeline).transformer_name}."
+    told = {name.removeprefix(prefix): value for name, value in (metadata or {}).items() if name.startswith(prefix)}
+    unusual = [name for name in ("alpha_pattern", "rank_pattern", "use_dora", "use_rslora") if told.get(name)]
+    weights = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    adapters = Adapters(path=file, weights=weights, alpha=0)
+    foreign = sorted(set(state) - {prefix + name for name in weights})
+    if unusual or foreign or not adapters.ranks:
+        why = ", ".join(unusual) or f"{foreign[0] if foreign else 'no weight'} is in it"
+        raise BucketingError(f"{file} must hold plain LoRA weights of a {prefix[:-1]} and nothing else: {why}.")
+    return replace(adapters, alpha=int(told.get("lora_alpha", adapters.ranks[0])))
+
+
+def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transformer") -> None:
+    """Give the adapters that [`add_lora`] added the weights from a file.
+
+    Args:
+        pipeline (`DiffusionPipeline`): With adapters on its transformer.
+        adapters ([`Adapters`]): From [`read_lora`].
+        component (`str`): Name of the transformer in the pipeline.
+
+    Raises:
+        BucketingError: If rank, alpha, layers or shapes differ; the message names what it was and is.
+    """
+    transformer = getattr(pipeline, component)
+    config = transformer.peft_config[ADAPTER]
+    present = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
+    layers = {name.removesuffix(_DOWN) for name in present if name.endswith(_DOWN)}
+    differences = []
+    if adapters.ranks != [config.r]:
+        differences.append(f"rank {' and '.join(map(str, adapters.ranks))}, not lora_rank={config.r}")
+    if adapters.alpha != config.lora_alpha:
+        differences.append(f"alpha {adapters.alpha}, not lora_alpha={config.lora_alpha}")
+    if adapters.layers != layers:
+        some = sorted(adapters.layers ^ layers)[0]
+        differences.append(
+            f"{len(adapters.layers)} layers, while lora_targets names {len(layers)} (one that differs: {some})"
+        )
+    if not differences:
+        differences = [
+            f"{name} of shape {tuple(adapters.weights[name].shape)}, not {tuple(value.shape)}"
+            if name in adapters.weights
+            else f"no {name}"
+            for name, value in present.items()
+            if name not in adapters.weights or adapters.weights[name].shape != value.shape
+        ][:1]
+    if differences:
+        raise BucketingError(f"{adapters.path} does not fit these adapters: it has {'; '.join(differences)}.")
+    set_peft_model_state_dict(transformer, adapters.weights, adapter_name=ADAPTER)
+
+
+def checkpoint_adapters_only(accelerator: Accelerator, pipeline: Any, *, component: str = "transformer") -> None:
+    """Make accelerate's checkpoints hold a model's adapters, in diffusers' own file, instead of all its weights.
+
+    Args:
+        accelerator (`Accelerator`): Its only model is the transformer, and is not sharded.
+        pipeline (`DiffusionPipeline`): With adapters on its transformer.
+        component (`str`): Name of the transformer in the pipeline.
+    """
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        weights.clear()  # what is left here, accelerate saves
+        if accelerator.is_main_process:
+            save_lora(pipeline, folder, component=component)
+
+    def load(models: list[Any], folder: str) -> None:
+        models.clear()
+        load_lora(pipeline, read_lora(pipeline, folder), component=component)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
 
 
 def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str = "transformer") -> None:

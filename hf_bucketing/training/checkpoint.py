@@ -3,46 +3,100 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
+from .adapters import LORA_WEIGHTS
+
+logger = get_logger(__name__)
 
 PROGRESS = "progress.json"
+
+LAYOUT = 2
+"""Raised when the files of a checkpoint, or what they mean, change. Layout 1 had no number."""
+
+PIPELINE_INDEX = "model_index.json"
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 """Ways of training in which no process holds all weights."""
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Mapping[str, Any], *, limit: int | None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a checkpoint holds of the run beside accelerate's state.
+
+    Attributes:
+        global_step (`int`): Optimizer steps that are finished.
+        log (`dict`): From [`RunLog.state_dict`][hf_bucketing.training.history.RunLog.state_dict].
+        settings (`dict`): From [`settings_of`][hf_bucketing.training.on_resume.settings_of].
+        weights (`dict`): From [`weights_fingerprints`][hf_bucketing.training.fingerprints.weights_fingerprints], of
+            the pipeline that the run began with.
+    """
+
+    global_step: int
+    log: dict[str, int]
+    settings: dict[str, Any]
+    weights: dict[str, str]
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint that is to be loaded."""
+
+    path: Path
+    progress: Progress
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, *, limit: int | None) -> None:
     """Save accelerate's state and the progress of the run as `folder/checkpoint-{global_step}`.
 
     Args:
         accelerator (`Accelerator`): With everything prepared or registered that is to be saved.
         folder (`Path`): Output folder of the run.
-        progress (mapping): JSON values; holds `global_step`.
+        progress ([`Progress`]): Of the run.
         limit (`int`, *optional*): Checkpoints to keep, this one included; older ones are removed.
     """
-    final = folder / f"checkpoint-{progress['global_step']}"
+    start = time.perf_counter()
+    final = folder / f"checkpoint-{progress.global_step}"
     partial = folder / f".{final.name}.partial"
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
+    with _without_accelerates_lines():
+        accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (partial / PROGRESS).write_text(json.dumps(progress))
+        (partial / PROGRESS).write_text(json.dumps({"layout": LAYOUT, **asdict(progress)}))
+        size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in list_checkpoints(folder)[: -limit if limit else 0]:
             shutil.rmtree(old)
+        logger.info(f"Saved {final.name} ({size / 2**20:.1f} MiB) in {time.perf_counter() - start:.1f} s")
+
+
+@contextmanager
+def _without_accelerates_lines() -> Iterator[None]:
+    """Silence accelerate's INFO line per file of a state inside a `with` block; its warnings still show."""
+    accelerates = logging.getLogger("accelerate")
+    level = accelerates.level
+    accelerates.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        accelerates.setLevel(level)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -51,15 +105,25 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def load_checkpoint(accelerator: Accelerator, folder: Path, name: str) -> dict[str, Any] | None:
-    """Load a checkpoint and return its progress; None if `"latest"` is asked for and there is none yet.
+def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
+    """Return the checkpoint of a run that is asked for; None if `"latest"` is asked for and the run is to begin.
+
+    Job scripts that restart themselves ask for the latest one from their first start on, and may be stopped before
+    the first is saved. So without any, `"latest"` begins anew with a warning, except where that would replace the
+    result of a finished run.
+
+    Args:
+        folder (`Path`): Output folder of the run.
+        name (`str`): A checkpoint's name or path, or `"latest"`.
 
     Raises:
-        BucketingError: If a checkpoint named by its path does not exist or is incomplete.
+        BucketingError: If the named checkpoint does not exist, is incomplete, of another run or of an earlier release,
+            or there is none in a folder that holds a finished run.
     """
     checkpoints = list_checkpoints(folder)
     if name == "latest":
         if not checkpoints:
+            _begin_anew(folder)
             return None
         path = checkpoints[-1]
     else:
@@ -69,9 +133,52 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, name: str) -> dict[s
             f"{path} is no complete checkpoint; {folder} has {[found.name for found in checkpoints] or 'none'}. "
             'Name one of them, or "latest".'
         )
-    accelerator.load_state(str(path))
-    progress: dict[str, Any] = json.loads((path / PROGRESS).read_text())
-    return progress
+    if path.resolve().parent != folder.resolve():
+        raise BucketingError(
+            f"{path} belongs to the run in {path.resolve().parent}, and a resumed run continues its logs and "
+            f"checkpoints; give that folder as --output_dir, not {folder}."
+        )
+    return Checkpoint(path, _read_progress(path))
+
+
+def _begin_anew(folder: Path) -> None:
+    """Say that there is nothing to resume.
+
+    Raises:
+        BucketingError: If the folder holds the result of a finished run.
+    """
+    results = [name for name in (PIPELINE_INDEX, LORA_WEIGHTS) if (folder / name).is_file()]
+    if results:
+        raise BucketingError(
+            f"{folder} holds the result of a finished run ({', '.join(results)}) and no complete checkpoint; starting "
+            "anew would replace it. Give another --output_dir, or leave out --resume_from_checkpoint to replace it."
+        )
+    losses = folder / "logs" / "losses.jsonl"
+    lost = len(losses.read_text().splitlines()) if losses.is_file() else 0
+    told = f"; the {lost} optimizer steps that its logs hold were not saved and are lost" if lost else ""
+    logger.warning(f"{folder} has no checkpoint to resume{told}. Starting a new training run.")
+
+
+def _read_progress(path: Path) -> Progress:
+    values: dict[str, Any] = json.loads((path / PROGRESS).read_text())
+    layout = values.pop("layout", 1)
+    if layout != LAYOUT:
+        raise BucketingError(
+            f"{path} has layout {layout} of another release of hf_bucketing; this one reads layout {LAYOUT}. Resume "
+            "with the release that saved it, or start a new run in another --output_dir."
+        )
+    return Progress(**values)
+
+
+def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint) -> None:
+    """Load accelerate's state.
+
+    Args:
+        accelerator (`Accelerator`): With everything prepared or registered that was saved.
+        checkpoint ([`Checkpoint`]): From [`find_checkpoint`].
+    """
+    with _without_accelerates_lines():
+        accelerator.load_state(str(checkpoint.path))
 
 
 def gather_weights(accelerator: Accelerator, transformer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
@@ -104,8 +211,8 @@ def save_pipeline(
     partial = folder / ".pipeline.partial"
     shutil.rmtree(partial, ignore_errors=True)
     pipeline.save_pretrained(str(partial))
-    (folder / "model_index.json").unlink(missing_ok=True)
-    for part in sorted(partial.iterdir(), key=lambda path: path.name == "model_index.json"):
+    (folder / PIPELINE_INDEX).unlink(missing_ok=True)
+    for part in sorted(partial.iterdir(), key=lambda path: path.name == PIPELINE_INDEX):
         target = folder / part.name
         if target.is_dir():
             shutil.rmtree(target)

@@ -63,6 +63,9 @@ class TrainingConfig:
     lora_rank: int | None = _flag(None, help="Train adapters of this rank instead of the whole transformer.")
     lora_alpha: int | None = _flag(None, help="Adapters are scaled by alpha / rank; by default rank.")
     lora_targets: str = _flag("to_q,to_k,to_v,to_out.0", help="Ends of the names of the layers that get adapters.")
+    init_from_adapters: str | None = _flag(
+        None, help="LoRA weights to start from: a file, or a folder with pytorch_lora_weights.safetensors."
+    )
     ema_decay: float | None = _flag(None, help="Average weights with this decay, such as 0.999, and save the average.")
 
     optimizer: Literal["adamw", "adamw_8bit"] = _flag("adamw", help="The second needs bitsandbytes (extra 8bit).")
@@ -102,7 +105,9 @@ class TrainingConfig:
     validation_fps: float = _flag(16.0, help="Frame rate of the rendered files.")
     checkpointing_steps: int | None = _flag(None, help="Optimizer steps between checkpoints; none by default.")
     checkpoints_total_limit: int | None = _flag(None, help="Older checkpoints are removed.")
-    resume_from_checkpoint: str | None = _flag(None, help='A checkpoint\'s name or path, or "latest".')
+    resume_from_checkpoint: str | None = _flag(
+        None, help='A checkpoint\'s name or path, or "latest", which begins anew where none was saved.'
+    )
     report_to: str = _flag("tensorboard", help='One of accelerate\'s trackers, or "none".')
 
     def __post_init__(self) -> None:
@@ -170,6 +175,14 @@ class TrainingConfig:
             raise BucketingError("lr_warmup_steps needs another schedule: --lr_scheduler constant_with_warmup.")
         if self.lora_alpha is not None and self.lora_rank is None:
             raise BucketingError("lora_alpha scales adapters; give their rank too (--lora_rank).")
+        if self.init_from_adapters is not None:
+            if self.lora_rank is None:
+                raise BucketingError("init_from_adapters starts from LoRA weights; give their rank too (--lora_rank).")
+            if self.resume_from_checkpoint is not None:
+                raise BucketingError(
+                    "init_from_adapters begins a new run and resume_from_checkpoint continues one; leave one of them "
+                    "out."
+                )
         foreign = ["tail"] if self.batching == "pack" else ["pack_strategy", "balance", "random_resize"]
         if given := self.not_default(*foreign):
             raise BucketingError(f"{', '.join(given)} do nothing with batching={self.batching!r}; leave them out.")

@@ -1,4 +1,4 @@
-"""Fingerprints of the parts of a pipeline that encode latents and texts."""
+"""Fingerprints of parts of a pipeline: of its encoders, for caches, and of the weights that a run begins with."""
 
 from __future__ import annotations
 
@@ -47,4 +47,37 @@ def _digest(recipe: str, module: torch.nn.Module, *more: Any) -> str:
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()[:16]
+
+
+_BLOCKS, _BLOCK = 16, 64
+"""Parts of a tensor that a fingerprint of weights reads, and numbers in each."""
+
+
+def weights_fingerprints(pipeline: Any) -> dict[str, str]:
+    """Return sixteen hex digits for each model of a pipeline that change with its weights, by component.
+
+    Read are names, dtypes, shapes and about a thousand numbers of each tensor, spread over it: other weights change
+    all tensors, and a model of 14 billion weights takes a second instead of minutes. A change of a few numbers
+    elsewhere is not seen.
+
+    Args:
+        pipeline (`DiffusionPipeline`): As loaded, before adapters are added or dtypes changed.
+    """
+    return {
+        name: _sampled_digest(component)
+        for name, component in sorted(pipeline.components.items())
+        if isinstance(component, torch.nn.Module)
+    }
+
+
+def _sampled_digest(module: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().reshape(-1)
+        if len(flat) > _BLOCKS * _BLOCK:
+            last = len(flat) - _BLOCK
+            flat = torch.cat([flat[start : start + _BLOCK] for start in range(0, last + 1, last // (_BLOCKS - 1))])
+        digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

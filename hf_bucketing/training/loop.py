@@ -22,14 +22,32 @@ from ..losses import global_mean
 from ..packing import disable_packing
 from .adapters import save_lora
 from .budget import describe, fill_capacity, out_of_memory
-from .checkpoint import gather_weights, load_checkpoint, save_checkpoint, save_pipeline
+from .checkpoint import (
+    Progress,
+    find_checkpoint,
+    gather_weights,
+    load_checkpoint,
+    save_checkpoint,
+    save_pipeline,
+)
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .estimate import model_width
+from .fingerprints import weights_fingerprints
 from .history import RunLog
 from .metrics import StepMetrics
+from .on_resume import applied_changes, apply_settings, check_weights, resumed_config, settings_of
 from .recipes import recipe_of
-from .setup import check_positions, flat, load_recipe, make_accelerator, make_step, make_validation, optimizer_of
+from .setup import (
+    check_positions,
+    flat,
+    load_recipe,
+    make_accelerator,
+    make_step,
+    make_validation,
+    optimizer_of,
+    prepare_recipe,
+)
 from .steps import StepLosses
 
 logger = get_logger(__name__)
@@ -58,14 +76,23 @@ class Trainer:
         self.folder = Path(config.output_dir)
         self.accelerator = make_accelerator(config)
         set_seed(config.seed)
+        name = config.resume_from_checkpoint
+        self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
+        if self.checkpoint is not None:
+            config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
         recipe = recipe_of(config.pretrained_model_name_or_path)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = make_validation(config, spec)
-        self.recipe = load_recipe(config, recipe, self.accelerator)
+        self.recipe = load_recipe(config, recipe)
+        self.weights = weights_fingerprints(self.recipe.pipeline)
+        if self.checkpoint is not None:
+            began_with = self.checkpoint.progress.weights
+            check_weights(began_with, self.weights, source=config.pretrained_model_name_or_path)
+        config = prepare_recipe(config, self.recipe, self.accelerator)
         self.step = make_step(config, self.recipe)
         self.config = fill_capacity(config, spec, accelerator=self.accelerator, step=self.step)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
-            if self.accelerator.is_main_process and config.resume_from_checkpoint is None:
+            if self.accelerator.is_main_process and self.checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
             self.data = make_data(self.config, spec, width=model_width(self.recipe.transformer))
         self.step.empty_text = self.data.empty_text
@@ -84,13 +111,16 @@ class Trainer:
         self.loader = resume(self.accelerator, loader)
         self.max_train_steps = config.max_train_steps or self._steps_left()
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
-        self.lr_scheduler = get_scheduler(
-            config.lr_scheduler,
+        self.lr_scheduler = self._schedule(optimizer)
+        self.accelerator.register_for_checkpointing(self.lr_scheduler)
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        return get_scheduler(
+            self.config.lr_scheduler,
             optimizer=optimizer,
-            num_warmup_steps=config.lr_warmup_steps,
+            num_warmup_steps=self.config.lr_warmup_steps,
             num_training_steps=self.max_train_steps,
         )
-        self.accelerator.register_for_checkpointing(self.lr_scheduler)
 
     def _steps_left(self) -> int:
         """Return the optimizer steps from the loader's place to the end of the last epoch."""
@@ -130,19 +160,22 @@ class Trainer:
         self._finish()
 
     def _resume(self) -> dict[str, int] | None:
-        """Load the checkpoint, if one is asked for and there is one; return the lines of the logs at that time."""
-        name = self.config.resume_from_checkpoint
-        progress = None if name is None else load_checkpoint(self.accelerator, self.folder, name)
-        if progress is None:
+        """Load the checkpoint, if there is one to resume; return the lines of the logs at that time."""
+        if self.checkpoint is None:
             return None
-        self.global_step = progress["global_step"]
+        load_checkpoint(self.accelerator, self.checkpoint)
+        progress = self.checkpoint.progress
+        self.global_step = progress.global_step
         if self.ema is not None:
             self.ema.to(self.accelerator.device)
         if self.config.max_train_steps is None:  # other ones, if the number of processes is another
             self.max_train_steps = self.global_step + self._steps_left()
+        self.lr_scheduler.lr_lambdas = self._schedule(self.lr_scheduler.optimizer).lr_lambdas
+        apply_settings(self.config, self.lr_scheduler)
         logger.info(f"Resumed after optimizer step {self.global_step}, in epoch {self.loader.epoch}")
-        lines: dict[str, int] = progress["log"]
-        return lines
+        if changes := applied_changes(progress.settings, self.config, self.accelerator):
+            logger.info(f"Settings changed since {self.checkpoint.path.name}: {', '.join(changes)}")
+        return progress.log
 
     def _run_epoch(self, epoch: int) -> None:
         if self.loader.step == 0:
@@ -204,7 +237,12 @@ class Trainer:
         self.bar.update()
         self.bar.set_postfix(loss=f"{value:.4f}", tokens_per_s=f"{entry['tokens_per_second']:.0f}", epoch=epoch)
         if self.config.checkpointing_steps and self.global_step % self.config.checkpointing_steps == 0:
-            progress = {"global_step": self.global_step, "log": self.log.state_dict()}
+            progress = Progress(
+                global_step=self.global_step,
+                log=self.log.state_dict(),
+                settings=settings_of(self.config, self.accelerator),
+                weights=self.weights,
+            )
             save_checkpoint(self.accelerator, self.folder, progress, limit=self.config.checkpoints_total_limit)
         if self.validation is not None and self.global_step % self.config.validation_steps == 0:
             self._validate()

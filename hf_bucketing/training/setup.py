@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import ProjectConfiguration
 
 from ..errors import BucketingError, PackingError
 from ..geometry import LatentSpec
 from ..packing import enable_packing
-from .adapters import add_lora
+from .adapters import add_lora, checkpoint_adapters_only, load_lora, read_lora
 from .checkpoint import SHARDED
 from .config import TrainingConfig
 from .data import TrainingData
@@ -25,6 +26,8 @@ from .optimizers import make_optimizer
 from .recipes import Recipe
 from .steps import BucketStep, PackStep, Step
 from .validation import Validation, parse_sizes
+
+logger = get_logger(__name__)
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
@@ -54,26 +57,49 @@ def _check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
         )
 
 
-def load_recipe(config: TrainingConfig, recipe: type[Recipe], accelerator: Accelerator) -> Recipe:
-    """Load the pipeline, choose what of its transformer is trained, and move the frozen parts to the device."""
-    loaded = recipe.load(
+def load_recipe(config: TrainingConfig, recipe: type[Recipe]) -> Recipe:
+    """Load the pipeline as it is."""
+    return recipe.load(
         config.pretrained_model_name_or_path,
         max_sequence_length=config.max_sequence_length,
         trained=config.trained_component,
     )
+
+
+def prepare_recipe(config: TrainingConfig, recipe: Recipe, accelerator: Accelerator) -> TrainingConfig:
+    """Choose what of the transformer is trained, and move the frozen parts to the device.
+
+    Returns:
+        [`TrainingConfig`]: The settings with the alpha of the adapters.
+
+    Raises:
+        BucketingError: If adapters cannot be added, or do not fit the file that they start from.
+    """
     if config.lora_rank is not None:
-        targets = config.lora_targets.split(",")
-        options: dict[str, Any] = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": targets}
-        add_lora(loaded.pipeline, component=loaded.trained, **options)
+        config = _add_adapters(config, recipe)
+        checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
     if config.gradient_checkpointing:
-        loaded.transformer.enable_gradient_checkpointing()
+        recipe.transformer.enable_gradient_checkpointing()
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}
     dtype = half.get(accelerator.mixed_precision, torch.float32)
-    loaded.to(accelerator.device, dtype=dtype)
+    recipe.to(accelerator.device, dtype=dtype)
     if config.validation_prompts is not None:  # which call all transformers
-        for component in loaded.frozen_transformers():
+        for component in recipe.frozen_transformers():
             component.to(accelerator.device, dtype=dtype)
-    return loaded
+    return config
+
+
+def _add_adapters(config: TrainingConfig, recipe: Recipe) -> TrainingConfig:
+    pipeline, path = recipe.pipeline, config.init_from_adapters
+    adapters = None if path is None else read_lora(pipeline, path)
+    alpha = config.lora_alpha or (config.lora_rank if adapters is None else adapters.alpha)
+    assert config.lora_rank is not None, "asked for"
+    options: dict[str, Any] = {"rank": config.lora_rank, "alpha": alpha, "targets": config.lora_targets.split(",")}
+    add_lora(pipeline, component=recipe.trained, **options)
+    if adapters is not None:
+        load_lora(pipeline, adapters, component=recipe.trained)
+        logger.info(f"Starting from the adapters of {len(adapters.layers)} layers in {adapters.path}")
+    return replace(config, lora_alpha=alpha)
 
 
 def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
