@@ -6,6 +6,7 @@ The names here need numpy alone. What needs torch, datasets, accelerate or diffu
 
 from .assignment import Assignment, AssignmentRule, Rejection
 from .buckets import BucketTable
+from .cost import CostModel
 from .errors import BucketingError, CacheError, ColumnError, MediaError, PackingError, PlanError
 from .geometry import CropBox, LatentSpec, Size, cover_resize, crop_box
 from .image_sizes import ImageSizes
@@ -21,6 +22,7 @@ __all__ = [
     "BucketingError",
     "CacheError",
     "ColumnError",
+    "CostModel",
     "CropBox",
     "ImageSizes",
     "LatentSpec",
