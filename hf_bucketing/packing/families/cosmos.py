@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class CosmosFamily(Family):
     """Recipe of `CosmosTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family].
 
-    `fps`, `(n,)`, is the frame rate of each sample, 0 for images. A condition mask (video-to-world) is a channel of the
-    latents. The padding mask is the pipeline's: zero everywhere.
+    `fps`, `(n,)`, is the frame rate of each sample, 0 for images. A condition mask (video-to-world) is a channel of
+    the latents. The padding mask is the pipeline's: zero everywhere.
     """
 
     text_rule = "keep_padding"
