@@ -11,7 +11,7 @@ import ast
 import copy
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ from torch.utils.data import DataLoader
 
 import hf_bucketing
 import hf_bucketing.loading
-from hf_bucketing.loading import PadCollator, PlannedBatchSampler, StreamingBucketBatcher
+from hf_bucketing.loading import (
+    BucketBatchSampler,
+    BucketCollator,
+    PackBatchSampler,
+    PackCollator,
+    PadCollator,
+    PlannedBatchSampler,
+    StreamingBucketBatcher,
+)
 from hf_bucketing.loading.media_collator import MediaCollator
 from hf_bucketing.mapping import BucketColumns, MediaMetadata
 
@@ -31,6 +39,7 @@ from .conftest import ROOT, run_script_here
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEXT = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
 STAND_INS = {
     '"clips"': 'f"{MEDIA}/videos"',
     '"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"': "WAN",
@@ -124,6 +133,8 @@ class Cells:
         if code.endswith(")"):
             self.calls.setdefault(called, code[len(called) + 1 : -1])
             self.last = code
+        if re.fullmatch(r"[\w.]+", code):
+            return  # a name that exists
         self.use(value)
 
     def use(self, value: Any) -> None:
@@ -131,8 +142,10 @@ class Cells:
         if isinstance(value, PlannedBatchSampler):
             assert value.plan(0).num_steps > 0
             assert len(list(value)) == len(value)
-            if value.plan(0).bucket_ids.size and hasattr(value, "table"):
-                self.load(value, hf_bucketing.loading.BucketCollator(self.names["table"]))
+            if isinstance(value, BucketBatchSampler):
+                self.load(value, BucketCollator(self.names["table"]))
+            elif isinstance(value, PackBatchSampler):
+                self.load(value, PackCollator(self.names["spec"]))
         elif isinstance(value, PadCollator):
             self.load(self.names["sampler"], value, dataset=self.names["audio"])
         elif isinstance(value, MediaCollator):
@@ -142,8 +155,8 @@ class Cells:
         elif isinstance(value, (datasets.Dataset, datasets.IterableDataset)):
             assert {"bucket_id", "num_frames"} & set(next(iter(value)))
         else:
-            known = (type, BucketColumns, hf_bucketing.BucketTable, hf_bucketing.OpenTable)
-            assert isinstance(value, (*known, dict, str)), f"no way to try out a {type(value).__name__}"
+            known = (BucketColumns, hf_bucketing.BucketTable, hf_bucketing.OpenTable, dict)
+            assert isinstance(value, known), f"no way to try out a {type(value).__name__}"
 
     def load(self, sampler: PlannedBatchSampler, collator: Any, *, dataset: Any = None) -> None:
         batches = DataLoader(dataset or self.names["ds"], batch_sampler=sampler, collate_fn=collator)
@@ -180,8 +193,9 @@ def names(states: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def spans(row: str) -> Iterator[str]:
-    yield from re.findall(r"`([^`]+)`", row)
+def spans(text: str) -> list[str]:
+    """Return the code in a text, without line breaks."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
 @pytest.mark.parametrize("heading", TABLES)
@@ -231,10 +245,9 @@ def parse(script: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch
 
 def script_calls() -> list[tuple[str, list[str]]]:
     """Return every call of a script with arguments: in bash blocks, and in the text."""
-    text = README.replace("\\\n", " ")
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    lines += [" ".join(span.split()) for span in re.findall(r"`([^`]*scripts/\w+\.py [^`]+)`", text)]
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += [span for span in spans(TEXT) if re.search(r"scripts/\w+\.py ", span)]
     calls = [re.search(r"scripts/(\w+\.py) (.*)", line) for line in lines]
     return [(call[1], shlex.split(call[2], comments=True)) for call in calls if call]
 
@@ -253,7 +266,7 @@ def test_every_flag_that_the_text_names_is_one_of_a_script(monkeypatch: pytest.M
     parsers = [parse(script, arguments, monkeypatch) for script, arguments in dict(script_calls()).items()]
     known = {option for parser in parsers for option in parser._option_string_actions}
     known |= {"--cpu", "--multi_gpu", "--num_processes"}  # accelerate launch
-    named = re.findall(r"`(?:[\w./]+ )?(--\w+)", README)
+    named = [flag for span in spans(TEXT) for flag in re.findall(r"(?<!\S)--\w+", span)]
     assert len(named) > 15
     assert not [flag for flag in named if flag not in known]
 
