@@ -44,7 +44,8 @@ STAND_INS = {
     '"clips"': 'f"{MEDIA}/videos"',
     '"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"': "WAN",
     '"Lightricks/LTX-Video"': "LTX",
-    "tokens=[8190, 32760], frames=[1, 17, 49, 81]": "tokens=[60, 110], frames=[1, 9, 17]",
+    "tokens=[8190, 32760]": "tokens=[60, 110]",
+    "frames=[1, 17, 49, 81]": "frames=[1, 9, 17]",
     "batch_size=8": "batch_size=2",
     "num_proc=8": "num_proc=2",
 }
@@ -68,6 +69,10 @@ def states(media_dir: Path, pipeline_dirs: dict[str, Path]) -> list[dict[str, An
         exec(compile(with_stand_ins(block), "README.md", "exec"), names)
         states.append(dict(names))
     return states
+
+
+def test_the_stand_ins_stand_for_something() -> None:
+    assert not [original for original in STAND_INS if original not in README]
 
 
 def state_after(states: list[dict[str, Any]], text: str) -> dict[str, Any]:
