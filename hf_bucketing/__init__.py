@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .assignment import Assignment, AssignmentRule, Rejection
 from .buckets import BucketTable
+from .cost import CostModel
 from .errors import BucketingError, CacheError, ColumnError, MediaError, PackingError, PlanError
 from .geometry import CropBox, LatentSpec, Size, cover_resize, crop_box
 from .image_sizes import ImageSizes
@@ -28,6 +29,7 @@ __all__ = [
     "BucketingError",
     "CacheError",
     "ColumnError",
+    "CostModel",
     "CropBox",
     "ImageSizes",
     "LatentSpec",

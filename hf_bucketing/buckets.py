@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -121,6 +122,43 @@ class BucketTable:
         return BucketSearch(self.sizes, self.tiers, rule or AssignmentRule()).assign(
             *as_columns(frames, heights, widths)
         )
+
+    def with_base(self, size: Sequence[int] | None = None) -> BucketTable:
+        """Return the same table with a base bucket, for batches that mix buckets (`tail="catch_all"`).
+
+        The ids of the buckets stay. Give the new table to the sampler and to the collator.
+
+        Args:
+            size (`(height, width)` or `(frames, height, width)`, *optional*): A bucket of the table; without frames,
+                the one of fewest frames. By default the bucket that most samples can fill: of those of fewest frames
+                and of the lowest tier, the nearest to a square.
+
+        Raises:
+            BucketingError: If the table has no such bucket.
+
+        Example:
+            >>> table = BucketTable.parse("480,832;640,640;832,480", frames=[1, 49]).with_base()
+            >>> table.size(table.base)
+            Size(frames=1, height=640, width=640)
+        """
+        wanted = None if size is None else tuple(map(int, size))
+        fitting = [
+            position
+            for position, own in enumerate(self.sizes)
+            if wanted in (None, (own.frames, own.height, own.width), (own.height, own.width))
+        ]
+        if not fitting:
+            sizes = ", ".join(map(str, self.sizes))
+            raise BucketingError(
+                f"The base must be a bucket of the table, (height, width) or (frames, height, width), not {size}; the "
+                f"table has {sizes}."
+            )
+
+        def unlikely(position: int) -> tuple[float, ...]:
+            frames, height, width = self.sizes[position]
+            return frames, self.tiers[position], round(abs(math.log(width / height)), 9)
+
+        return replace(self, base=min(fitting, key=unlikely))
 
     def images_at_video_sizes(self) -> BucketTable:
         """Return the table whose one-frame buckets are the heights and widths of its buckets of more frames.

@@ -142,7 +142,7 @@ def test_masks_above_two_gib_are_refused_with_the_backend_to_use() -> None:
     length = 46341  # its square is just above 2 GiB
     segments = SegmentSpans(queries=((0, length),), keys=((0, length),), num_queries=length, num_keys=length)
     tokens = torch.zeros(length, 1, 1)
-    with pytest.raises(PackingError, match="2 GiB; use 'varlen' on a CUDA device, or 'segments'"):
+    with pytest.raises(PackingError, match=r"2\.00 GiB; use 'varlen' on a CUDA device, or 'segments'"):
         packed_attention(tokens, tokens, tokens, segments, backend="dense")
     assert 46340**2 <= dense.MASK_LIMIT < length**2
 

@@ -237,3 +237,16 @@ def test_lengths_that_differ_and_ids_that_do_not_exist_are_errors() -> None:
             call()
     with pytest.raises(BucketingError, match="512 × 2048 × 2048"):
         open_table(WAN).assign([1], [16 * 2049], [16])
+
+
+def test_a_base_bucket_is_named_or_the_one_that_most_samples_can_fill() -> None:
+    sizes = ((9, 64, 64), (1, 96, 96), (1, 48, 80), (1, 64, 48), (1, 48, 64), (9, 48, 80))
+    table = BucketTable(sizes=sizes, tiers=(0, 1, 0, 0, 0, 0))
+    assert table.with_base().base == 3, "one frame, the lowest tier, nearest to a square, first of equals"
+    assert table.with_base((48, 80)).base == 2
+    assert table.with_base([9, 48, 80]).base == 5
+    moved = table.with_base((96, 96)).with_base()
+    assert (moved.sizes, moved.tiers, moved.base) == (table.sizes, table.tiers, 3)
+    for wrong in ((80, 48), (17, 48, 80), (48,), (1, 1, 48, 80)):
+        with pytest.raises(BucketingError, match=r"must be a bucket of the table.*1×96×96"):
+            table.with_base(wrong)

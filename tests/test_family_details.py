@@ -20,6 +20,7 @@ from hf_bucketing.packing import (
     enable_packing,
     packed_forward,
     use_layout,
+    verify_packing,
 )
 from hf_bucketing.packing.families import cosmos, family_of
 
@@ -162,3 +163,11 @@ def test_cosmos_with_a_padding_mask_gets_one_of_zeros(monkeypatch) -> None:
     assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5
     assert resized[-1].shape == (1, 1, 2, 8)
     assert not any(mask.any() for mask in resized)
+
+
+def test_an_image_of_frame_rate_0_runs_in_a_cosmos_pack_as_the_model_runs_images() -> None:
+    model, latents = make_cosmos(), [torch.randn(4, frames, 8, 12) for frames in (1, 3)]
+    text, timesteps = torch.randn(2, 6, 16), torch.tensor([500.0, 20.0])
+    rates = {"fps": torch.tensor([0.0, 12.0])}
+    report = verify_packing(model, latents, timesteps=timesteps, text=text, conditioning=rates)
+    assert report.passed, str(report)

@@ -14,7 +14,7 @@ PACKAGE = Path(hf_bucketing.__file__).parent
 HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL", "torchcodec"}
 FLOORS = {
     **dict.fromkeys(["errors", "geometry", "assignment", "nearest", "buckets", "image_sizes", "open_table"], 0),
-    **dict.fromkeys(["ladders", "cost", "shift"], 0),
+    **dict.fromkeys(["ladders", "cost", "shift", "units"], 0),
     "sampling": 1,
     **dict.fromkeys(["media", "losses", "report", "tensor_cache"], 2),
     **dict.fromkeys(["mapping", "loading", "packing"], 3),

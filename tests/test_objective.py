@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, LatentSpec
-from hf_bucketing.training.objectives import FlowMatching
-from hf_bucketing.training.recipes import WanRecipe
+from hf_bucketing.loading import frame_rates
+from hf_bucketing.training.objectives import FlowMatching, sample_generator
+from hf_bucketing.training.recipes import LTXRecipe, WanRecipe
 
 
 def test_the_recipe_reads_the_spec_without_weights_and_refuses_other_pipelines(pipeline_dir, tmp_path: Path) -> None:
@@ -74,3 +75,32 @@ def test_flow_matching_interpolates_and_shifts() -> None:
     assert float((sigmas < 0.1).float().mean()) == pytest.approx(0.1, abs=0.04)
     normal = FlowMatching()(latents, indices=range(500), epoch=0).timesteps / 1000
     assert float((normal < 0.1).float().mean()) < 0.05
+
+
+def test_noise_follows_from_seed_epoch_and_index_in_any_batch() -> None:
+    objective, latents = FlowMatching(seed=3), [torch.zeros(2, 1, 4, 6), torch.zeros(2, 3, 4, 4)]
+    together = objective(latents, indices=[7, 2], epoch=1)
+    alone = objective(latents[1:], indices=[2], epoch=1)
+    assert torch.equal(together.latents[1], alone.latents[0])
+    draw = [
+        float(torch.rand(1, generator=sample_generator(seed=seed, epoch=epoch, index=index)))
+        for seed, epoch, index in ((3, 1, 2), (3, 1, 2), (4, 1, 2), (3, 2, 2), (3, 1, 3))
+    ]
+    assert draw[0] == draw[1]
+    assert len(set(draw)) == 4
+
+
+def test_frame_rates_of_images_are_above_0() -> None:
+    assert frame_rates([24, 0, 16]).tolist() == [24, 1, 16]
+    given = torch.tensor([0.0, 12.5], dtype=torch.float64)
+    assert torch.equal(frame_rates(given), torch.tensor([1.0, 12.5], dtype=torch.float64))
+    for wrong in ([-1.0], [float("nan")], 8.0):
+        with pytest.raises(BucketingError, match="frame rate of 0 or more for each sample"):
+            frame_rates(wrong)
+
+
+def test_an_image_of_frame_rate_0_has_finite_positions_in_ltx(pipeline_dirs) -> None:
+    recipe = LTXRecipe.load(str(pipeline_dirs["ltx"]))
+    scale = recipe.conditioning(fps=torch.tensor([0.0, 8.0]))["rope_interpolation_scale"]
+    assert scale.isfinite().all()
+    assert torch.equal(scale[1], recipe.conditioning(fps=torch.tensor([8.0]))["rope_interpolation_scale"][0])

@@ -41,11 +41,27 @@ def test_another_dimension_numpy_arrays_lists_and_bare_tensors() -> None:
     assert second["x"].shape == (2, 2, 4, 5)
 
 
+def test_without_names_all_columns_of_numbers_are_padded_and_others_are_lists() -> None:
+    others = {"name": "a", "rate": 8}
+    columns = [
+        {**{"wave": torch.ones(n), "pitch": np.ones((2, n)), "notes": [1] * n, "pairs": [[1] * n] * 2}, **others}
+        for n in (3, 5)
+    ]
+    batch = PadCollator(boundaries=[8])(columns)
+    assert [tuple(batch[name].shape) for name in ("wave", "pitch", "notes", "pairs")] == [(2, 8), (2, 2, 8)] * 2
+    assert (batch["name"], batch["rate"], batch["lengths"].tolist()) == (["a", "a"], [8, 8], [3, 5])
+    assert PadCollator()([torch.ones(2), torch.ones(3)])["values"].shape == (2, 3)
+    with pytest.raises(ColumnError, match=r"No column holds .* \['name'\]"):
+        PadCollator()([{"name": "a"}])
+    with pytest.raises(BucketingError, match=r"PadCollator\(\['wave'\]\)"):
+        PadCollator()([{"wave": torch.ones(3), "size": [480, 832]}])
+
+
 @pytest.mark.parametrize(("options", "batch", "error", "message"), [
     ({"boundaries": [4, 8]}, rows(5, 9), BucketingError, "9 long, but the last boundary is 8"),
     ({}, [{"y": torch.ones(2)}], ColumnError, "lacks 'x'"),
     ({}, [{"x": torch.ones(2, 3)}, {"x": torch.ones(3, 3)}], BucketingError, "differs in more than dimension -1"),
-    ({"columns": ["x", "y"]}, [{"x": torch.ones(3), "y": torch.ones(2)}], BucketingError, "pad them apart"),
+    ({"columns": ["x", "y"]}, [{"x": torch.ones(3), "y": torch.ones(2)}], BucketingError, "that belong together"),
 ])  # fmt: skip
 def test_batches_that_cannot_be_padded_are_errors(options, batch, error, message: str) -> None:
     with pytest.raises(error, match=message):

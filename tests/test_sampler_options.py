@@ -110,7 +110,9 @@ def test_the_collator_gives_a_catch_all_batch_the_base_bucket_as_its_plan_says()
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"tail": "catch_all", "table": open_table(WAN)}, "table with a base bucket"),
+    ({"tail": "catch_all", "table": open_table(WAN)}, "an open table has not"),
+    ({"tail": "catch_all", "table": BucketTable(sizes=TABLE.sizes)}, r"table\.with_base\(\)"),
+    ({"weights": {0: 2.0, 3: 0.5}}, r"names the buckets \[3\], but the table has 0 to 2"),
     ({"tail": "catch_all", "table": BucketTable(sizes=(*TABLE.sizes, Size(5, 64, 64)), base=3)},
      "5×64×64.* has more frames than the buckets 1×64×64.*, 1×64×128"),
     ({"longest_first": True}, "spec="),
@@ -169,3 +171,12 @@ def test_batches_can_be_padded_to_the_bounds_of_their_buckets_within_the_capacit
     assert all(count * length <= 20 for count, length in shapes)
     assert {length for _, length in shapes} == set(sampler.boundaries)
     assert len(set(shapes)) <= 2 * len(sampler.boundaries), "a full and a short batch of each"
+
+
+def test_an_open_table_counts_tokens_by_its_own_spec() -> None:
+    table = open_table(WAN)
+    ids = table.assign([1] * 4, [64, 64, 128, 64], [64, 96, 128, 96]).bucket_id
+    sampler = BucketBatchSampler(ids, table=table, batch_size=1, longest_first=True)
+    assert next(iter(sampler)) == [2]
+    sizes = BucketBatchSampler(ids, table=table, capacity=64).config.batch_size
+    assert sizes == {int(ids[0]): 4, int(ids[1]): 2, int(ids[2]): 1}

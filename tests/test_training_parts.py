@@ -102,6 +102,7 @@ def test_the_memory_estimate_counts_what_is_trained(pipeline_dirs) -> None:
     assert full.activations == 1000 * 96 * 34 * 4
     assert full.total == full.weights + full.gradients + full.optimizer + full.activations
     assert "total" in str(full)
+    assert f"optimizer {full.optimizer / 2**20:.2f} MiB" in str(full), "a tiny model's is not 0.00 GiB"
     saving = estimate_memory(recipe.transformer, **{**options, "gradient_checkpointing": True})
     assert full.activations / 4 < saving.activations < full.activations / 2
     add_lora(recipe.pipeline, rank=2)

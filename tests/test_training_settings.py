@@ -120,6 +120,7 @@ def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, t
         assert entry["imbalance"] == 1
         assert entry["tokens"] == pytest.approx(entry["fill"] * 640)
         assert entry["tokens_per_second"] > entry["samples_per_second"] > 0
+        assert entry["seconds"] * entry["samples_per_second"] == pytest.approx(entry["samples"])
         levels = [value for name, value in entry.items() if name.startswith("loss_by_noise/")]
         assert min(levels) <= entry["train_loss"] <= max(levels)
     assert [path.name for path in (tmp_path / "validation").iterdir()] == ["step-2"]

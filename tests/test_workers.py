@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing.loading import worker_options
 
+from .conftest import run
+
 TRAINING = """
 import os, time
 from torch.utils.data import DataLoader
@@ -28,6 +30,14 @@ if __name__ == "__main__":
     batches = iter(loader)
     print(next(batches), next(batches), flush=True)
     time.sleep(1000)
+"""
+
+
+UNGUARDED = """
+from torch.utils.data import DataLoader
+from hf_bucketing.loading import worker_options
+
+print(len(list(DataLoader(range(4), batch_size=1, **worker_options(2)))))
 """
 
 
@@ -51,6 +61,24 @@ def test_workers_come_from_a_fork_server() -> None:
     workers = set(DataLoader(range(8), collate_fn=process_of, batch_size=1, **options))
     assert len(workers) == 2
     assert os.getpid() not in workers
+
+
+def test_a_script_without_a_main_guard_is_told_before_workers_start(tmp_path: Path) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(UNGUARDED)
+    result = run([sys.executable, script], check=False)
+    assert result.returncode == 1
+    assert f'{script} has no `if __name__ == "__main__":`' in result.stderr
+    assert result.stderr.count("Traceback") == 1, "no worker was started"
+    assert "bootstrapping" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["-c", UNGUARDED], ["{folder}"], ["{folder}/guarded.py"]])
+def test_programs_that_workers_do_not_run_again_are_let_through(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text(UNGUARDED)
+    guarded = UNGUARDED.replace("print", 'options = worker_options(2)\nif __name__ == "__main__":\n    print')
+    (tmp_path / "guarded.py").write_text(guarded.replace("worker_options(2))))", "options)))"))
+    assert run([sys.executable, *(part.format(folder=tmp_path) for part in arguments)]).stdout == "4\n"
 
 
 def test_workers_end_when_their_process_is_killed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """From an epoch plan to batches: samplers and collators for a `torch.utils.data.DataLoader`."""
 
+from ..media.rates import frame_rates
 from .bucket_sampler import BucketBatchSampler
 from .cached import CachedCollator
 from .check import check_loader
@@ -33,6 +34,7 @@ __all__ = [
     "StandIns",
     "StreamingBucketBatcher",
     "check_loader",
+    "frame_rates",
     "resume",
     "worker_options",
 ]

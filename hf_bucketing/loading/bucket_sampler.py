@@ -29,7 +29,8 @@ class BucketBatchSampler(PlannedBatchSampler):
         batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
         capacity (`float`, *optional*): Tokens per process and step, instead of `batch_size`: each bucket gets as many
             samples as fit. With a `cost_model`, cost per process and step. Needs `spec`.
-        spec ([`LatentSpec`], *optional*): Strides and patch, for `capacity` and `longest_first`.
+        spec ([`LatentSpec`], *optional*): Strides and patch, for `capacity` and `longest_first`; an open table has its
+            own.
         cost_model ([`CostModel`][hf_bucketing.cost.CostModel], *optional*): What a sample costs, if not its tokens.
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): How often each row,
             or each row of a bucket, comes per epoch; see [`plan_buckets`][hf_bucketing.sampling.plan_buckets].
@@ -43,7 +44,8 @@ class BucketBatchSampler(PlannedBatchSampler):
 
     Raises:
         PlanError: If not exactly one of `batch_size` and `capacity` is given, an id is not in the table, a bucket
-            exceeds the capacity, or `tail="catch_all"` has no base bucket or one of too many frames.
+            exceeds the capacity, `weights` names a bucket that the table has not, or `tail="catch_all"` has no base
+            bucket or one of too many frames.
     """
 
     def __init__(
@@ -75,11 +77,14 @@ class BucketBatchSampler(PlannedBatchSampler):
         self.table = table
         self.cost_model = cost_model
         self.weights = weights if weights is None or isinstance(weights, Mapping) else np.asarray(weights, np.float64)
-        self.spec = spec
+        self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
         self.longest_first = longest_first
+        unknown = [bucket for bucket in weights if not 0 <= bucket < end] if isinstance(weights, Mapping) else []
+        if unknown:
+            raise PlanError(f"weights names the buckets {unknown}, but the table has 0 to {end - 1}.")
         if (batch_size is None) == (capacity is None):
             raise PlanError("Give either batch_size or capacity.")
-        if spec is None and (capacity is not None or longest_first):
+        if self.spec is None and (capacity is not None or longest_first):
             raise PlanError("capacity and longest_first count tokens: pass spec=LatentSpec(…) with them.")
         base = self._base() if options.get("tail") == "catch_all" else None
         if batch_size is None:
@@ -89,8 +94,14 @@ class BucketBatchSampler(PlannedBatchSampler):
     def _base(self) -> int:
         """Return the bucket of mixed batches, whose frames every sample must have."""
         base = self.table.base
+        if isinstance(self.table, OpenTable):
+            raise PlanError(
+                'tail="catch_all" needs a base bucket, which an open table has not: each sample keeps its own size.'
+            )
         if base is None:
-            raise PlanError('tail="catch_all" needs a table with a base bucket: BucketTable(sizes=…, base=…).')
+            raise PlanError(
+                'tail="catch_all" needs a base bucket: give table.with_base() to the sampler and to the collator.'
+            )
         frames = self.table.size(base).frames
         present = np.unique(self.bucket_ids[self.bucket_ids >= 0]).tolist()
         short = [str(self.table.size(bucket)) for bucket in present if self.table.size(bucket).frames < frames]

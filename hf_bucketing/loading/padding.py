@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import BucketingError, ColumnError
@@ -18,8 +19,9 @@ class PadCollator:
     lists.
 
     Args:
-        columns (sequence of `str`): Columns to pad, as long as each other in every row. Bare tensors take the first
-            name.
+        columns (sequence of `str`, *optional*): Columns to pad, as long as each other in every row. Bare tensors take
+            the first name. By default all columns that hold tensors, arrays or lists of numbers; bare tensors are
+            then called `"values"`.
         dim (`int`): The dimension that differs, the last by default.
         multiple (`int`, *optional*): Pad to a multiple of this, as tensor cores like it.
         boundaries (sequence of `int`, *optional*): Pad to the smallest of these that is long enough, so that the model
@@ -38,7 +40,7 @@ class PadCollator:
 
     def __init__(
         self,
-        columns: Sequence[str],
+        columns: Sequence[str] | None = None,
         *,
         dim: int = -1,
         multiple: int | None = None,
@@ -47,12 +49,13 @@ class PadCollator:
     ) -> None:
         if multiple is not None and boundaries is not None:
             raise BucketingError("Give either multiple or boundaries.")
-        if not columns or min([1 if multiple is None else multiple, *(boundaries or [1])]) < 1:
+        smallest = min([1 if multiple is None else multiple, *(boundaries or [1])])
+        if smallest < 1 or (columns is not None and not columns):
             raise BucketingError(
-                f"Expected columns, and multiple and boundaries of 1 or more; got {list(columns)}, {multiple} and "
+                f"Expected columns, and multiple and boundaries of 1 or more; got {columns}, {multiple} and "
                 f"{boundaries}."
             )
-        self.columns = tuple(columns)
+        self.columns = None if columns is None else tuple(columns)
         self.dim = dim
         self.multiple = 1 if multiple is None else multiple
         self.boundaries = None if boundaries is None else sorted(boundaries)
@@ -62,20 +65,27 @@ class PadCollator:
         """Return the padded batch.
 
         Raises:
-            ColumnError: If a row lacks a column.
+            ColumnError: If a row lacks a column, or no column was named and none holds arrays.
             BucketingError: If columns differ in length within a row, other dimensions differ between rows, or a sample
                 is longer than the last boundary.
         """
-        named = [row if isinstance(row, Mapping) else {self.columns[0]: row} for row in rows]
-        batch: dict[str, Any] = {name: [row[name] for row in named] for name in named[0] if name not in self.columns}
+        bare = "values" if self.columns is None else self.columns[0]
+        named = [row if isinstance(row, Mapping) else {bare: row} for row in rows]
+        columns = self.columns or tuple(name for name in named[0] if any(_is_array(row.get(name)) for row in named))
+        if not columns:
+            raise ColumnError(f"No column holds tensors, arrays or lists of numbers; there are {sorted(named[0])}.")
+        batch: dict[str, Any] = {name: [row[name] for row in named] for name in named[0] if name not in columns}
         lengths = None
-        for name in self.columns:
+        for name in columns:
             if any(name not in row for row in named):
                 raise ColumnError(f"A row lacks {name!r}; it has {sorted(named[0])}.")
             tensors = [torch.as_tensor(row[name]) for row in named]
             found = [tensor.shape[self.dim] for tensor in tensors]
             if lengths is not None and found != lengths:
-                raise BucketingError(f"{name!r} is {found} long and {self.columns[0]!r} {lengths}; pad them apart.")
+                raise BucketingError(
+                    f"{name!r} is {found} long and {columns[0]!r} {lengths}; name those that belong together, such as "
+                    f"PadCollator([{columns[0]!r}])."
+                )
             lengths = found
             batch[name] = self._stack(name, tensors, self._target(max(found)))
         batch["lengths"] = torch.tensor(lengths)
@@ -103,3 +113,12 @@ class PadCollator:
         for place, tensor in zip(stacked, tensors, strict=True):
             place.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
         return stacked
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value has lengths to pad: a tensor, an array or a list, of numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and value.dtype.kind in "biuf"
+    return isinstance(value, list) and bool(value) and (isinstance(value[0], (int, float)) or _is_array(value[0]))

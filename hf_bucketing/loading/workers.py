@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
+import multiprocessing.spawn
 import os
+import sys
 import threading
+from pathlib import Path
 from typing import Any
+
+from ..errors import BucketingError
 
 
 def worker_options(num_workers: int) -> dict[str, Any]:
@@ -26,6 +32,10 @@ def worker_options(num_workers: int) -> dict[str, Any]:
     Returns:
         `dict`: `num_workers`, and for workers from a server `multiprocessing_context` and `worker_init_fn`.
 
+    Raises:
+        BucketingError: If the running script has no `if __name__ == "__main__":`, so that importing it in a worker
+            would run it again.
+
     Example:
         ```py
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collator, **worker_options(4))
@@ -33,9 +43,36 @@ def worker_options(num_workers: int) -> dict[str, Any]:
     """
     if not num_workers or "forkserver" not in multiprocessing.get_all_start_methods():
         return {"num_workers": num_workers}  # Windows spawns workers, which copies no locks either
+    _check_main_guard(num_workers)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__package__])
     return {"num_workers": num_workers, "multiprocessing_context": context, "worker_init_fn": _end_with_parent}
+
+
+def _check_main_guard(num_workers: int) -> None:
+    """Raise if workers would run the main script again; multiprocessing says so only once they have failed.
+
+    What multiprocessing does not import (notebooks, `python -c`, a package's `__main__.py`) needs no guard.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return  # a worker that imports the script
+    imported = multiprocessing.spawn.get_preparation_data("worker")
+    name, file = imported.get("init_main_from_name"), getattr(sys.modules["__main__"], "__file__", None)
+    by_path = "init_main_from_path" in imported
+    if (name is None and not by_path) or (name or "").rpartition(".")[2] == "__main__" or not file:
+        return
+    try:
+        body = ast.parse(Path(file).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # no source: a frozen or compiled program
+        return
+    tests = [part.test for part in body if isinstance(part, ast.If)]
+    if any(isinstance(node, ast.Name) and node.id == "__name__" for test in tests for node in ast.walk(test)):
+        return
+    raise BucketingError(
+        f'{file} has no `if __name__ == "__main__":`. Workers from a fork server import the script that started them, '
+        "and would run it again: put what it does into a function, and call that function below this line, at the end "
+        f"of the file. Or give the DataLoader num_workers={num_workers} instead of **worker_options({num_workers})."
+    )
 
 
 def _end_with_parent(worker_id: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 
 from ..errors import BucketingError
+from ..units import format_bytes
 
 _BYTES_PER_TOKEN_AND_CHANNEL = 34
 """Of one block's activations in half precision, attention scores aside (Korthikanti et al., 2022)."""
@@ -38,7 +39,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         parts = ("weights", "gradients", "optimizer", "activations", "total")
-        return ", ".join(f"{name} {getattr(self, name) / 2**30:.2f} GiB" for name in parts)
+        return ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in parts)
 
 
 def model_width(transformer: Any) -> int:

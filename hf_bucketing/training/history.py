@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..cost import FloatArray
 from ..errors import BucketingError
+from ..sampling.plan import IntArray
 
 
 class JsonLines:
@@ -102,6 +106,37 @@ def losses_of(output_dir: Path) -> list[float]:
         BucketingError: If the run left no log.
     """
     return [line["train_loss"] for line in _read(_path(output_dir, "losses"))]
+
+
+class StepLog(NamedTuple):
+    """What a run logged of each optimizer step.
+
+    Attributes:
+        loss (`float64`, shape `(n,)`): Mean over the samples of the step.
+        samples (`int64`, shape `(n,)`): Samples of all processes in the step.
+        seconds (`float64`, shape `(n,)`): From the step before to the end of this one.
+    """
+
+    loss: FloatArray
+    samples: IntArray
+    seconds: FloatArray
+
+
+def steps_of(output_dir: Path) -> StepLog:
+    """Return what a run logged of its optimizer steps.
+
+    Raises:
+        BucketingError: If the run left no log, or one of an earlier release that does not hold times.
+    """
+    path = _path(output_dir, "losses")
+    lines = _read(path)
+    if not lines or any("samples" not in line or "seconds" not in line for line in lines):
+        raise BucketingError(f"{path} holds no samples and seconds of each step; train again to draw its losses.")
+    return StepLog(
+        np.array([line["train_loss"] for line in lines], np.float64),
+        np.array([line["samples"] for line in lines], np.int64),
+        np.array([line["seconds"] for line in lines], np.float64),
+    )
 
 
 def plans_of(output_dir: Path) -> dict[int, dict[str, Any]]:

@@ -57,8 +57,9 @@ class StepMetrics:
         """Return the step's metrics over all processes, and begin the next step; call it on every process.
 
         `train_loss` is the loss; `loss_by_noise/0.1` the mean over samples with noise levels from 0.1 to 0.2;
-        `samples_per_second` and `tokens_per_second` count all processes; `imbalance` is the largest cost of a process
-        over the mean; `fill` the tokens over the capacity.
+        `samples`, `samples_per_second` and `tokens_per_second` count all processes; `seconds` go from the end of the
+        step before to the end of this one; `imbalance` is the largest cost of a process over the mean; `fill` the
+        tokens over the capacity.
         """
         counts = [self._samples, self._tokens, self._cost, self._batches]
         mine = torch.cat([self._loss[None], self._by_level.flatten(), torch.tensor(counts, device=self._loss.device)])
@@ -71,6 +72,7 @@ class StepMetrics:
             "train_loss": float(loss.sum()),
             "samples": int(samples.sum()),
             "tokens": int(tokens.sum()),
+            "seconds": seconds,
             "samples_per_second": float(samples.sum()) / seconds,
             "tokens_per_second": float(tokens.sum()) / seconds,
             "imbalance": float(cost.max() / cost.mean()),

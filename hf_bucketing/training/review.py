@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..cost import FloatArray
 from ..errors import BucketingError
 from ..report.files import complete_file
-from .history import SampleCount, count_samples, losses_of, plans_of, sample_lines
+from .history import SampleCount, StepLog, count_samples, losses_of, plans_of, sample_lines, steps_of
 
 
 class LossSummary(NamedTuple):
@@ -119,8 +120,30 @@ def _check_epochs(epochs: Sequence[SampleCount], plans: Mapping[int, Mapping[str
     return checks
 
 
+def running_mean(steps: StepLog, *, window: int) -> FloatArray:
+    """Return the mean loss over the last samples, after each step: `(n,)`; NaN until there are enough.
+
+    Args:
+        steps ([`StepLog`]): Of a run.
+        window (`int`): Samples to take the mean over, at least; whole steps are taken.
+
+    Example:
+        >>> steps = StepLog(np.array([4.0, 1.0, 2.0, 8.0]), np.array([1, 3, 1, 2]), np.ones(4))
+        >>> running_mean(steps, window=4)
+        array([ nan, 1.75, 1.25, 3.5 ])
+    """
+    samples = np.append(0, np.cumsum(steps.samples))
+    totals = np.append(0.0, np.cumsum(steps.loss * steps.samples))
+    first = np.searchsorted(samples, samples[1:] - window, side="right") - 1
+    means = (totals[1:] - totals[first.clip(0)]) / (samples[1:] - samples[first.clip(0)])
+    return np.where(first >= 0, means, np.nan)
+
+
 def draw_losses(runs: Iterable[Path], path: Path) -> None:
-    """Draw the loss curves of runs, each with its running mean over a twentieth of its steps, as a PNG.
+    """Draw the losses of runs by the samples that they saw, and by the time that they took, as a PNG.
+
+    Runs that take different numbers of samples per step are so compared at equal work and at equal time. Each line is
+    a running mean over equally many samples in all runs: a twentieth of those of the shortest run.
 
     Raises:
         BucketingError: If a run left no log.
@@ -128,16 +151,24 @@ def draw_losses(runs: Iterable[Path], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for run in runs:
-        losses = losses_of(run)
-        window = max(1, len(losses) // 20)
-        smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
-        (line,) = axes.plot(np.arange(window, len(losses) + 1), smooth, label=f"{run.name} (mean of {window} steps)")
-        axes.plot(np.arange(1, len(losses) + 1), losses, color=line.get_color(), alpha=0.25, linewidth=0.8)
-    axes.set(xlabel="optimizer step", ylabel="flow-matching loss (mean squared error)", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
+    logs = {run.name: steps_of(run) for run in runs}
+    window = max(1, min(int(steps.samples.sum()) for steps in logs.values()) // 20)
+    longest = max(float(steps.seconds.sum()) for steps in logs.values())
+    unit, seconds = next((name, size) for name, size in _TIME_UNITS if longest >= 3 * size or size == 1)
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    by_samples, by_time = figure.subplots(1, 2, sharey=True)
+    for name, steps in logs.items():
+        mean = running_mean(steps, window=window)
+        for axes, place in ((by_samples, np.cumsum(steps.samples)), (by_time, np.cumsum(steps.seconds) / seconds)):
+            (line,) = axes.plot(place, mean, label=f"{name} ({len(mean)} steps)")
+            axes.plot(place, steps.loss, color=line.get_color(), alpha=0.25, linewidth=0.8)
+    by_samples.set(xlabel="samples seen", ylabel="training loss", xlim=(0, None), ylim=(0, None))
+    by_time.set(xlabel=f"training time in {unit}", xlim=(0, None))
+    for axes in (by_samples, by_time):
+        axes.grid(alpha=0.3)
+    by_samples.legend(title=f"running mean over {window} samples")
     with complete_file(path) as partial:
         FigureCanvasAgg(figure).print_figure(str(partial), dpi=120, format="png")
+
+
+_TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))

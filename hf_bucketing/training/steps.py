@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..loading import frame_rates
 from ..packing import Packing, disable_packing, enable_packing, packed_forward
 from .inputs import latents_of, text_of
 from .objectives import Objective
 from .recipes import Recipe, TextEmbeddings
-
-_IMAGE_FPS = 1.0
-"""Frame rate of images, whose only frame lies at 0 seconds at any rate."""
 
 
 class StepLosses(NamedTuple):
@@ -80,7 +78,7 @@ class BucketStep(Step):
             torch.stack(noised.latents),
             timesteps=noised.timesteps,
             text=self._text(batch, latents[0].dtype, epoch=epoch),
-            fps=_fps(batch, latents[0].device),
+            fps=frame_rates(batch["fps"], device=latents[0].device),
         )
         levels = noised.timesteps / self.objective.num_train_timesteps
         return StepLosses(self.objective.losses(prediction, noised), levels)
@@ -113,13 +111,8 @@ class PackStep(Step):
         pack = self.packing.pack(
             noised.latents,
             timesteps=noised.timesteps,
-            conditioning=self.recipe.conditioning(fps=_fps(batch, latents[0].device)),
+            conditioning=self.recipe.conditioning(fps=frame_rates(batch["fps"], device=latents[0].device)),
             **self._text(batch, latents[0].dtype, epoch=epoch).pack_kwargs(),
         )
         values = self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
         return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
-
-
-def _fps(batch: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """Return the frame rate of each sample, `(n,)`."""
-    return torch.tensor([fps or _IMAGE_FPS for fps in batch["fps"]], device=device)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import PackingError
+from ...units import format_bytes
 from ..segments import SegmentSpans
 from .options import AttentionOptions
 
@@ -36,8 +37,8 @@ def dense_mask(segments: SegmentSpans, device: torch.device) -> torch.Tensor:
     size = segments.num_queries * segments.num_keys
     if size > MASK_LIMIT:
         raise PackingError(
-            f"A mask of {segments.num_queries} queries and {segments.num_keys} keys takes {size / 2**30:.1f} GiB, and "
-            f"the backend 'dense' takes at most {MASK_LIMIT / 2**30:.0f} GiB; use 'varlen' on a CUDA device, or "
+            f"A mask of {segments.num_queries} queries and {segments.num_keys} keys takes {format_bytes(size)}, and "
+            f"the backend 'dense' takes at most {format_bytes(MASK_LIMIT)}; use 'varlen' on a CUDA device, or "
             "'segments'."
         )
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class CosmosFamily(Family):
     """Recipe of `CosmosTransformer3DModel`; see [`Family`][hf_bucketing.packing.families.Family].
 
-    `fps`, `(n,)`, is the frame rate of each sample. A condition mask (video-to-world) is a channel of the latents. The
-    padding mask is the pipeline's: zero everywhere.
+    `fps`, `(n,)`, is the frame rate of each sample, 0 for images. A condition mask (video-to-world) is a channel of
+    the latents. The padding mask is the pipeline's: zero everywhere.
     """
 
     text_rule = "keep_padding"
@@ -110,7 +110,7 @@ class CosmosFamily(Family):
             latent[None],
             timestep=timestep[None],
             encoder_hidden_states=text[None],
-            fps=conditioning["fps"],
+            fps=conditioning["fps"] if conditioning["fps"] else None,
             padding_mask=latent.new_zeros(1, 1, *latent.shape[2:]),
             return_dict=False,
         )[0]
@@ -125,7 +125,8 @@ def _angles(rope: Any, base_size: Grid | None, rates: torch.Tensor, *, device: t
         return over_grid(axis_coordinates(grid, base_size, device=device))
 
     frames, rows, columns = position_rows(layout, table)
-    frames = frames / rates.to(device)[layout.row_segments][:, None] * rope.base_fps
+    rates = torch.where(rates == 0, rope.base_fps, rates).to(device)  # as the model's own forward does without fps
+    frames = frames / rates[layout.row_segments][:, None] * rope.base_fps
     axes = ((frames, rope.dim_t, rope.t_ntk_factor), (rows, rope.dim_h, rope.h_ntk_factor))
     parts = []
     for coordinates, dim, factor in (*axes, (columns, rope.dim_w, rope.w_ntk_factor)):

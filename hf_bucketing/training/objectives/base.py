@@ -44,7 +44,23 @@ class Objective(Protocol):
         """Return the loss of each sample of a pack, from what `packed_forward` returned: `(n,)`."""
 
 
-def generator_of(*, seed: int, epoch: int, index: int) -> torch.Generator:
-    """Return the generator of one sample's noise in one epoch, on the CPU: the same on every device and process."""
+def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
+    """Return the generator of one sample's noise and timestep in one epoch.
+
+    It is on the CPU, so that it draws the same on every device, in any batch and on any number of processes.
+
+    Args:
+        seed (`int`): Of the run, not negative.
+        epoch (`int`): Not negative.
+        index (`int`): The sample's row, not negative: the `index` of a batch.
+
+    Raises:
+        ValueError: On a negative number.
+
+    Example:
+        >>> draws = [torch.rand(1, generator=sample_generator(seed=0, epoch=1, index=7)) for _ in range(2)]
+        >>> draws[0].equal(draws[1])
+        True
+    """
     sequence = np.random.SeedSequence((seed, epoch, index, 1))
     return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))

@@ -10,7 +10,7 @@ import torch
 from ...errors import BucketingError
 from ...losses import GaussianPosterior, batch_vlb, masked_mse, min_snr_weights, packed_mse, packed_vlb
 from ...packing import PackedBatch
-from .base import Noised, generator_of
+from .base import Noised, sample_generator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Denoising:
         """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
         noised, targets, steps = [], [], []
         for latent, index in zip(latents, indices, strict=True):
-            generator = generator_of(seed=self.seed, epoch=epoch, index=index)
+            generator = sample_generator(seed=self.seed, epoch=epoch, index=index)
             step = torch.randint(self.posterior.num_timesteps, (1,), generator=generator)
             noise = torch.randn(latent.shape, generator=generator).to(latent)
             signal, spread = (self.posterior.at(name, step, latent) for name in ("signal", "noise"))

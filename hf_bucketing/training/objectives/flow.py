@@ -11,7 +11,7 @@ import torch
 from ...errors import BucketingError
 from ...losses import masked_mse, packed_mse
 from ...packing import PackedBatch
-from .base import Noised, generator_of
+from .base import Noised, sample_generator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class FlowMatching:
         """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
         noised, targets, sigmas = [], [], []
         for latent, index in zip(latents, indices, strict=True):
-            generator = generator_of(seed=self.seed, epoch=epoch, index=index)
+            generator = sample_generator(seed=self.seed, epoch=epoch, index=index)
             sigma = self._draw_sigma(generator, tuple(latent.shape[1:]))
             noise = torch.randn(latent.shape, generator=generator).to(latent)
             noised.append((1 - sigma) * latent + sigma * noise)

@@ -162,7 +162,7 @@ class Recipe(ABC):
             latents (`torch.Tensor` of shape `(B, C, f, h, w)`): Noisy.
             timesteps (`torch.Tensor` of shape `(B,)`): One per sample.
             text ([`TextEmbeddings`]): One per sample.
-            fps (`torch.Tensor` of shape `(B,)`): Frames per second of each sample.
+            fps (`torch.Tensor` of shape `(B,)`): Frames per second of each sample; 0 for images.
 
         Returns:
             `torch.Tensor` of shape `(B, C_out, f, h, w)`.
@@ -173,7 +173,11 @@ class Recipe(ABC):
         return {"num_frames": frames}
 
     def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what else a pack of this model needs per sample, each `(n, …)`."""
+        """Return what else a pack of this model needs per sample, each `(n, …)`.
+
+        Args:
+            fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample; 0 for images.
+        """
         return {}
 
 

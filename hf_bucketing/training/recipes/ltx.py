@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 
 from ...errors import BucketingError
 from ...geometry import LatentSpec
+from ...loading import frame_rates
 from ...shift import shift_for_tokens
 from ..objectives import Objective
 from .base import Recipe, TextEmbeddings, read_configs
@@ -107,7 +108,7 @@ class LTXRecipe(Recipe):
 
     def _interpolation_scale(self, fps: torch.Tensor) -> torch.Tensor:
         side = float(self.pipeline.vae_spatial_compression_ratio)
-        seconds = self.pipeline.vae_temporal_compression_ratio / fps.double()
+        seconds = self.pipeline.vae_temporal_compression_ratio / frame_rates(fps).double()
         return torch.stack([seconds, torch.full_like(seconds, side), torch.full_like(seconds, side)], 1)
 
 
