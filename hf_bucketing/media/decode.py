@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import av
 import numpy as np
@@ -103,7 +104,7 @@ def _upright(stored: StoredFrame, header: VideoHeader, source: MediaSource) -> F
             "for example with ffmpeg."
         )
     width, height = header.stretched
-    shape = {"width": width, "height": height, "interpolation": "BICUBIC"}
+    shape: dict[str, Any] = {"width": width, "height": height, "interpolation": "BICUBIC"}
     stretch = {} if (frame.width, frame.height) == header.stretched else shape
     # PyAV 19 keeps the threads of `frame.reformat` alive, which a forked process then waits for forever.
     pixels = VideoReformatter().reformat(frame, format="rgb24", **stretch).to_ndarray()
