@@ -18,7 +18,7 @@ from .ladders import novelai_ladder, token_ladder
 from .open_table import OpenTable, open_table
 
 if TYPE_CHECKING:
-    from .mapping import load_source
+    from .mapping import load_source as load_source
 
 __version__ = "0.1.0.dev0"
 
@@ -41,14 +41,13 @@ __all__ = [
     "Size",
     "cover_resize",
     "crop_box",
-    "load_source",
     "novelai_ladder",
     "open_table",
     "token_ladder",
 ]
 
 _LAZY = {"load_source": ".mapping"}
-"""Names that need more than numpy, and the room that each is imported from at its first use."""
+"""Names that need more than numpy, and the room of each; not in `__all__`, so that `import *` stays light."""
 
 
 def __getattr__(name: str) -> Any:
