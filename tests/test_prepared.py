@@ -49,6 +49,6 @@ def test_folders_of_the_version_without_caches_are_read_and_newer_ones_refused(t
     assert manifest.pop("cache") is None
     (tmp_path / "old" / "bucketing.json").write_text(json.dumps({**manifest, "version": 1}))
     assert PreparedDataset.load(tmp_path / "old").cache is None
-    (tmp_path / "old" / "bucketing.json").write_text(json.dumps({**manifest, "version": 4}))
-    with pytest.raises(BucketingError, match="has version 4; prepare it again"):
+    (tmp_path / "old" / "bucketing.json").write_text(json.dumps({**manifest, "version": 5}))
+    with pytest.raises(BucketingError, match="has version 5; prepare it again"):
         PreparedDataset.load(tmp_path / "old")
