@@ -121,7 +121,8 @@ def token_ladder(
                 raise BucketingError(
                     f"No frame of {budget / per_frame:.1f} ± {tolerance:.0%} tokens exists with an aspect ratio up to "
                     f"{max_aspect_ratio}: a budget of {budget} tokens over {count} frames ({per_frame} token frames) "
-                    "is too small. Raise the budget or the tolerance, or leave that number of frames out."
+                    "is too small.",
+                    advice=["raise `tokens`", "raise `tolerance`", f"leave {count} out of `frames`"],
                 )
             new = [Size(count, *shape) for shape in shapes if Size(count, *shape) not in sizes]
             sizes += new

@@ -109,5 +109,8 @@ def _check_columns(dataset: AnyDataset, function: ColumnFunction, *, overwrite: 
         raise ColumnError(f"{name} reads {missing}, but the data set has the columns {columns}.")
     present = [column for column in function.output_columns if column in columns]
     if present and not overwrite:
-        raise ColumnError(f"The data set already has {present}, which {name} would replace; pass overwrite=True.")
+        raise ColumnError(
+            f"The data set already has {present}, which {name} would replace.",
+            advice=["pass `overwrite=True`", "remove or rename them"],
+        )
     return columns

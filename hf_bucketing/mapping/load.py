@@ -9,6 +9,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 
 from ..errors import ColumnError, MediaError
+from ..hub import from_hub
 
 
 class MediaDataset(NamedTuple):
@@ -64,7 +65,9 @@ def load_media_dataset(
 
 
 def _load(*args: Any, **options: Any) -> Dataset:
+    name = options.get("data_files", args[0])
     try:
-        return load_dataset(*args, **options)
-    except (DatasetsError, FileNotFoundError, ConnectionError) as error:
-        raise MediaError(f"datasets cannot load {options.get('data_files', args[0])}: {error}") from error
+        with from_hub(str(args[0])):
+            return load_dataset(*args, **options)
+    except DatasetsError as error:
+        raise MediaError(f"datasets cannot load {name}: {error}") from error

@@ -40,7 +40,7 @@ def add_lora(
     """
     if not hasattr(pipeline, "save_lora_weights"):
         raise BucketingError(
-            f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out lora_rank)."
+            f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out `lora_rank`)."
         )
     transformer = getattr(pipeline, component)
     transformer.requires_grad_(False)
@@ -48,7 +48,7 @@ def add_lora(
     try:
         transformer.add_adapter(config, adapter_name=ADAPTER)
     except ValueError as error:
-        raise BucketingError(f"No adapter fits lora_targets={list(targets)}: {error}") from error
+        raise BucketingError(f"No adapter fits `lora_targets`, {list(targets)}: {error}") from error
 
 
 def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str = "transformer") -> None:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
+from ..files import writing
 
 PROGRESS = "progress.json"
 
@@ -35,10 +36,12 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Mapping[st
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
+    with writing(partial):
+        accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (partial / PROGRESS).write_text(json.dumps(progress))
+        with writing(partial):
+            (partial / PROGRESS).write_text(json.dumps(progress))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in list_checkpoints(folder)[: -limit if limit else 0]:
@@ -103,7 +106,8 @@ def save_pipeline(
         setattr(pipeline, component, whole)
     partial = folder / ".pipeline.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    pipeline.save_pretrained(str(partial))
+    with writing(partial):
+        pipeline.save_pretrained(str(partial))
     (folder / "model_index.json").unlink(missing_ok=True)
     for part in sorted(partial.iterdir(), key=lambda path: path.name == "model_index.json"):
         target = folder / part.name

@@ -14,7 +14,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
-from ..errors import BucketingError, PackingError
+from ..errors import BucketingError, PackingError, quoted
 from ..geometry import LatentSpec
 from ..packing import enable_packing
 from .adapters import add_lora
@@ -49,7 +49,7 @@ def _check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
     given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if getattr(config, name) is not None]
     if given and accelerator.distributed_type in SHARDED:
         raise BucketingError(
-            f"{', '.join(given)} need all weights in each process, which {accelerator.distributed_type.value} does "
+            f"{quoted(given)} need all weights in each process, which {accelerator.distributed_type.value} does "
             "not keep; leave them out, or use DDP."
         )
 
