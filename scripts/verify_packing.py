@@ -33,7 +33,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--text_length", type=int, default=64, help="Text tokens of a sample.")
     parser.add_argument("--strip_length", type=int, default=16, help="Tokens per strip.")
     parser.add_argument("--backend", default="auto", help="Of packed attention.")
-    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"], help="Of the model.")
     parser.add_argument("--device", default="cpu", help="Such as cuda.")
     parser.add_argument("--seed", type=int, default=0, help="Of latents, texts and timesteps.")
     return parser

@@ -1,4 +1,4 @@
-"""Scripts that are interrupted, or fail in one or all of their processes: real processes, one message, an exit code."""
+"""Scripts that are interrupted, or fail in one or all of their processes: one message, an exit code."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def interrupt(command: list[object], output: Path, ready: Callable[[str], bool],
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "signal"])
 def test_ctrl_c_ends_preparing_with_several_processes(group: bool, media_dir, pipeline_dir, tmp_path: Path) -> None:
-    # Files that are never there to read: named pipes would be refused, so each row is a long one to read.
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import sys, time, runpy\n"

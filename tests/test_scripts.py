@@ -117,7 +117,7 @@ def test_mistakes_in_preparing_end_in_one_line(media_dir, pipeline_dir, tmp_path
         (
             "nobody/nothing",
             ladder,
-            "Could not reach the Hugging Face hub to download nobody/nothing (HF_HUB_OFFLINE is set)",
+            "reach the Hugging Face hub to download nobody/nothing (HF_HUB_OFFLINE is set)",
         ),
     ]
     for dataset, flags, message in cases:
