@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import signal
@@ -136,11 +137,17 @@ def _tell_launcher(message: str) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process and those that it started, without waiting for threads, collectives or pools."""
+    """End this process and those that it started, without waiting for threads, collectives or pools.
+
+    What is registered for the exit, such as giving semaphores back, is done if it does not hang.
+    """
     for library in ("multiprocessing", "multiprocess"):  # the second is that of datasets
         if library in sys.modules:
             for child in sys.modules[library].active_children():
                 child.kill()
+    exiting = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    exiting.start()
+    exiting.join(_SECONDS_TO_CLEAN_UP)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -90,6 +90,7 @@ def test_ctrl_c_ends_preparing_with_several_processes(group: bool, media_dir, pi
         "import hf_bucketing.mapping.metadata as metadata\n"
         "probe = metadata.probe\n"
         "def slowly(*args, **options):\n"
+        "    print('reading', flush=True)\n"
         "    time.sleep(5)\n"
         "    return probe(*args, **options)\n"
         "metadata.probe = slowly\n"
@@ -101,7 +102,7 @@ def test_ctrl_c_ends_preparing_with_several_processes(group: bool, media_dir, pi
         *("--pretrained_model_name_or_path", pipeline_dir, "--output_dir", tmp_path / "out"),
         *("--bucket_tokens", "60", "--bucket_frames", "1,9"),
     ]
-    code = interrupt(command, tmp_path / "log.txt", lambda text: "num_proc=2" in text, group=group)
+    code = interrupt(command, tmp_path / "log.txt", lambda text: "reading" in text, group=group)
     text = (tmp_path / "log.txt").read_text()
     assert code == 130, text
     assert text.splitlines()[-1].startswith("Interrupted. "), text

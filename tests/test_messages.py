@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_while_torch_writes_is_named(tmp_path: Path) -> None
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with (
-            pytest.raises(WriteError, match="the disk is full, or files may not grow.*MiB are free"),
+            pytest.raises(WriteError, match=r"the disk is full.*MiB are free"),
             writing(tmp_path),
         ):
             torch.save(torch.zeros(100_000), tmp_path / "weights.bin")
