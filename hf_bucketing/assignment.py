@@ -74,7 +74,7 @@ class AssignmentRule:
         if self.metric not in ("log", "linear"):
             raise BucketingError(f'metric must be "log" or "linear", got {self.metric!r}.')
         if not self.max_upscale > 0 or (self.max_aspect_error is not None and not self.max_aspect_error > 0):
-            raise BucketingError(f"max_upscale and max_aspect_error must be above 0, got {self}.")
+            raise BucketingError(f"`max_upscale` and `max_aspect_error` must be above 0, got {self}.")
 
     @property
     def aspect_limit(self) -> float:

@@ -1,11 +1,67 @@
 """The errors that users meet: each says what was expected, what was got, and what to do."""
 
-import sys
-from collections.abc import Callable
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+_ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+_QUOTE = '"'
+_OF_WORKER = re.compile(r"Caught \w+ in DataLoader worker process.*\n(?:\w+\.)*\w+: (.*)", re.DOTALL)
 
 
 class BucketingError(ValueError):
-    """Base class of every error that hf_bucketing raises about its input."""
+    """Base class of every error that hf_bucketing raises about its input.
+
+    A message names arguments in backquotes, with or without a value: `` `capacity` `` or `` `tail="drop"` ``. Scripts
+    show them as their flags.
+
+    Args:
+        message (`str`): What was expected and what was got; and what to do, if there is one thing.
+        advice (sequence of `str`): Several things to do, each a clause that follows "or". A script leaves out what it
+            has no flag for.
+
+    Example:
+        >>> error = BucketingError("A sample takes 90 tokens.", advice=["raise `capacity`", 'give `tail="drop"`'])
+        >>> print(error)
+        A sample takes 90 tokens. Raise `capacity`, or give `tail="drop"`.
+        >>> print(error.in_flags({"capacity": "--max_tokens"}))
+        A sample takes 90 tokens. Raise --max_tokens.
+    """
+
+    def __init__(self, message: str = "", *, advice: Sequence[str] = ()) -> None:
+        super().__init__(_with_advice(message, advice))
+        self.fact = message
+        self.advice = tuple(advice)
+
+    def in_flags(self, flags: Mapping[str, str]) -> str:
+        """Return the message with flags in place of arguments.
+
+        Args:
+            flags (mapping of `str` to `str`): Flag of each argument.
+        """
+        advice = [clause for clause in self.advice if all(name in flags for name, _ in _ARGUMENT.findall(clause))]
+        message = _with_advice(self.fact, advice)
+        if of_worker := _OF_WORKER.match(message):
+            message = of_worker[1].strip()
+
+        def shown(match: re.Match[str]) -> str:
+            name, value = match.groups()
+            if name not in flags:
+                return match[0]
+            return flags[name] if value in (None, "True") else f"{flags[name]} {value.strip(_QUOTE)}"
+
+        return _ARGUMENT.sub(shown, message)
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Return the names of arguments as messages write them."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _with_advice(message: str, advice: Sequence[str]) -> str:
+    clauses = ", or ".join(advice)
+    return f"{message} {clauses[0].upper()}{clauses[1:]}." if clauses else message
 
 
 class ColumnError(BucketingError):
@@ -28,9 +84,17 @@ class PackingError(BucketingError):
     """Samples, texts and timesteps do not make a pack, or a model cannot run one."""
 
 
-def exit_with_message(main: Callable[[], None]) -> None:
-    """Run the main function of a script; a `BucketingError` ends it with its message instead of a traceback."""
-    try:
-        main()
-    except BucketingError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+class FlagError(BucketingError):
+    """A script was called with flags that it does not have, or that do not go together."""
+
+
+class HubError(BucketingError):
+    """A model or data set cannot be had from the Hugging Face hub."""
+
+
+class WriteError(BucketingError):
+    """A file cannot be written, for lack of space or permission."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with how to go on as its message."""

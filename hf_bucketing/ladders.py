@@ -156,8 +156,8 @@ def token_ladder(
                 raise BucketingError(
                     f"No frame of {limits[0] / per_frame:.1f} to {limits[1] / per_frame:.1f} tokens exists with an "
                     f"aspect ratio up to {max_aspect_ratio}: a budget of {budget} tokens over {count} frames "
-                    f"({per_frame} token frames) is too small. Raise the budget or the tolerance, or leave that "
-                    "number of frames out."
+                    f"({per_frame} token frames) is too small.",
+                    advice=["raise `tokens`", "raise `tolerance`", f"leave {count} out of `frames`"],
                 )
             shapes |= _nearest_shapes(free, goals, reach=reach, area=budget / per_frame * math.prod(spec.multiples))
             mirrored = {(width, height) for height, width in shapes}

@@ -40,7 +40,7 @@ class OpenTable:
 
     def __post_init__(self) -> None:
         if self.max_frames is not None and self.max_frames < 1:
-            raise BucketingError(f"max_frames must be at least 1, got {self.max_frames}.")
+            raise BucketingError(f"`max_frames` must be at least 1, got {self.max_frames}.")
         step_height, step_width = self.spec.multiples
         for height, width in self.image_sizes.sizes if self.image_sizes is not None else ():
             if height % step_height or width % step_width:

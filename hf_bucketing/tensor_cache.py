@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from .errors import CacheError
+from .files import writing
 
 _ENTRY = "entry"
 _PARTIAL = ".partial"
@@ -58,8 +59,9 @@ class TensorCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{key}.{uuid.uuid4().hex}{_PARTIAL}")
         data = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        partial.write_bytes(save(data, {_ENTRY: json.dumps(about)}))
-        os.replace(partial, path)
+        with writing(path):
+            partial.write_bytes(save(data, {_ENTRY: json.dumps(about)}))
+            os.replace(partial, path)
 
     def read(self, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return an entry's tensors and what was written about them.

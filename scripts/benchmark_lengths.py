@@ -6,16 +6,18 @@ lhotse is not a dependency of this package; `pip install lhotse` into the enviro
 left out.
 """
 
+import argparse
 import importlib.util
 import sys
 import time
 from typing import Any
 
 import numpy as np
-from benchmark_tools import in_fresh_process, machine, make_parser, report, seconds_of, timed_with_memory
+from benchmark_tools import benchmark_parser, in_fresh_process, machine, report, seconds_of, timed_with_memory
 
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.flags import FlagParser
 from hf_bucketing.sampling import EpochPlan, LengthPlanConfig, plan_lengths
+from hf_bucketing.script import run_script
 
 
 def lengths_of(items: int) -> np.ndarray:
@@ -95,15 +97,18 @@ def measure_lhotse(lengths: np.ndarray) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--items", type=int, default=1_000_000, help="Lengths (default: 1 M).")
-    parser.add_argument("--lhotse_items", type=int, default=200_000, help="Lengths for lhotse (default: 200 k).")
-    args = parser.parse_args()
+def make_parser() -> FlagParser:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--items", type=int, default=1_000_000, help="Lengths.")
+    parser.add_argument("--lhotse_items", type=int, default=200_000, help="Lengths for lhotse.")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
     figures = machine("numpy", "transformers")
     figures.update(measure_lengths(args.items, args.lhotse_items, args.runs))
     report(figures, args.output)
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

@@ -3,19 +3,21 @@ r"""Measure columns and media metadata against the plain ways, as ratios of one 
 python scripts/benchmark_mapping.py --rows 5300000 --output scripts/benchmark_results/mapping.json
 """
 
+import argparse
 import tempfile
 import time
 from pathlib import Path
 
 import datasets
 import numpy as np
-from benchmark_tools import in_fresh_process, machine, make_parser, report, seconds_of, timed_with_memory
+from benchmark_tools import benchmark_parser, in_fresh_process, machine, report, seconds_of, timed_with_memory
 from PIL import Image
 
 from hf_bucketing import BucketTable, LatentSpec, novelai_ladder
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.flags import FlagParser
 from hf_bucketing.mapping import BucketColumns, map_columns
 from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
+from hf_bucketing.script import run_script
 
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 
@@ -97,11 +99,14 @@ def measure_media(files: int, runs: int, folder: Path) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=5_300_000, help="Rows of sizes (default: 5.3 M, as NovelAI had).")
+def make_parser() -> FlagParser:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=5_300_000, help="Rows of sizes.")
     parser.add_argument("--files", type=int, default=400, help="Pictures of 1024×768 pixels; a quarter as many clips.")
-    args = parser.parse_args()
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
     datasets.disable_progress_bars()
     figures = machine("numpy", "datasets")
     with tempfile.TemporaryDirectory() as folder:
@@ -111,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

@@ -4,18 +4,20 @@ python scripts/benchmark_packing.py --output scripts/benchmark_results/packing.j
 python scripts/benchmark_packing.py --device cuda --output scripts/benchmark_results/packing_cuda.json
 """
 
+import argparse
 import math
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from benchmark_tools import machine, make_parser, report, seconds_of
+from benchmark_tools import benchmark_parser, machine, report, seconds_of
 from diffusers import WanTransformer3DModel
 
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.flags import FlagParser
 from hf_bucketing.losses import masked_mse, packed_mse
 from hf_bucketing.packing import PackedLayout, enable_packing, packed_attention, packed_forward
+from hf_bucketing.script import run_script
 
 MIXED = ((3, 8, 12), (1, 16, 16), (4, 10, 6), (1, 8, 8), (2, 14, 8), (1, 6, 12))
 """Token grids (frames, rows, columns) of a mixed set: clips and images, landscape and portrait."""
@@ -205,15 +207,16 @@ def measure_cuda_step(runs: int, layers: int, heads: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="What to measure on (default: cpu).")
-    parser.add_argument("--layers", type=int, default=4, help="Of the Wan model (default: 4).")
-    parser.add_argument(
-        "--heads", type=int, default=6, help="Of the Wan model, of 64 channels, 128 on cuda (default: 6)."
-    )
-    parser.add_argument("--strip_length", type=int, default=32, help="Tokens per strip on the CPU (default: 32).")
-    args = parser.parse_args()
+def make_parser() -> FlagParser:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="What to measure on.")
+    parser.add_argument("--layers", type=int, default=4, help="Of the Wan model.")
+    parser.add_argument("--heads", type=int, default=6, help="Of the Wan model, of 64 channels, 128 on cuda.")
+    parser.add_argument("--strip_length", type=int, default=32, help="Tokens per strip on the CPU.")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
     if args.device == "cpu":
         torch.set_num_threads(1)
     figures = {
@@ -233,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

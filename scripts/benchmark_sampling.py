@@ -5,17 +5,19 @@ python scripts/benchmark_sampling.py --output scripts/benchmark_results/sampling
 `--scale_rows 10000000 100000000` takes about 8 GB.
 """
 
+import argparse
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from benchmark_tools import in_fresh_process, machine, make_parser, report, seconds_of, timed_with_memory
+from benchmark_tools import benchmark_parser, in_fresh_process, machine, report, seconds_of, timed_with_memory
 
 from hf_bucketing import LatentSpec
 from hf_bucketing.cost import CostModel
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.flags import FlagParser
 from hf_bucketing.sampling import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
+from hf_bucketing.script import run_script
 
 BUCKETS, BATCH_SIZE = 19, 8
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -176,16 +178,19 @@ def measure_scale(rows: list[int], processes: list[int]) -> dict[str, object]:
     return figures
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=5_300_000, help="Rows in 19 buckets (default: 5.3 M).")
-    parser.add_argument("--samples", type=int, default=1_000_000, help="Samples to pack (default: 1 M).")
+def make_parser() -> FlagParser:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=5_300_000, help="Rows in 19 buckets.")
+    parser.add_argument("--samples", type=int, default=1_000_000, help="Samples to pack.")
     parser.add_argument("--draws", type=int, default=300, help="Draws of the plain sampler at each of five points.")
     parser.add_argument("--scale_rows", type=int, nargs="*", default=[], help="Sizes of plans, such as 10000000.")
     parser.add_argument(
         "--scale_processes", type=int, nargs="*", default=[8, 64, 512, 4096], help="At the first size."
     )
-    args = parser.parse_args()
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
     figures = machine("numpy")
     figures.update(measure_buckets(args.rows, args.runs, args.draws))
     figures.update(measure_packs(args.samples))
@@ -195,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

@@ -1,6 +1,5 @@
 """What the benchmarks share: medians of runs in turns, memory of a fresh process, and the file of figures."""
 
-import argparse
 import importlib.metadata
 import json
 import multiprocessing
@@ -12,6 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from hf_bucketing.flags import FlagParser
 
 
 class Seconds(NamedTuple):
@@ -71,10 +72,10 @@ def _memory_in_mb(name: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
+def benchmark_parser(description: str | None) -> FlagParser:
     """Return a parser of the flags that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, help="Runs whose median counts (default: 5).")
+    parser = FlagParser(description)
+    parser.add_argument("--runs", type=int, default=5, help="Runs whose median counts.")
     parser.add_argument("--output", type=Path, help="A JSON file for the figures.")
     return parser
 

@@ -3,6 +3,7 @@ r"""Measure the data path of training against the plain ways and against the ste
 python scripts/benchmark_training.py --output scripts/benchmark_results/training.json
 """
 
+import argparse
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import datasets
 import torch
-from benchmark_tools import machine, make_parser, report, seconds_of
+from benchmark_tools import benchmark_parser, machine, report, seconds_of
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, token_ladder
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.flags import FlagParser
 from hf_bucketing.loading import BucketBatchSampler, BucketCollator, CachedCollator, worker_options
 from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
+from hf_bucketing.script import run_script
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.training.caching import CacheJob
 from hf_bucketing.training.inputs import latents_of, text_of
@@ -129,16 +131,19 @@ def measure_data_path(folder: Path, *, samples: int, workers: int, runs: int) ->
     }
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--images", type=int, default=16, help="Images that are encoded together (default: 16).")
-    parser.add_argument("--side", type=int, default=64, help="Pixels along both sides of an image (default: 64).")
-    parser.add_argument("--samples", type=int, default=18, help="Of the demo data set (default: 18).")
-    parser.add_argument("--workers", type=int, default=2, help="Decoding processes (default: 2).")
+def make_parser() -> FlagParser:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--images", type=int, default=16, help="Images that are encoded together.")
+    parser.add_argument("--side", type=int, default=64, help="Pixels along both sides of an image.")
+    parser.add_argument("--samples", type=int, default=18, help="Of the demo data set.")
+    parser.add_argument("--workers", type=int, default=2, help="Decoding processes.")
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="Of torch (default: one per core)."
     )
-    args = parser.parse_args()
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
     datasets.disable_progress_bars()
     torch.set_num_threads(args.threads)
     figures = {**machine("torch", "diffusers"), "threads": args.threads, "dtype": "float32"}
@@ -150,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

@@ -7,24 +7,26 @@ Also under `accelerate launch`: each process encodes its share. Run again, it en
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
 from hf_bucketing import BucketingError
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.errors import FlagError
+from hf_bucketing.files import check_folder_writable
+from hf_bucketing.flags import FlagParser
 from hf_bucketing.mapping import PreparedDataset
 from hf_bucketing.media import ViewRule
+from hf_bucketing.script import run_script
 from hf_bucketing.training.caching import CacheJob
 from hf_bucketing.training.recipes import recipe_of
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> FlagParser:
+    parser = FlagParser(__doc__)
     parser.add_argument("--dataset_dir", required=True, help="Folder that scripts/prepare_dataset.py wrote.")
     parser.add_argument("--pretrained_model_name_or_path", required=True, help="Its VAE and text encoder encode.")
     parser.add_argument("--cache_dir", required=True, help="Folder of the entries; one in use is completed.")
@@ -32,23 +34,29 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--batching", choices=["bucket", "pack"], default="bucket", help="Sizes: of buckets, or of packs."
     )
-    parser.add_argument("--batch_size", type=int, default=8, help="Samples that are encoded together (default: 8).")
-    parser.add_argument("--num_threads", type=int, default=2, help="Threads that decode (default: 2).")
+    parser.add_argument("--batch_size", type=int, default=8, help="Samples that are encoded together.")
+    parser.add_argument("--num_threads", type=int, default=2, help="Threads that decode.")
     parser.add_argument("--random_crop", action="store_true", help="Crop and start as training does in epoch 0.")
     parser.add_argument("--frame_picking", choices=["start", "uniform", "random"], help="Which frames of longer ones.")
     parser.add_argument("--flip_probability", type=float, default=0.0, help="Of swapping left and right.")
-    parser.add_argument("--video_decoder", choices=["pyav", "torchcodec"], default="pyav", help="(default: pyav)")
+    parser.add_argument(
+        "--video_decoder",
+        choices=["pyav", "torchcodec"],
+        default="pyav",
+        argument="decoder",
+        help="What decodes videos.",
+    )
     parser.add_argument("--seed", type=int, default=0, help="Of random crops, frames and flips.")
     parser.add_argument("--mixed_precision", choices=list(DTYPES), default="no", help="Of the text encoder.")
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
     parser.add_argument("--on_error", choices=["raise", "reject"], default="raise", help="For unreadable files.")
-    return parser.parse_args()
+    return parser
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
     if Path(args.output_dir).resolve() in (Path(args.cache_dir).resolve(), *Path(args.cache_dir).resolve().parents):
-        sys.exit("--cache_dir must lie outside --output_dir, which is replaced as a whole.")
+        raise FlagError("--cache_dir must lie outside --output_dir, which is replaced as a whole.")
+    check_folder_writable(args.cache_dir, args.output_dir)
     accelerator = Accelerator()
     prepared = PreparedDataset.load(args.dataset_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
@@ -87,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser, interrupted="What was encoded stays in the cache; run the same command again.")

@@ -5,7 +5,6 @@ python scripts/prepare_dataset.py --dataset demo/media --pretrained_model_name_o
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,9 @@ from hf_bucketing import (
     open_table,
     token_ladder,
 )
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.errors import ColumnError, FlagError
+from hf_bucketing.files import check_folder_writable
+from hf_bucketing.flags import FlagParser, numbers
 from hf_bucketing.mapping import (
     BucketColumns,
     MediaMetadata,
@@ -30,19 +31,16 @@ from hf_bucketing.mapping import (
     load_source,
     map_columns,
 )
+from hf_bucketing.script import run_script
 from hf_bucketing.training.recipes import recipe_of
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def heights_and_widths(text: str) -> list[tuple[int, int]]:
     return [] if text == "none" else [size[1:] for size in BucketTable.parse(text).sizes]
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> FlagParser:
+    parser = FlagParser(__doc__)
     parser.add_argument(
         "--dataset",
         required=True,
@@ -55,11 +53,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--caption_column", help="Text column (default: found by its name).")
     parser.add_argument("--read_headers", action="store_true", help="Read all sizes, also where columns hold them.")
     parser.add_argument("--pretrained_model_name_or_path", required=True, help="Its configuration counts the tokens.")
-    parser.add_argument("--target_fps", type=float, default=16.0, help="Frame rate to train at (default: 16).")
-    parser.add_argument("--bucket_tokens", type=numbers, help="Token budgets per sample, such as 8190,18480.")
+    parser.add_argument("--target_fps", type=float, default=16.0, help="Frame rate to train at.")
+    parser.add_argument(
+        "--bucket_tokens",
+        type=numbers,
+        argument="tokens",
+        help="Token budgets per sample, such as 8190,18480.",
+    )
     parser.add_argument("--buckets", help='Instead: diffusers\' "height,width;height,width".')
     parser.add_argument("--table", type=Path, help="Instead: a file that BucketTable.to_json wrote.")
-    parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Default: 1,17,49,81.")
+    parser.add_argument(
+        "--bucket_frames",
+        type=numbers,
+        argument="frames",
+        default=[1, 17, 49, 81],
+        help="Frames of buckets.",
+    )
     parser.add_argument(
         "--bucket_sizes",
         type=heights_and_widths,
@@ -69,11 +78,11 @@ def parse_args() -> argparse.Namespace:
         "--aspect_step",
         type=float,
         default=0.08,
-        help="Distance of the aspect ratios of token buckets; a larger one makes fewer buckets (default: 0.08, 8 %%).",
+        help="Distance of the aspect ratios of token buckets (0.08: 8 %%); a larger one makes fewer buckets.",
     )
     parser.add_argument("--max_frames", type=int, help="Packed samples are cut to these frames (default: never).")
-    parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Of token buckets (default: 2.5).")
-    parser.add_argument("--max_upscale", type=float, default=1.0, help="Largest enlargement (default: 1.0, never).")
+    parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Of token buckets.")
+    parser.add_argument("--max_upscale", type=float, default=1.0, help="Largest enlargement.")
     parser.add_argument("--max_aspect_error", type=float, help="|ln(ratio / bucket's ratio)| (default: ln 2).")
     parser.add_argument(
         "--image_sizes",
@@ -86,16 +95,19 @@ def parse_args() -> argparse.Namespace:
         choices=["raise", "reject", "empty"],
         default="raise",
         help="Unreadable files and missing captions end the script, or their rows are rejected; empty: captions that "
-        "are missing become empty ones, and only unreadable files end the script (default: raise).",
+        "are missing become empty ones, and only unreadable files end the script.",
     )
-    parser.add_argument("--num_proc", type=int, help="Processes that read file headers.")
+    parser.add_argument("--num_proc", type=int, help="Processes that read file headers (default: this one).")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Replace bucket columns, such as aspect_ratio, that the data set has."
+    )
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
-    return parser.parse_args()
+    return parser
 
 
 def make_table(args: argparse.Namespace, spec: LatentSpec, native_sizes: Sequence[tuple[int, int]]) -> BucketTable:
     if sum(option is not None for option in (args.bucket_tokens, args.buckets, args.table)) != 1:
-        sys.exit("Give one of --bucket_tokens, --buckets and --table.")
+        raise FlagError("Give one of --bucket_tokens, --buckets and --table.")
     if args.buckets:
         table = BucketTable.parse(args.buckets, frames=args.bucket_frames)
     elif args.table:
@@ -117,8 +129,8 @@ def sizes_of_videos(dataset: Dataset, table: OpenTable, rule: AssignmentRule) ->
     return table.images_at_video_sizes(*sizes, rule=rule).image_sizes
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
+    check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
     table, packed = make_table(args, spec, recipe.native_sizes), open_table(spec, max_frames=args.max_frames)
@@ -132,7 +144,9 @@ def main() -> None:
     )
     print(loaded.describe())
     if loaded.caption_column is None:
-        sys.exit("No caption column was found; name one with --caption_column, or write captions beside the files.")
+        raise ColumnError(
+            "No caption column was found; name one as `caption_column`, or write captions beside the files."
+        )
     captions = check_captions(
         loaded.dataset, loaded.caption_column, on_error=args.on_error, media_column=loaded.column
     )
@@ -141,7 +155,9 @@ def main() -> None:
     sized = add_sizes(captions.dataset, metadata, read_headers=args.read_headers, num_proc=args.num_proc)
     dataset = captions.mark(sized.dataset)
     print(*filter(None, [captions.summary, sized.origin]), sep="\n")
-    dataset = map_columns(dataset, BucketColumns(table, spec, rule=rule), num_proc=args.num_proc, overwrite=True)
+    dataset = map_columns(
+        dataset, BucketColumns(table, spec, rule=rule), num_proc=args.num_proc, overwrite=args.overwrite
+    )
     prepared = PreparedDataset(
         dataset=dataset,
         table=table,
@@ -158,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

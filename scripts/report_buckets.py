@@ -12,24 +12,22 @@ import numpy as np
 from datasets import Dataset
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, novelai_ladder
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.files import check_folder_writable, check_writable
+from hf_bucketing.flags import FlagParser, numbers
 from hf_bucketing.mapping import PreparedDataset
 from hf_bucketing.report import ReportConfig, SizeColumns, draw_figures, format_report, make_report
 from hf_bucketing.report.files import complete_file
+from hf_bucketing.script import run_script
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> FlagParser:
+    parser = FlagParser(__doc__)
     parser.add_argument("dataset", metavar="DATASET", help="A folder that scripts/prepare_dataset.py wrote.")
     tables = parser.add_mutually_exclusive_group()
     tables.add_argument("--table", type=Path, help="Try this table instead: a file of BucketTable.to_json.")
     tables.add_argument("--buckets", help='Try diffusers\' "height,width;height,width" instead.')
     tables.add_argument("--novelai", action="store_true", help="Try NovelAI's 19 image buckets instead.")
-    parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Of --buckets: 1,17,49,81.")
+    parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Frames of --buckets.")
     defaults = ReportConfig()
     parser.add_argument("--batch_size", type=int, default=defaults.batch_size, help="Samples per process and step.")
     parser.add_argument("--capacity", type=int, help="Tokens per process and step of packing.")
@@ -41,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=defaults.seed, help="Of the plans.")
     parser.add_argument("--json", type=Path, help="Write the report to this file too.")
     parser.add_argument("--figures", type=Path, help="Draw the figures into this folder.")
-    return parser.parse_args()
+    return parser
 
 
 def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketTable:
@@ -64,8 +62,9 @@ def read_sizes(dataset: Dataset) -> SizeColumns:
     return SizeColumns(sizes.get("num_frames", np.ones(len(dataset))), sizes["height"], sizes["width"])
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
+    check_writable(args.json)
+    check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
     names = ("batch_size", "num_processes", "capacity", "strip_length", "max_area", "width", "seed")
     rule = AssignmentRule(max_upscale=args.max_upscale)
@@ -82,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

@@ -7,17 +7,23 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.files import check_writable
+from hf_bucketing.flags import FlagParser
+from hf_bucketing.script import run_script
 from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> FlagParser:
+    parser = FlagParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of train_text_to_video.py.")
     parser.add_argument("--figure", type=Path, help="A PNG file for the loss curves.")
     parser.add_argument("--by_bucket", action="store_true", help="Print the mean loss of each bucket.")
-    parser.add_argument("--min_fall", type=float, default=1 / 3, help="Least fall of the loss (default: a third).")
-    args = parser.parse_args()
+    parser.add_argument("--min_fall", type=float, default=1 / 3, help="Least fall of the loss.")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    check_writable(args.figure)
     reviews = [review_run(run, min_fall=args.min_fall) for run in args.runs]
     if args.figure:
         draw_losses(args.runs, args.figure)
@@ -32,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

@@ -5,32 +5,41 @@ python scripts/sample_video.py trained --prompt "a red circle moving left" --out
 
 import argparse
 import inspect
-from pathlib import Path
 
-import av
 import torch
 from diffusers import DiffusionPipeline
 
+from hf_bucketing.files import check_writable
+from hf_bucketing.flags import FlagParser
+from hf_bucketing.hub import from_hub
+from hf_bucketing.media import write_video
+from hf_bucketing.script import run_script
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="A text-to-video pipeline, on the hub or in a folder.")
     parser.add_argument("--lora_weights", help="A folder of adapters that were trained on this pipeline.")
     parser.add_argument("--output", required=True, help="An mp4 file to write.")
-    parser.add_argument("--prompt", default="a red circle moving left on a dark background")
-    parser.add_argument("--height", type=int, default=64)
-    parser.add_argument("--width", type=int, default=112)
-    parser.add_argument("--num_frames", type=int, default=17)
-    parser.add_argument("--fps", type=int, default=8)
-    parser.add_argument("--num_inference_steps", type=int, default=20)
-    parser.add_argument("--guidance_scale", type=float, default=1.0)
+    parser.add_argument("--prompt", default="a red circle moving left on a dark background", help="What to show.")
+    parser.add_argument("--height", type=int, default=64, help="In pixels.")
+    parser.add_argument("--width", type=int, default=112, help="In pixels.")
+    parser.add_argument("--num_frames", type=int, default=17, help="Frames of the clip.")
+    parser.add_argument("--fps", type=int, default=8, help="Frames per second of the file.")
+    parser.add_argument("--num_inference_steps", type=int, default=20, help="Steps of the scheduler.")
+    parser.add_argument("--guidance_scale", type=float, default=1.0, help="1.0 leaves out classifier-free guidance.")
     parser.add_argument("--max_sequence_length", type=int, help="As in training (default: the pipeline's).")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    parser.add_argument("--seed", type=int, default=0, help="Of the noise.")
+    return parser
 
-    pipeline = DiffusionPipeline.from_pretrained(args.pipeline)
+
+def main(args: argparse.Namespace) -> None:
+    check_writable(args.output)
+    with from_hub(args.pipeline):
+        pipeline = DiffusionPipeline.from_pretrained(args.pipeline)
     if args.lora_weights:
-        pipeline.load_lora_weights(args.lora_weights)
+        with from_hub(args.lora_weights):
+            pipeline.load_lora_weights(args.lora_weights)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     parameters = inspect.signature(pipeline.__call__).parameters
     duration = {"num_frames" if "num_frames" in parameters else "video_length": args.num_frames}
@@ -47,17 +56,9 @@ def main() -> None:
         **text,
     ).frames[0]
 
-    partial = Path(args.output).with_suffix(".partial.mp4")
-    with av.open(str(partial), "w") as container:
-        stream = container.add_stream("libx264", rate=args.fps)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        for frame in (frames * 255).round().astype("uint8"):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-    partial.replace(args.output)
+    write_video(args.output, (frames * 255).round().astype("uint8"), fps=args.fps)
     print(f"Wrote {len(frames)} frames of {args.width}×{args.height} pixels to {args.output}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, make_parser)

@@ -7,21 +7,22 @@ accelerate launch scripts/train_text_to_video.py --pretrained_model_name_or_path
 import argparse
 import logging
 
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.flags import FlagParser
+from hf_bucketing.script import run_script
 
 
-def main() -> None:
-    from transformers import HfArgumentParser  # here, as each worker of the loader imports this file, too
+def make_parser() -> FlagParser:
+    from hf_bucketing.training import TrainingConfig  # here, as each worker of the loader imports this file, too
 
+    return FlagParser(__doc__, TrainingConfig)
+
+
+def main(args: argparse.Namespace) -> None:
     from hf_bucketing.training import TrainingConfig, train
 
     logging.basicConfig(format="%(asctime)s - %(levelname)s - %(name)s - %(message)s", level=logging.INFO)
-    parser = HfArgumentParser(
-        TrainingConfig, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    (config,) = parser.parse_args_into_dataclasses()
-    train(config)
+    train(TrainingConfig(**vars(args)))
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

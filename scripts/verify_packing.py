@@ -9,9 +9,11 @@ import sys
 import torch
 from diffusers import AutoModel
 
-from hf_bucketing.errors import exit_with_message
+from hf_bucketing.flags import FlagParser
+from hf_bucketing.hub import from_hub
 from hf_bucketing.packing import verify_packing
 from hf_bucketing.packing.families import family_of
+from hf_bucketing.script import run_script
 
 SIZES = ((3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1))
 
@@ -21,22 +23,26 @@ def grid(text: str) -> tuple[int, int, int]:
     return t, h, w
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> FlagParser:
+    parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="A pipeline with a transformer, on the hub or in a folder.")
-    parser.add_argument("--subfolder", default="transformer", help="Of the transformer (default: transformer).")
+    parser.add_argument("--subfolder", default="transformer", help="Of the transformer.")
     parser.add_argument("--sizes", type=grid, nargs="+",
                         help=f"Token grids frames,rows,columns of the samples (default: {SIZES}, as far as the model "
                              "has positions).")  # fmt: skip
-    parser.add_argument("--text_length", type=int, default=64, help="Text tokens of a sample (default: 64).")
-    parser.add_argument("--strip_length", type=int, default=16, help="Tokens per strip (default: 16).")
-    parser.add_argument("--backend", default="auto", help="Of packed attention (default: auto).")
-    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
-    parser.add_argument("--device", default="cpu", help="Such as cuda (default: cpu).")
-    parser.add_argument("--seed", type=int, default=0, help="Of latents, texts and timesteps (default: 0).")
-    args = parser.parse_args()
+    parser.add_argument("--text_length", type=int, default=64, help="Text tokens of a sample.")
+    parser.add_argument("--strip_length", type=int, default=16, help="Tokens per strip.")
+    parser.add_argument("--backend", default="auto", help="Of packed attention.")
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"], help="Of the model.")
+    parser.add_argument("--device", default="cpu", help="Such as cuda.")
+    parser.add_argument("--seed", type=int, default=0, help="Of latents, texts and timesteps.")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
-    transformer = AutoModel.from_pretrained(args.pipeline, subfolder=args.subfolder).to(args.device, dtype)
+    with from_hub(args.pipeline):
+        transformer = AutoModel.from_pretrained(args.pipeline, subfolder=args.subfolder).to(args.device, dtype)
     family, generator = family_of(transformer), torch.Generator().manual_seed(args.seed)
     channels, text_dim = family.in_channels(transformer), family.text_dim(transformer)
 
@@ -64,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_with_message(main)
+    run_script(main, make_parser)

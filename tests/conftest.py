@@ -92,7 +92,8 @@ def run_script_here(name: str, *args: object, check: bool = True) -> subprocess.
             runpy.run_path(command[0], run_name="__main__")
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
-            print("" if end.code is None or isinstance(end.code, int) else end.code, file=stderr)
+            if isinstance(end.code, str):
+                print(end.code, file=stderr)
     if check and code:
         pytest.fail(f"{' '.join(command)} exited with {code}:\n{stderr.getvalue()[-4000:]}")
     return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())

@@ -225,7 +225,7 @@ def test_an_open_table_cuts_longer_samples() -> None:
     assert cut.tolist() == plain.assign(np.minimum(frames, 21), heights, widths).bucket_id.tolist()
     assert max(table.size(bucket).frames for bucket in cut.tolist()) == 21 < max(frames)
     assert table.fingerprint != plain.fingerprint
-    with pytest.raises(BucketingError, match="max_frames must be at least 1"):
+    with pytest.raises(BucketingError, match="`max_frames` must be at least 1"):
         open_table(WAN, max_frames=0)
 
 

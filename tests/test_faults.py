@@ -169,7 +169,7 @@ def test_settings_that_cannot_work_are_errors(images: Dataset, tmp_path: Path) -
         BucketCollator(TABLE, on_error="skip")
     with pytest.raises(ColumnError, match="index column"):
         StandIns(images.remove_columns("index"), log=tmp_path / "log")
-    with pytest.raises(BucketingError, match="max_share in"):
+    with pytest.raises(BucketingError, match="`max_share` in"):
         StandIns(images, log=tmp_path / "log", max_share=1.5)
     collate = PackCollator(
         SPEC, column="image", on_error="replace",

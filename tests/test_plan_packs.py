@@ -115,9 +115,9 @@ def test_balancing_changes_neither_the_packs_nor_their_number() -> None:
 
 def test_samples_above_a_limit_get_a_pack_of_their_own_or_are_counted() -> None:
     tokens = [5, 40, 6, 0, 7, 33]
-    with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds capacity=30 \(2 rows do\)"):
+    with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds `capacity=30` \(2 rows do\)"):
         plan_of(tokens, capacity=30)
-    with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds max_cost=80.0 \(2 rows do\)"):
+    with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds `max_cost=80.0` \(2 rows do\)"):
         plan_of(tokens, capacity=90, max_cost=80.0, cost_model=COST)
     with pytest.raises(PlanError, match="Row 1 takes 52 tokens"):
         plan_of(tokens, capacity=41, text_tokens=[1, 12, 0, 99, 0, 0])
@@ -132,10 +132,10 @@ def test_samples_above_a_limit_get_a_pack_of_their_own_or_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    ({"capacity": 9, "strategy": "magic"}, "strategy must be one of sequential, first_fit"),
-    ({"capacity": 9, "balance": "time"}, "balance must be one of none, cost"),
-    ({"capacity": 9, "oversize": "cut"}, "oversize must be one of"),
-    ({"capacity": 9, "window": 0}, "window must be at least 1"),
+    ({"capacity": 9, "strategy": "magic"}, "`strategy` must be one of sequential, first_fit"),
+    ({"capacity": 9, "balance": "time"}, "`balance` must be one of none, cost"),
+    ({"capacity": 9, "oversize": "cut"}, "`oversize` must be one of"),
+    ({"capacity": 9, "window": 0}, "`window` must be at least 1"),
     ({"capacity": 9, "max_cost": 0.0, "cost_model": COST}, "max_cost must be above 0"),
     ({"capacity": 9, "max_cost": 1.0}, "need cost_model="),
     ({"capacity": 9, "balance": "cost"}, "need cost_model="),

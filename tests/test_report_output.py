@@ -168,8 +168,8 @@ def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Pat
         ((prepared_dir, "--table", tmp_path / "none.json"), "none.json is no file"),
         ((prepared_dir, "--table", tmp_path / "text.json"), "as BucketTable.to_json writes it"),
         ((prepared_dir, "--buckets", "50,50"), "the next valid size is"),
-        ((prepared_dir, "--capacity", 20), "Raise the capacity"),
-        ((prepared_dir, "--batch_size", 0), "batch_size must be at least 1"),
+        ((prepared_dir, "--capacity", 20), "Raise --capacity"),
+        ((prepared_dir, "--batch_size", 0), "--batch_size must be at least 1"),
     ]
     for arguments, message in cases:
         result = run_script_here("report_buckets.py", *arguments, check=False)

@@ -103,7 +103,7 @@ def test_cached_latents_refuse_what_changes_decoding(
     prepared = dataclasses.replace(PreparedDataset.load(prepared_dir), cache=cache)
     prepared.save(tmp_path / "cached")
     config = in_process(pipeline_dir, tmp_path / "cached", tmp_path, **setting)
-    with pytest.raises(BucketingError, match=f"{next(iter(setting))} change what is decoded"):
+    with pytest.raises(BucketingError, match=f"`{next(iter(setting))}` change what is decoded"):
         make_data(config, prepared.spec, width=96)
 
 
@@ -216,7 +216,7 @@ def test_running_out_of_memory_names_the_samples_and_what_to_lower(
         raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     monkeypatch.setattr(trainer.recipe.transformer, "forward", forward)
-    with pytest.raises(BucketingError, match=r"ran out on 2 samples .*lower --train_batch_size, use --gradient_check"):
+    with pytest.raises(BucketingError, match=r"ran out on 2 samples .*lower `train_batch_size`, use `gradient_check"):
         trainer.run()
 
 

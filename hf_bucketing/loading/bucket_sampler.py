@@ -100,7 +100,7 @@ class BucketBatchSampler(PlannedBatchSampler):
             )
         if base is None:
             raise PlanError(
-                'tail="catch_all" needs a base bucket: give table.with_base() to the sampler and to the collator.'
+                '`tail="catch_all"` needs a base bucket: give table.with_base() to the sampler and to the collator.'
             )
         frames = self.table.size(base).frames
         present = np.unique(self.bucket_ids[self.bucket_ids >= 0]).tolist()
@@ -108,7 +108,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         if short:
             raise PlanError(
                 f"The base bucket {self.table.size(base)} has more frames than the buckets {', '.join(short)}, whose "
-                'samples cannot fill it; choose a base of fewer frames, or tail="short".'
+                'samples cannot fill it; choose a base of fewer frames, or `tail="short"`.'
             )
         return base
 
@@ -126,7 +126,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             size = self.table.size(int(present[costs.argmax()]))
             unit = "tokens" if self.cost_model is None else "units of cost"
             raise PlanError(
-                f"One sample of bucket {size} takes {costs.max():.6g} {unit} and exceeds capacity={capacity}."
+                f"One sample of bucket {size} takes {costs.max():.6g} {unit} and exceeds `capacity={capacity}`.",
+                advice=["raise `capacity`", "choose a table of smaller buckets"],
             )
         return dict(zip(present.tolist(), (capacity // costs).astype(int).tolist(), strict=True)) or {0: 1}
 

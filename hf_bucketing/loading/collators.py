@@ -104,7 +104,7 @@ class PackCollator(MediaCollator):
             raise BucketingError('on_error="replace" needs sizes that stay; leave resize out.')
         if resize is not None and self.table.image_sizes is not None:
             raise BucketingError(
-                "Images cannot take both sizes of videos and sizes drawn at random: leave resize (--random_resize) "
+                "Images cannot take both sizes of videos and sizes drawn at random: leave `resize` "
                 "out, or the table's image_sizes (--image_sizes own in scripts/prepare_dataset.py)."
             )
         self.resize = resize

@@ -35,7 +35,9 @@ class StandIns:
 
     def __init__(self, dataset: Any, *, log: str | Path, max_errors: int = 100, max_share: float = 0.01) -> None:
         if max_errors < 0 or not 0 <= max_share <= 1:
-            raise BucketingError(f"Expected max_errors ≥ 0 and max_share in [0, 1], got {max_errors} and {max_share}.")
+            raise BucketingError(
+                f"Expected `max_errors` ≥ 0 and `max_share` in [0, 1], got {max_errors} and {max_share}."
+            )
         if "index" not in dataset.column_names:
             raise ColumnError(
                 f"Stand-ins need an index column beside {dataset.column_names}; add one with "
@@ -85,15 +87,15 @@ class StandIns:
         self.in_a_row += 1
         if self.in_a_row > self.max_errors:
             raise MediaError(
-                f"{self.in_a_row} samples in a row could not be read; the last: {reason} See {self.log}; raise "
-                "max_errors if this is to be borne."
+                f"{self.in_a_row} samples in a row could not be read; the last: {reason} See {self.log}, remove the "
+                "samples, or raise `max_errors`."
             )
         unreadable, rows = self._count(epoch), len(self.dataset)
         if unreadable > self.max_share * rows:
             raise MediaError(
                 f"{unreadable} of {rows} samples could not be read in epoch {epoch}, more than the share of "
-                f"{self.max_share:.2%} that is borne; the last: {reason} See {self.log}; raise max_share, or remove "
-                "the samples."
+                f"{self.max_share:.2%} that is borne; the last: {reason} See {self.log}, remove the samples, or raise "
+                "`max_share`."
             )
 
     def _count(self, epoch: int) -> int:

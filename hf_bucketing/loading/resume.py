@@ -155,7 +155,7 @@ class ResumableLoader:
             raise BucketingError(
                 f"Process {process} got no batch after step {self.step} of epoch {self.epoch}: {happened}. The worker "
                 f"was to load the rows {' or '.join(map(str, rows))}, or ones a few steps later. Look for a sample "
-                "that takes all memory or hangs, raise the loader's timeout, or use fewer workers."
+                "that takes all memory or hangs, raise the loader's `timeout`, or lower `num_workers`."
             ) from error
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
@@ -47,7 +48,8 @@ def map_columns(
 ) -> AnyDataset:
     """Add the columns that a callable computes, from the cache where datasets has them already.
 
-    Only the new columns are written; the others, with all the bytes that they may hold, stay where they are. Media
+    Only the new columns are written, or kept in memory where the data set lies in a folder that cannot be written; the
+    others, with all the bytes that they may hold, stay where they are. Media
     columns that the callable reads come back as `Image(decode=False)` or `Video(decode=False)`, holding paths or
     bytes: files are decoded once, in the collator, when their target size is known. The caller's format stays.
 
@@ -73,6 +75,8 @@ def map_columns(
     reuse: dict[str, Any] = {}
     if not getattr(function, "reusable", True):
         reuse = {"load_from_cache_file": False, "keep_in_memory": True, "new_fingerprint": uuid.uuid4().hex}
+    elif not _can_cache(dataset):
+        reuse = {"keep_in_memory": True}
     new: Dataset = (
         dataset.with_format("arrow" if function.vectorised else None)
         .map(
@@ -105,6 +109,11 @@ def undecoded(dataset: AnyDataset, columns: Iterable[str]) -> AnyDataset:
     return dataset
 
 
+def _can_cache(dataset: Dataset) -> bool:
+    """Return whether datasets can write its cache, which lies beside the files of the data set."""
+    return all(os.access(os.path.dirname(file["filename"]), os.W_OK) for file in dataset.cache_files)
+
+
 def _check_columns(dataset: AnyDataset, function: ColumnFunction, *, overwrite: bool) -> list[str]:
     """Return the columns of the data set, or say what is missing or in the way."""
     name = type(function).__name__
@@ -116,5 +125,8 @@ def _check_columns(dataset: AnyDataset, function: ColumnFunction, *, overwrite: 
         raise ColumnError(f"{name} reads {missing}, but the data set has the columns {columns}.")
     present = [column for column in function.output_columns if column in columns]
     if present and not overwrite:
-        raise ColumnError(f"The data set already has {present}, which {name} would replace; pass overwrite=True.")
+        raise ColumnError(
+            f"The data set already has {present}, which {name} would replace.",
+            advice=["pass `overwrite=True`", "remove or rename them"],
+        )
     return columns

@@ -84,7 +84,7 @@ class LatentColumns:
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.num_threads) < 1:
-            raise BucketingError(f"batch_size and num_threads must be at least 1, got {self}.")
+            raise BucketingError(f"`batch_size` and `num_threads` must be at least 1, got {self}.")
         if self.on_error not in ("raise", "reject"):
             raise BucketingError(f'on_error must be "raise" or "reject", got {self.on_error!r}.')
 

@@ -12,6 +12,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 
 from ..errors import MediaError
+from ..hub import from_hub
 
 _TABLES: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", {}),
@@ -125,6 +126,9 @@ def _read_table(path: Path, request: SourceRequest, *, media_column: str | None 
 
 
 def _load(*args: Any, **options: Any) -> Dataset:
+    if "data_files" not in options:
+        with from_hub(str(args[0])):
+            return load_dataset(*args, **options)
     try:
         return load_dataset(*args, **options)
     except (DatasetsError, OSError, ValueError) as error:  # ValueError: an unknown split, or a table that is none

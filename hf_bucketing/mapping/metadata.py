@@ -56,9 +56,9 @@ class MediaMetadata:
     def __post_init__(self) -> None:
         _check_target_fps(self.target_fps)
         if self.on_error not in ("raise", "reject"):
-            raise ColumnError(f'on_error must be "raise" or "reject", got {self.on_error!r}.')
+            raise ColumnError(f'`on_error` must be "raise" or "reject", got {self.on_error!r}.')
         if not 1 <= self.max_pixels <= MAX_PIXELS:
-            raise ColumnError(f"max_pixels must be from 1 to {MAX_PIXELS}, got {self.max_pixels}.")
+            raise ColumnError(f"`max_pixels` must be from 1 to {MAX_PIXELS}, got {self.max_pixels}.")
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -156,4 +156,4 @@ class ExistingMetadata:
 
 def _check_target_fps(target_fps: float | None) -> None:
     if target_fps is not None and not target_fps > 0:
-        raise ColumnError(f"target_fps must be above 0, got {target_fps}.")
+        raise ColumnError(f"`target_fps` must be above 0, got {target_fps}.")

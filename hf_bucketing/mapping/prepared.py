@@ -16,6 +16,7 @@ from datasets import Dataset, load_from_disk
 from ..assignment import AssignmentRule, Rejection
 from ..buckets import BucketTable
 from ..errors import BucketingError
+from ..files import writing
 from ..geometry import LatentSpec
 from ..image_sizes import ImageSizes
 from ..open_table import OpenTable
@@ -117,7 +118,8 @@ class PreparedDataset:
         dataset = self.dataset
         if "index" not in dataset.column_names:
             dataset = dataset.add_column("index", np.arange(len(dataset)))
-        dataset.save_to_disk(str(partial))
+        with writing(partial):
+            dataset.save_to_disk(str(partial))
         manifest = {
             "version": 4,
             "table": json.loads(self.table.to_json()),

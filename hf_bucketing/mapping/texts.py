@@ -50,7 +50,7 @@ class TextColumns:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise BucketingError(f"batch_size must be at least 1, got {self.batch_size}.")
+            raise BucketingError(f"`batch_size` must be at least 1, got {self.batch_size}.")
 
     @property
     def input_columns(self) -> tuple[str, ...]:

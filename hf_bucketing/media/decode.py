@@ -13,7 +13,7 @@ from PIL import ImageOps
 
 from ..errors import MediaError
 from .decoders import DecoderName, StoredFrame, check_decoder, timed_frames, tolerance, undecodable
-from .images import exif_orientation, open_image
+from .images import exif_orientation, open_image, rgb_array
 from .source import MediaSource
 from .video import VideoHeader, open_video, read_video_header, video_stream
 
@@ -64,7 +64,7 @@ def _image(source: MediaSource) -> Frame | None:
         if image is None:
             return None
         upright = image if exif_orientation(image) == 1 else ImageOps.exif_transpose(image)
-        return np.array(upright.convert("RGB"))
+        return rgb_array(upright)
 
 
 def _iter_video(source: MediaSource, times: Sequence[float], decoder: DecoderName) -> Iterator[Frame]:

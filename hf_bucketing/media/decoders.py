@@ -48,7 +48,7 @@ def check_decoder(decoder: str) -> None:
         BucketingError: If not; the message says how to install what is missing.
     """
     if decoder not in get_args(DecoderName):
-        raise BucketingError(f'decoder must be "pyav" or "torchcodec", got {decoder!r}.')
+        raise BucketingError(f'`decoder` must be "pyav" or "torchcodec", got {decoder!r}.')
     if decoder == "torchcodec":
         _torchcodec()
 
@@ -113,7 +113,7 @@ def _by_torchcodec(
     if not stamps or not stream.time_base:
         raise MediaError(
             f"{source.path} has no time stamps, by which torchcodec finds frames; decode it with PyAV "
-            '(decoder="pyav"), or write the file again.'
+            '(`decoder="pyav"`), or write the file again.'
         )
     try:
         video = library.decoders.VideoDecoder(
@@ -150,7 +150,7 @@ class _Pictures:
             if abs(frame.pts_seconds - time) > unit / 2:
                 raise MediaError(
                     f"torchcodec finds the frame at {frame.pts_seconds:.3f} s of {self.source.path} instead of the "
-                    f'one at {time:.3f} s; decode the file with PyAV (decoder="pyav"), or write it again as mp4.'
+                    f'one at {time:.3f} s; decode the file with PyAV (`decoder="pyav"`), or write it again as mp4.'
                 )
             quarters = round(self.rotation / 90)
             self.last = position, np.ascontiguousarray(np.rot90(frame.data.numpy(), -quarters))
@@ -185,8 +185,8 @@ def _torchcodec() -> ModuleType:
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise BucketingError(
-            f'decoder="torchcodec" cannot be loaded ({reason}). Install a release that fits your torch and device, '
+            f'`decoder="torchcodec"` cannot be loaded ({reason}). Install a release that fits your torch and device, '
             'pip install "hf_bucketing[torchcodec]", and the shared libraries of FFmpeg, for example apt-get install '
-            'ffmpeg; or decode with PyAV (decoder="pyav").'
+            'ffmpeg; or decode with PyAV (`decoder="pyav"`).'
         ) from error
     return library

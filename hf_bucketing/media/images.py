@@ -6,12 +6,16 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from ..errors import MediaError
 from .containers import container_of
 from .source import MediaSource
 
+_ANIMATED = {"GIF", "PNG", "WEBP", "AVIF"}
+"""Formats whose several frames are shown one after the other; those of TIFF and MPO are not."""
 _TRANSPOSED = {5, 6, 7, 8}  # EXIF orientations that swap width and height
 _PILLOW_ERRORS = (
     *(OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, EOFError, RuntimeError, struct.error),
@@ -37,6 +41,7 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
             except UnidentifiedImageError:
                 yield None
                 return
+            _check_still(image, source)
             yield image
     except MediaError:
         raise
@@ -45,6 +50,29 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
             f"{source.path} cannot be decoded ({error}); the image may be corrupt or cut off. Remove the row or write "
             "the file again."
         ) from error
+
+
+def _check_still(image: ImageFile.ImageFile, source: MediaSource) -> None:
+    """Raise MediaError on an image of several frames in time, or of pixels whose range is not known."""
+    if image.format in _ANIMATED and getattr(image, "is_animated", False):
+        frames = getattr(image, "n_frames", "several")
+        raise MediaError(
+            f"{source.path} is an animation ({image.format}, {frames} frames), neither an image nor a video that is "
+            "decoded; convert it, for example with ffmpeg to mp4, or remove the row."
+        )
+    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+        raise MediaError(
+            f"{source.path} holds grey values of 32 bits ({image.mode}), whose range is not known; write it with 8 or "
+            "16 bits, or remove the row."
+        )
+
+
+def rgb_array(image: Image.Image) -> npt.NDArray[np.uint8]:
+    """Return the pixels of a decoded image, `(height, width, 3)`; 16 bits of grey become 8 of each colour."""
+    if not image.mode.startswith("I"):
+        return np.array(image.convert("RGB"))
+    grey = np.asarray(image).astype(np.uint32)  # PNG of 16 bits, which Pillow would clip at 255
+    return np.repeat(((grey + 128) // 257).astype(np.uint8)[..., None], 3, axis=2)
 
 
 def upright_size(image: ImageFile.ImageFile) -> tuple[int, int]:

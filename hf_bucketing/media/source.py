@@ -86,8 +86,8 @@ def _existing(path: str, root: str | os.PathLike[str] | None) -> tuple[str, int]
     try:
         status = os.stat(path)
     except FileNotFoundError as error:
-        hint = "." if root is not None else "; pass root= for relative paths."
-        raise MediaError(f"{path} does not exist{hint}") from error
+        advice = ["pass `root`, the folder that relative paths start from"] if root is None else []
+        raise MediaError(f"{path} does not exist.", advice=advice) from error
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise MediaError(f"{path!r} cannot be reached ({error}); correct the path or its permissions.") from error
     if not stat.S_ISREG(status.st_mode):

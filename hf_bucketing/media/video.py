@@ -95,8 +95,8 @@ def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: i
         ) from error
     if not (0 < count.num_frames < 2**31 and count.fps > 0):
         raise MediaError(
-            f"{source.path} names no usable video: {count.num_frames} frames at {count.fps} fps; pass exact=True to "
-            "count its packets, or write the file again with ffmpeg."
+            f"{source.path} names no usable video: {count.num_frames} frames at {count.fps} fps.",
+            advice=["write the file again with ffmpeg", "count its packets with `exact=True`", "remove the row"],
         )
     return VideoHeader(stretched[::-1] if turn.transposed else stretched, *count, stretched, turn)
 
@@ -109,7 +109,7 @@ def check_pixels(source: MediaSource, width: int, height: int, *, max_pixels: in
     """
     if width * height > max_pixels:
         raise MediaError(
-            f"{source.path} claims {width}×{height} pixels, more than max_pixels={max_pixels}; remove the row."
+            f"{source.path} claims {width}×{height} pixels, more than `max_pixels={max_pixels}`; remove the row."
         )
 
 

@@ -72,9 +72,11 @@ class ViewRule:
 
     def __post_init__(self) -> None:
         if self.frame_picking not in (None, "start", "uniform", "random"):
-            raise BucketingError(f'frame_picking must be "start", "uniform" or "random", got {self.frame_picking!r}.')
+            raise BucketingError(
+                f'`frame_picking` must be "start", "uniform" or "random", got {self.frame_picking!r}.'
+            )
         if not 0 <= self.flip_probability <= 1:
-            raise BucketingError(f"flip_probability must be from 0 to 1, got {self.flip_probability}.")
+            raise BucketingError(f"`flip_probability` must be from 0 to 1, got {self.flip_probability}.")
         check_decoder(self.decoder)
 
     @property

@@ -127,10 +127,16 @@ class Packing:
             PackingError: If counts or channels differ, a latent does not divide into patches, a sample is beyond the
                 model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
-        conditioning = self._check_conditioning(conditioning or {}, count=len(latents))
+        conditioning = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
         patch, channels = self.family.patch(self.transformer), self.family.in_channels(self.transformer)
         texts = padded_as(self.family.text_rule, text, mask=text_mask)
-        if not len(latents) == len(texts) == len(timesteps) or timesteps.ndim != 1 or not len(latents):
+        if not isinstance(timesteps, torch.Tensor) or timesteps.ndim != 1:
+            got = f"shape {tuple(timesteps.shape)}" if isinstance(timesteps, torch.Tensor) else repr(timesteps)
+            raise PackingError(
+                f"`timesteps` must be a tensor of shape ({len(latents)},), one per sample, got {got}; repeat a single "
+                "one with torch.full."
+            )
+        if not len(latents) == len(texts) == len(timesteps) or not len(latents):
             raise PackingError(
                 f"A pack needs one text and one timestep per latent, got {len(latents)} latents, {len(texts)} texts "
                 f"and timesteps of shape {tuple(timesteps.shape)}."
@@ -194,7 +200,16 @@ class Packing:
         self, conditioning: Mapping[str, torch.Tensor], *, count: int
     ) -> Mapping[str, torch.Tensor]:
         names = self.family.conditioning(self.transformer)
-        if sorted(conditioning) != sorted(names) or any(len(values) != count for values in conditioning.values()):
+        if not isinstance(conditioning, Mapping) or not all(torch.is_tensor(one) for one in conditioning.values()):
+            raise PackingError(
+                f"`conditioning` must be a mapping of names to tensors of {count} rows, here of "
+                f"{list(names) or 'nothing'}; got {conditioning!r:.200}."
+            )
+        if (
+            any(not values.ndim for values in conditioning.values())
+            or sorted(conditioning) != sorted(names)
+            or any(len(values) != count for values in conditioning.values())
+        ):
             got = {name: tuple(values.shape) for name, values in conditioning.items()}
             raise PackingError(
                 f"This {type(self.transformer).__name__} needs conditioning {list(names) or 'none'}, each with "

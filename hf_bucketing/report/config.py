@@ -59,9 +59,9 @@ class ReportConfig:
         for name in ("batch_size", "num_processes", "capacity", "strip_length", "max_area", "width"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise BucketingError(f"{name} must be at least 1, got {value}.")
+                raise BucketingError(f"`{name}` must be at least 1, got {value}.")
         if self.seed < 0:
-            raise BucketingError(f"seed must not be negative, got {self.seed}.")
+            raise BucketingError(f"`seed` must not be negative, got {self.seed}.")
 
     @property
     def cost_model(self) -> CostModel:

@@ -73,7 +73,7 @@ def plan_buckets(
     if not plan.num_steps and not chosen.consumed:
         raise PlanError(
             f"{len(chosen.rows)} rows with a bucket do not fill one step of {num_processes} processes"
-            + (' under tail="drop"; use tail="short" or smaller batches.' if config.tail == "drop" else ".")
+            + (' under `tail="drop"`; use `tail="short"` or smaller batches.' if config.tail == "drop" else ".")
         )
     return plan
 

@@ -88,9 +88,9 @@ def oversize_rows(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> BoolAr
     if config.oversize == "error" and over.any():
         worst = int(lengths.argmax())
         raise PlanError(
-            f"Row {worst} is {lengths[worst]} long and exceeds capacity={config.capacity} "
-            f"({np.count_nonzero(over)} rows do). Raise the capacity, or choose "
-            'oversize="own_batch" or "drop".'
+            f"Row {worst} is {lengths[worst]} long and exceeds `capacity={config.capacity}` "
+            f"({np.count_nonzero(over)} rows do).",
+            advice=["raise `capacity`", 'give `oversize="own_batch"` or `oversize="drop"`'],
         )
     return over
 

@@ -62,11 +62,13 @@ class PackPlanConfig:
         names = {"strategy": PackStrategy, "balance": Balance, "oversize": PackOversize}
         for name, choices in names.items():
             if getattr(self, name) not in get_args(choices):
-                raise PlanError(f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}.")
+                raise PlanError(
+                    f"`{name}` must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}."
+                )
         for name in ("capacity", "open_packs", "window", "max_samples", "multiple", "accumulation_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PlanError(f"{name} must be at least 1, got {value}.")
+                raise PlanError(f"`{name}` must be at least 1, got {value}.")
         if self.max_cost is not None and not self.max_cost > 0:
             raise PlanError(f"max_cost must be above 0, got {self.max_cost}.")
         if self.cost_model is None and (self.max_cost is not None or self.balance == "cost"):

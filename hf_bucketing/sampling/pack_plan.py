@@ -106,9 +106,9 @@ def sample_spans(
         worst = int(np.where(over, spans, -1).argmax())
         name = "capacity" if spans[worst] > config.capacity else "max_cost"
         raise PlanError(
-            f"Row {worst} takes {spans[worst]} tokens and exceeds {name}={getattr(config, name)} "
-            f"({np.count_nonzero(over)} rows do). Raise the {name}, use smaller sizes, or choose "
-            'oversize="own_pack" or "drop".'
+            f"Row {worst} takes {spans[worst]} tokens and exceeds `{name}={getattr(config, name)}` "
+            f"({np.count_nonzero(over)} rows do).",
+            advice=[f"raise `{name}`", "use smaller sizes", 'give `oversize="own_pack"` or `oversize="drop"`'],
         )
     return spans, over
 

@@ -54,13 +54,13 @@ def add_lora(
     try:
         transformer.add_adapter(config, adapter_name=ADAPTER)
     except ValueError as error:
-        raise BucketingError(f"No adapter fits lora_targets={list(targets)}: {error}") from error
+        raise BucketingError(f"No adapter fits `lora_targets`, {list(targets)}: {error}") from error
 
 
 def _check_loads_lora(pipeline: Any) -> None:
     if not hasattr(pipeline, "save_lora_weights"):
         raise BucketingError(
-            f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out lora_rank)."
+            f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out `lora_rank`)."
         )
 
 

@@ -99,10 +99,10 @@ def out_of_memory(error: Exception, batch: Mapping[str, Any], config: TrainingCo
     if not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
         return None
     sizes = ", ".join("x".join(map(str, size)) for size in batch["size"])
-    less = "--capacity" if config.capacity is not None else "--train_batch_size"
+    less = "`capacity`" if config.capacity is not None else "`train_batch_size`"
     helps = [f"lower {less}"]
-    helps += [] if config.gradient_checkpointing else ["use --gradient_checkpointing"]
-    helps += ["use --capacity auto to find what fits", "or train adapters with --lora_rank 16"]
+    helps += [] if config.gradient_checkpointing else ["use `gradient_checkpointing=True`"]
+    helps += ['use `capacity="auto"` to find what fits', "or train adapters with `lora_rank=16`"]
     return (
         f"Memory ran out on {len(batch['size'])} samples (frames x height x width: {sizes}; index "
         f"{list(batch['index'])}): {', '.join(helps)}. {str(error).splitlines()[0]}"

@@ -18,6 +18,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
+from ..files import writing
 from .adapters import LORA_WEIGHTS
 
 logger = get_logger(__name__)
@@ -74,11 +75,12 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    with _without_accelerates_lines():
+    with _without_accelerates_lines(), writing(partial):
         accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (partial / PROGRESS).write_text(json.dumps({"layout": LAYOUT, **asdict(progress)}))
+        with writing(partial):
+            (partial / PROGRESS).write_text(json.dumps({"layout": LAYOUT, **asdict(progress)}))
         size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -210,7 +212,8 @@ def save_pipeline(
         setattr(pipeline, component, whole)
     partial = folder / ".pipeline.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    pipeline.save_pretrained(str(partial))
+    with writing(partial):
+        pipeline.save_pretrained(str(partial))
     (folder / PIPELINE_INDEX).unlink(missing_ok=True)
     for part in sorted(partial.iterdir(), key=lambda path: path.name == PIPELINE_INDEX):
         target = folder / part.name

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
-from ..errors import BucketingError
+from ..errors import BucketingError, quoted
 from ..media import DecoderName, check_decoder
 
 
-def _flag(default: Any = MISSING, *, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _flag(default: Any = MISSING, *, help: str, argument: str | None = None) -> Any:
+    """Declare a flag; `argument` is what the library calls the setting, if that is another name."""
+    return field(default=default, metadata={"help": help, "argument": argument})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,9 @@ class TrainingConfig:
     dry_run: bool = _flag(False, help="Print plan, cost and an estimate of memory, and train nothing.")
 
     batching: Literal["bucket", "pack"] = _flag("bucket", help="Stacks of one size, or packs of any sizes.")
-    train_batch_size: int = _flag(4, help="Samples per process and step, for buckets without --capacity.")
+    train_batch_size: int = _flag(
+        4, help="Samples per process and step, for buckets without --capacity.", argument="batch_size"
+    )
     capacity: str | None = _flag(
         None, help='Tokens per process and step, which packs need; "auto" finds the most that fit in memory.'
     )
@@ -35,10 +38,10 @@ class TrainingConfig:
         "short", help="What becomes of a bucket's remainder."
     )
     pack_strategy: Literal["sequential", "first_fit", "best_fit_decreasing"] = _flag(
-        "first_fit", help="How samples are dealt into packs."
+        "first_fit", help="How samples are dealt into packs.", argument="strategy"
     )
     balance: Literal["none", "cost"] = _flag("none", help="Whether packs of one step cost alike on all processes.")
-    strip_length: int = _flag(64, help="Tokens per strip of a pack.")
+    strip_length: int = _flag(64, help="Tokens per strip of a pack.", argument="multiple")
     longest_first: bool = _flag(
         False, help="Begin with the most expensive step, to run out of memory at once or never."
     )
@@ -48,13 +51,15 @@ class TrainingConfig:
     )
     flip_probability: float = _flag(0.0, help="Of swapping left and right.")
     video_decoder: DecoderName = _flag(  # noqa: RUF009 (a field as the others)
-        "pyav", help="The second needs torchcodec and the shared libraries of FFmpeg."
+        "pyav", help="The second needs torchcodec and the shared libraries of FFmpeg.", argument="decoder"
     )
-    random_resize: int | None = _flag(None, help="Draw each side of a packed sample from these pixels to its own.")
+    random_resize: int | None = _flag(
+        None, help="Draw each side of a packed sample from these pixels to its own.", argument="resize"
+    )
 
     num_train_epochs: int = _flag(1, help="Unused if --max_train_steps is given.")
     max_train_steps: int | None = _flag(None, help="Optimizer steps.")
-    gradient_accumulation_steps: int = _flag(1, help="Batches per optimizer step.")
+    gradient_accumulation_steps: int = _flag(1, help="Batches per optimizer step.", argument="accumulation_steps")
     gradient_checkpointing: bool = _flag(False, help="Compute blocks again in backward, to save memory.")
     trained_component: Literal["transformer", "transformer_2"] = _flag(
         "transformer", help="The second of Wan 2.2 A14B is called at low noise."
@@ -70,7 +75,9 @@ class TrainingConfig:
 
     optimizer: Literal["adamw", "adamw_8bit"] = _flag("adamw", help="The second needs bitsandbytes (extra 8bit).")
     learning_rate: float = _flag(1e-4, help="Of the optimizer.")
-    lr_scheduler: str = _flag("constant", help="One of diffusers' schedules, such as cosine.")
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = _flag("constant", help="How the learning rate changes over the run, as diffusers' schedules do.")
     lr_warmup_steps: int = _flag(0, help="Optimizer steps.")
     adam_beta1: float = _flag(0.9, help="Of AdamW.")
     adam_beta2: float = _flag(0.999, help="Of AdamW.")
@@ -87,13 +94,17 @@ class TrainingConfig:
     caption_dropout: float = _flag(0.0, help="Share of captions left empty, for classifier-free guidance.")
     seed: int = _flag(0, help="Of plans, crops, noise and timesteps.")
 
-    dataloader_num_workers: int = _flag(2, help="Decoding processes per training process.")
-    dataloader_timeout: int = _flag(600, help="Seconds without a batch after which a worker counts as hung; 0: never.")
+    dataloader_num_workers: int = _flag(2, help="Decoding processes per training process.", argument="num_workers")
+    dataloader_timeout: int = _flag(
+        600, help="Seconds without a batch after which a worker counts as hung; 0: never.", argument="timeout"
+    )
     on_error: Literal["raise", "replace"] = _flag(
         "raise", help="An unreadable sample ends the run, or is replaced by one of its bucket, and logged."
     )
     max_errors: int = _flag(100, help="Unreadable samples in a row that are borne.")
-    max_error_share: float = _flag(0.01, help="Share of the data set that may be unreadable in an epoch.")
+    max_error_share: float = _flag(
+        0.01, help="Share of the data set that may be unreadable in an epoch.", argument="max_share"
+    )
 
     validation_prompts: list[str] | None = _flag(  # noqa: RUF009 (a field as the others)
         None, help="Rendered while training, to mp4 files and the tracker."
@@ -119,6 +130,7 @@ class TrainingConfig:
             "trained_component": ("transformer", "transformer_2"),
             "mixed_precision": (None, "no", "fp16", "bf16"),
             "optimizer": ("adamw", "adamw_8bit"),
+            "lr_scheduler": get_args(get_type_hints(type(self))["lr_scheduler"]),
             "weighting_scheme": (None, "logit_normal", "uniform"),
             "loss_reduction": ("sample", "token"),
             "frame_picking": (None, "start", "uniform", "random"),
@@ -126,11 +138,11 @@ class TrainingConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise BucketingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+                raise BucketingError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}.")
         if isinstance(self.capacity, int):
             object.__setattr__(self, "capacity", str(self.capacity))
         if self.capacity not in (None, "auto") and not str(self.capacity).isdecimal():
-            raise BucketingError(f'capacity must be a number of tokens or "auto", got {self.capacity!r}.')
+            raise BucketingError(f'`capacity` must be a number of tokens or "auto", got {self.capacity!r}.')
         self._check_numbers()
         self._check_pairs()
         check_decoder(self.video_decoder)
@@ -143,7 +155,7 @@ class TrainingConfig:
             BucketingError: If it is still to be found.
         """
         if self.capacity == "auto":
-            raise BucketingError('capacity="auto" has not been replaced by a number of tokens yet.')
+            raise BucketingError('`capacity="auto"` has not been replaced by a number of tokens yet.')
         return None if self.capacity is None else int(self.capacity)
 
     def _check_numbers(self) -> None:
@@ -160,32 +172,31 @@ class TrainingConfig:
             at_least_one["capacity"] = self.capacity_tokens
         for name, value in at_least_one.items():
             if value is not None and value < 1:
-                raise BucketingError(f"{name} must be at least 1, got {value}.")
+                raise BucketingError(f"`{name}` must be at least 1, got {value}.")
         for name in ("seed", "dataloader_num_workers", "dataloader_timeout"):
             if getattr(self, name) < 0:
-                raise BucketingError(f"{name} must not be negative, got {getattr(self, name)}.")
+                raise BucketingError(f"`{name}` must not be negative, got {getattr(self, name)}.")
         for name in ("caption_dropout", "ema_decay", "flip_probability"):
             if not 0 <= (getattr(self, name) or 0) <= 1:
-                raise BucketingError(f"{name} must be from 0 to 1, got {getattr(self, name)}.")
+                raise BucketingError(f"`{name}` must be from 0 to 1, got {getattr(self, name)}.")
 
     def _check_pairs(self) -> None:
         if self.batching == "pack" and self.capacity is None:
-            raise BucketingError("Packing needs capacity, the tokens per process and step (--capacity).")
+            raise BucketingError("Packing needs `capacity`, the tokens per process and step.")
         if self.lr_warmup_steps and self.lr_scheduler == "constant":
-            raise BucketingError("lr_warmup_steps needs another schedule: --lr_scheduler constant_with_warmup.")
+            raise BucketingError('`lr_warmup_steps` needs another schedule: `lr_scheduler="constant_with_warmup"`.')
         if self.lora_alpha is not None and self.lora_rank is None:
-            raise BucketingError("lora_alpha scales adapters; give their rank too (--lora_rank).")
-        if self.init_from_adapters is not None:
-            if self.lora_rank is None:
-                raise BucketingError("init_from_adapters starts from LoRA weights; give their rank too (--lora_rank).")
-            if self.resume_from_checkpoint is not None:
-                raise BucketingError(
-                    "init_from_adapters begins a new run and resume_from_checkpoint continues one; leave one of them "
-                    "out."
-                )
+            raise BucketingError("`lora_alpha` scales adapters; give their rank too (`lora_rank`).")
+        if self.init_from_adapters is not None and self.lora_rank is None:
+            raise BucketingError("`init_from_adapters` starts from LoRA weights; give their rank too (`lora_rank`).")
+        if self.init_from_adapters is not None and self.resume_from_checkpoint not in (None, "latest"):
+            raise BucketingError(
+                "`init_from_adapters` begins a new run and `resume_from_checkpoint` continues one; leave one of them "
+                'out, or give `resume_from_checkpoint="latest"`, which continues once there is a checkpoint.'
+            )
         foreign = ["tail"] if self.batching == "pack" else ["pack_strategy", "balance", "random_resize"]
         if given := self.not_default(*foreign):
-            raise BucketingError(f"{', '.join(given)} do nothing with batching={self.batching!r}; leave them out.")
+            raise BucketingError(f"{quoted(given)} do nothing with `batching={self.batching}`; leave them out.")
 
     def not_default(self, *names: str) -> list[str]:
         """Return which of the named settings have another value than by default."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..buckets import BucketTable
 from ..cost import CostModel
-from ..errors import BucketingError
+from ..errors import BucketingError, quoted
 from ..geometry import LatentSpec, Size
 from ..loading import (
     BucketBatchSampler,
@@ -200,7 +200,7 @@ def _cached_collator(config: TrainingConfig, prepared: PreparedDataset, cache: C
     )
     if given:
         raise BucketingError(
-            f"{', '.join(given)} change what is decoded, but {config.dataset_dir} holds latents that are encoded "
+            f"{quoted(given)} change what is decoded, but {config.dataset_dir} holds latents that are encoded "
             "already; give such options to scripts/cache_latents.py."
         )
     return CachedCollator(

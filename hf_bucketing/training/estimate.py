@@ -100,7 +100,7 @@ def find_capacity(try_step: Callable[[int], None], *, largest: int, smallest: in
         if batch_size < smallest:
             raise BucketingError(
                 f"The largest sample takes {smallest} tokens, and a step of {batch_size} is the most that could fit. "
-                "Use smaller sizes, --gradient_checkpointing, --mixed_precision bf16 or LoRA."
+                'Use smaller sizes, `gradient_checkpointing=True`, `mixed_precision="bf16"` or `lora_rank=16`.'
             )
         try_step(batch_size)
         return batch_size

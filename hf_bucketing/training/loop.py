@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from accelerate.utils import set_seed
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..errors import BucketingError
+from ..errors import BucketingError, Interrupted
+from ..files import check_folder_writable
 from ..loading import resume
 from ..losses import global_mean
 from ..packing import disable_packing
@@ -26,6 +29,7 @@ from .checkpoint import (
     Progress,
     find_checkpoint,
     gather_weights,
+    list_checkpoints,
     load_checkpoint,
     save_checkpoint,
     save_pipeline,
@@ -74,12 +78,14 @@ class Trainer:
 
     def __init__(self, config: TrainingConfig) -> None:
         self.folder = Path(config.output_dir)
+        check_folder_writable(self.folder)
         self.accelerator = make_accelerator(config)
         set_seed(config.seed)
         name = config.resume_from_checkpoint
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
+            config = replace(config, init_from_adapters=None)  # the checkpoint holds what became of them
         recipe = recipe_of(config.pretrained_model_name_or_path)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = make_validation(config, spec)
@@ -154,10 +160,25 @@ class Trainer:
             disable=not accelerator.is_local_main_process,
         )
         self.metrics = StepMetrics(accelerator, capacity=self.config.capacity_tokens)
-        while self.global_step < self.max_train_steps:
-            self._run_epoch(self.loader.epoch)
+        with logging_redirect_tqdm(), self._interruptible():
+            while self.global_step < self.max_train_steps:
+                self._run_epoch(self.loader.epoch)
         self.bar.close()
         self._finish()
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Say after Ctrl-C in a `with` block how to go on."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            saved = list_checkpoints(self.folder)
+            how = (
+                f"continue from {saved[-1].name} with --resume_from_checkpoint latest"
+                if saved
+                else ("there is no checkpoint yet; --checkpointing_steps saves some")
+            )
+            raise Interrupted(f"Training stood at optimizer step {self.global_step}; {how}.") from error
 
     def _resume(self) -> dict[str, int] | None:
         """Load the checkpoint, if there is one to resume; return the lines of the logs at that time."""
@@ -229,7 +250,7 @@ class Trainer:
         value = entry["train_loss"]
         if not math.isfinite(value):
             raise BucketingError(
-                f"The loss is {value} at optimizer step {self.global_step}; lower the learning rate, or look at the "
+                f"The loss is {value} at optimizer step {self.global_step}; lower `learning_rate`, or look at the "
                 f"samples of epoch {epoch}, step {step} in {self.folder / 'logs'}."
             )
         self.accelerator.log(entry, step=self.global_step)

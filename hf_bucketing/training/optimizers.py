@@ -43,7 +43,8 @@ def make_optimizer(
         import bitsandbytes
     except ImportError as error:
         raise BucketingError(
-            'optimizer=adamw_8bit needs bitsandbytes: pip install "hf_bucketing[8bit]", or use --optimizer adamw.'
+            '`optimizer="adamw_8bit"` needs bitsandbytes: pip install "hf_bucketing[8bit]", '
+            'or use `optimizer="adamw"`.'
         ) from error
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(
         trained, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps

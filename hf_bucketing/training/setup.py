@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import ProjectConfiguration
 
-from ..errors import BucketingError, PackingError
+from ..errors import BucketingError, PackingError, quoted
 from ..geometry import LatentSpec
 from ..packing import enable_packing
 from .adapters import add_lora, checkpoint_adapters_only, load_lora, read_lora
@@ -52,7 +52,7 @@ def _check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
     given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if getattr(config, name) is not None]
     if given and accelerator.distributed_type in SHARDED:
         raise BucketingError(
-            f"{', '.join(given)} need all weights in each process, which {accelerator.distributed_type.value} does "
+            f"{quoted(given)} need all weights in each process, which {accelerator.distributed_type.value} does "
             "not keep; leave them out, or use DDP."
         )
 

@@ -85,10 +85,12 @@ def parse_sizes(text: str, spec: LatentSpec) -> list[Size]:
     sizes = []
     for part in text.split(";"):
         if not re.fullmatch(r"\s*\d+\s*,\s*\d+\s*,\s*\d+\s*", part):
-            raise BucketingError(f'Expected validation sizes as "frames,height,width;…", got {part!r}.')
+            raise BucketingError(f'Expected `validation_sizes` as "frames,height,width;…", got {part!r}.')
         size = Size(*map(int, part.split(",")))
         if spec.snap(size) != size:
-            raise BucketingError(f"The model cannot make {size}; the nearest that it can is {spec.snap(size)}.")
+            raise BucketingError(
+                f"The model cannot make {size}; the nearest that it can is {spec.snap(size)} (`validation_sizes`)."
+            )
         sizes.append(size)
     return sizes
 

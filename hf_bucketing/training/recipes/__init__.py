@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from diffusers import DiffusionPipeline
 
-from ...errors import BucketingError
+from ...errors import BucketingError, HubError
+from ...hub import from_hub
 from .base import Recipe, TextEmbeddings
 from .latte import LatteRecipe
 from .ltx import LTXRecipe
@@ -20,8 +21,11 @@ def recipe_of(name_or_path: str) -> type[Recipe]:
         BucketingError: If there is no pipeline, or none that a recipe knows.
     """
     try:
-        name = DiffusionPipeline.load_config(name_or_path)["_class_name"]
-    except (OSError, KeyError) as error:
+        with from_hub(name_or_path):
+            name = DiffusionPipeline.load_config(name_or_path)["_class_name"]
+    except HubError:
+        raise
+    except (BucketingError, OSError, KeyError) as error:
         raise BucketingError(f"{name_or_path} is no diffusers pipeline: {error}") from error
     if name not in RECIPES:
         raise BucketingError(

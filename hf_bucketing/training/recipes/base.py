@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline
 
 from ...errors import BucketingError
 from ...geometry import LatentSpec
+from ...hub import from_hub
 from ..objectives import FlowMatching, Objective
 
 
@@ -66,11 +67,12 @@ class Recipe(ABC):
         Raises:
             BucketingError: If it is a pipeline that this recipe cannot train.
         """
-        pipeline = DiffusionPipeline.from_pretrained(name_or_path)
+        with from_hub(name_or_path):
+            pipeline = DiffusionPipeline.from_pretrained(name_or_path)
         length = max_sequence_length or cls.default_sequence_length
         recipe = cls(pipeline=pipeline, max_sequence_length=length, trained=trained)
         if pipeline.components.get(trained) is None:
-            raise BucketingError(f"{name_or_path} has no {trained} to train (--trained_component).")
+            raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 component.requires_grad_(name == trained)
@@ -125,7 +127,7 @@ class Recipe(ABC):
         """
         if snr_gamma is not None:
             raise BucketingError(
-                f"snr_gamma weighs denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
+                f"`snr_gamma` weighs denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
             )
         steps = int(self.pipeline.scheduler.config.num_train_timesteps)
         scheme = weighting_scheme or "logit_normal"
@@ -185,12 +187,10 @@ def read_configs(name_or_path: str, vae: Any, transformer: Any) -> tuple[dict[st
     """Return the configurations of a pipeline's VAE and transformer.
 
     Raises:
-        BucketingError: If there is no such pipeline.
+        BucketingError: If there is no pipeline with a VAE and a transformer.
     """
-    try:
+    with from_hub(name_or_path):
         return (
             vae.load_config(name_or_path, subfolder="vae"),
             transformer.load_config(name_or_path, subfolder="transformer"),
         )
-    except OSError as error:
-        raise BucketingError(f"{name_or_path} is no pipeline with a VAE and a transformer: {error}") from error

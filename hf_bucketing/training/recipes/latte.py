@@ -40,8 +40,8 @@ class LatteRecipe(Recipe):
         """Denoise on the schedule of the pipeline's scheduler, at times drawn uniformly."""
         if weighting_scheme is not None:
             raise BucketingError(
-                "weighting_scheme draws the noise levels of a flow; a LattePipeline is trained by denoising, at times "
-                "drawn uniformly; omit it."
+                "`weighting_scheme` draws the noise levels of a flow; a LattePipeline is trained by denoising, at "
+                "times drawn uniformly; omit it."
             )
         return Denoising(
             posterior=GaussianPosterior.from_scheduler(self.pipeline.scheduler), snr_gamma=snr_gamma, seed=seed
@@ -92,8 +92,8 @@ class LatteRecipe(Recipe):
         frames, only = latents.shape[2], self.transformer.config.video_length
         if frames not in (1, only):
             raise BucketingError(
-                f"Latte runs a stack of {only} frames (its video_length) or of images, not of {frames}; train packs "
-                f"(--batching pack), which have no such limit, or prepare the data set with --bucket_frames 1,{only}."
+                f"Latte runs a stack of {only} frames (its video_length) or of images, not of {frames}; train packs ("
+                f'`batching="pack"`), which have no such limit, or prepare the data set with --bucket_frames 1,{only}.'
             )
         assert text.mask is not None, "encode_text makes one"
         # The model repeats the text for every frame, but not a mask: so it gets a bias that is repeated already.

@@ -1,0 +1,73 @@
+"""What to say where a model or data set cannot be had from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from .errors import BucketingError, HubError
+
+# By name, as huggingface_hub, datasets and httpx each raise their own, in other releases from other modules.
+_UNREACHABLE = {
+    *("LocalEntryNotFoundError", "OfflineModeIsEnabled", "OfflineModeEnabled", "ConnectError", "ConnectTimeout"),
+    *("ReadTimeout", "ConnectionError", "ConnectionRefusedError", "ProxyError", "MaxRetryError", "gaierror"),
+}
+_REFUSED = {"RepositoryNotFoundError", "GatedRepoError", "DatasetNotFoundError"}
+
+
+@contextmanager
+def from_hub(name: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn errors of loading a model or data set in a `with` block into one that says what is in the way.
+
+    Args:
+        name (`str`): On the hub, or a folder.
+
+    Raises:
+        HubError: If the hub cannot be reached, or does not give it.
+        BucketingError: If it is there and cannot be loaded.
+    """
+    try:
+        yield
+    except BucketingError:
+        raise
+    except Exception as error:
+        reason = _reason(str(name), error)
+        if reason is not None:
+            raise HubError(reason) from error
+        if isinstance(error, (OSError, ValueError)) and not getattr(error, "errno", None):
+            raise BucketingError(f"{name} cannot be loaded: {_first_line(error)}") from error
+        raise
+
+
+def _reason(name: str, error: BaseException) -> str | None:
+    kinds = {type(one).__name__ for one in _chain(error)}
+    folder = Path(name)
+    if folder.exists():
+        return None
+    meant = f"If you meant a folder, {folder.absolute()} does not exist."
+    offline = constants.HF_HUB_OFFLINE
+    if kinds & _UNREACHABLE or (offline and kinds & _REFUSED):
+        causes = [one for one in _chain(error) if type(one).__name__ in _UNREACHABLE] or [error]
+        why = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT}: {_first_line(causes[-1])}"
+        return (
+            f"Could not reach the Hugging Face hub to download {name} ({why}), and no earlier download is complete. "
+            f"{meant}"
+        )
+    if kinds & _REFUSED:
+        return f"The Hugging Face hub has no {name}, or does not show it to you; log in with hf auth login. {meant}"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
