@@ -1,16 +1,15 @@
 """Fine-tune diffusion transformers on images and videos of every size and length, at their own shape.
 
 The names here need numpy alone. What needs torch, datasets, accelerate or diffusers is imported from its room:
-`hf_bucketing.mapping`, `.loading`, `.packing`, `.losses` and `.training`.
+`hf_bucketing.columns`, `.loading`, `.packing`, `.losses` and `.training`.
 """
 
-from .assignment import Assignment, AssignmentRule, Rejection
-from .buckets import BucketTable
+from .buckets.assignment import Assignment, AssignmentRule, Rejection
+from .buckets.ladders import novelai_ladder, token_ladder
+from .buckets.open_table import ImageSizes, OpenTable, open_table
+from .buckets.sizes import CropBox, LatentSpec, Size, cover_resize, crop_box
+from .buckets.table import BucketTable
 from .errors import BucketingError, CacheError, ColumnError, MediaError, PackingError, PlanError
-from .geometry import CropBox, LatentSpec, Size, cover_resize, crop_box
-from .image_sizes import ImageSizes
-from .ladders import novelai_ladder, token_ladder
-from .open_table import OpenTable, open_table
 
 __version__ = "0.1.0.dev0"
 

@@ -15,7 +15,7 @@ import numpy as np
 from benchmark_tools import in_fresh_process, machine, make_parser, report, seconds_of, timed_with_memory
 
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.sampling import EpochPlan, LengthPlanConfig, plan_lengths
+from hf_bucketing.plans import EpochPlan, LengthPlanConfig, plan_lengths
 
 
 def lengths_of(items: int) -> np.ndarray:

@@ -13,8 +13,8 @@ from benchmark_tools import in_fresh_process, machine, make_parser, report, seco
 from PIL import Image
 
 from hf_bucketing import BucketTable, LatentSpec, novelai_ladder
+from hf_bucketing.columns import BucketColumns, map_columns
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.mapping import BucketColumns, map_columns
 from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
 
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))

@@ -14,13 +14,15 @@ from benchmark_tools import machine, make_parser, report, seconds_of
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, token_ladder
+from hf_bucketing.caching import CachedCollator
+from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.loading import BucketBatchSampler, BucketCollator, CachedCollator, worker_options
-from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
+from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_options
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.recipes import recipe_of
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
-from hf_bucketing.training.caching import CacheJob
 from hf_bucketing.training.inputs import latents_of, text_of
-from hf_bucketing.training.recipes import Recipe, recipe_of
 from hf_bucketing.training.steps import BucketStep
 
 FAMILIES = ("wan", "ltx", "latte")

@@ -21,9 +21,9 @@ from hf_bucketing import (
     open_table,
     token_ladder,
 )
+from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
-from hf_bucketing.training.recipes import recipe_of
+from hf_bucketing.models.recipes import recipe_of
 
 
 def numbers(text: str) -> list[int]:

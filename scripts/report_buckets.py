@@ -12,8 +12,8 @@ import numpy as np
 from datasets import Dataset
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, novelai_ladder
+from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.mapping import PreparedDataset
 from hf_bucketing.report import ReportConfig, SizeColumns, draw_figures, format_report, make_report
 from hf_bucketing.report.files import complete_file
 

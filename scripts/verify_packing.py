@@ -10,8 +10,8 @@ import torch
 from diffusers import AutoModel
 
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.packing import verify_packing
-from hf_bucketing.packing.families import family_of
+from hf_bucketing.models import verify_packing
+from hf_bucketing.models.registry import family_of
 
 SIZES = ((3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1))
 

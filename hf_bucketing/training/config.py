@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 from ..errors import BucketingError
-from ..media import DecoderName, check_decoder
+from ..media.decoders import DecoderName, check_decoder
 
 
 def _flag(default: Any = MISSING, *, help: str) -> Any:

@@ -105,7 +105,7 @@ def losses_of(output_dir: Path) -> list[float]:
 
 
 def plans_of(output_dir: Path) -> dict[int, dict[str, Any]]:
-    """Return the counts of each epoch's plan, as [`EpochPlan.summary`][hf_bucketing.sampling.EpochPlan] gives them.
+    """Return the counts of each epoch's plan, as [`EpochPlan.summary`][hf_bucketing.plans.EpochPlan] gives them.
 
     Raises:
         BucketingError: If the run left no log.

@@ -17,9 +17,10 @@ from diffusers.training_utils import EMAModel
 from tqdm.auto import tqdm
 
 from ..errors import BucketingError
-from ..loading import resume
-from ..losses import global_mean
-from ..packing import disable_packing
+from ..loaders.resume import resume
+from ..losses.reduction import global_mean
+from ..models.enable import disable_packing
+from ..models.recipes import recipe_of
 from .adapters import save_lora
 from .budget import describe, fill_capacity, out_of_memory
 from .checkpoint import gather_weights, load_checkpoint, save_checkpoint, save_pipeline
@@ -28,7 +29,6 @@ from .data import UNREADABLE, make_data
 from .estimate import model_width
 from .history import RunLog
 from .metrics import StepMetrics
-from .recipes import recipe_of
 from .setup import check_positions, flat, load_recipe, make_accelerator, make_step, make_validation, optimizer_of
 from .steps import StepLosses
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..packing import Packing, disable_packing, enable_packing, packed_forward
+from ..models.enable import disable_packing, enable_packing
+from ..models.objectives import Objective
+from ..models.recipe import Recipe, TextEmbeddings
+from ..packing.pack import Packing, packed_forward
 from .inputs import latents_of, text_of
-from .objectives import Objective
-from .recipes import Recipe, TextEmbeddings
 
 _IMAGE_FPS = 1.0
 """Frame rate of images, whose only frame lies at 0 seconds at any rate."""
