@@ -1,24 +1,23 @@
 """Fine-tune diffusion transformers on images and videos of every size and length, at their own shape.
 
 The names here need numpy alone, but for `load_source`, which loads datasets when it is asked for. What needs torch,
-datasets, accelerate or diffusers is imported from its room: `hf_bucketing.mapping`, `.loading`, `.packing`, `.losses`
+datasets, accelerate or diffusers is imported from its room: `hf_bucketing.columns`, `.loading`, `.packing`, `.losses`
 and `.training`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .assignment import Assignment, AssignmentRule, Rejection
-from .buckets import BucketTable
-from .cost import CostModel
+from .buckets.assignment import Assignment, AssignmentRule, Rejection
+from .buckets.cost import CostModel
+from .buckets.ladders import novelai_ladder, token_ladder
+from .buckets.open_table import ImageSizes, OpenTable, open_table
+from .buckets.sizes import CropBox, LatentSpec, Size, cover_resize, crop_box
+from .buckets.table import BucketTable
 from .errors import BucketingError, CacheError, ColumnError, MediaError, PackingError, PlanError
-from .geometry import CropBox, LatentSpec, Size, cover_resize, crop_box
-from .image_sizes import ImageSizes
-from .ladders import novelai_ladder, token_ladder
-from .open_table import OpenTable, open_table
 
 if TYPE_CHECKING:
-    from .mapping import load_source as load_source
+    from .columns.sources import load_source as load_source
 
 __version__ = "0.1.0.dev0"
 

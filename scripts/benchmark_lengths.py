@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from benchmark_tools import benchmark_parser, in_fresh_process, machine, report, seconds_of, timed_with_memory
 
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.sampling import EpochPlan, LengthPlanConfig, plan_lengths
-from hf_bucketing.script import run_script
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.plans import EpochPlan, LengthPlanConfig, plan_lengths
 
 
 def lengths_of(items: int) -> np.ndarray:

@@ -14,10 +14,10 @@ from benchmark_tools import benchmark_parser, in_fresh_process, machine, report,
 from PIL import Image
 
 from hf_bucketing import BucketTable, LatentSpec, novelai_ladder
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.mapping import BucketColumns, map_columns
+from hf_bucketing.columns import BucketColumns, map_columns
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
 from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
-from hf_bucketing.script import run_script
 
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 

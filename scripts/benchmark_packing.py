@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from benchmark_tools import benchmark_parser, machine, report, seconds_of
 from diffusers import WanTransformer3DModel
 
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.losses import masked_mse, packed_mse
-from hf_bucketing.packing import PackedLayout, enable_packing, packed_attention, packed_forward
-from hf_bucketing.script import run_script
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.losses import masked_mse
+from hf_bucketing.models import enable_packing
+from hf_bucketing.packing import PackedLayout, packed_attention, packed_forward, packed_mse
 
 MIXED = ((3, 8, 12), (1, 16, 16), (4, 10, 6), (1, 8, 8), (2, 14, 8), (1, 6, 12))
 """Token grids (frames, rows, columns) of a mixed set: clips and images, landscape and portrait."""

@@ -14,10 +14,10 @@ import numpy as np
 from benchmark_tools import benchmark_parser, in_fresh_process, machine, report, seconds_of, timed_with_memory
 
 from hf_bucketing import LatentSpec
-from hf_bucketing.cost import CostModel
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.sampling import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
-from hf_bucketing.script import run_script
+from hf_bucketing.buckets.cost import CostModel
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.plans import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
 
 BUCKETS, BATCH_SIZE = 19, 8
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -80,7 +80,7 @@ def seconds_per_draw(column: np.ndarray, draws: int) -> float:
 
 def measure_buckets(rows: int, runs: int, draws: int) -> dict[str, float]:
     from hf_bucketing import novelai_ladder
-    from hf_bucketing.loading import BucketBatchSampler
+    from hf_bucketing.loaders import BucketBatchSampler
 
     column = bucket_column(rows)
     (planned,) = seconds_of(lambda: plan_of_buckets(column), runs=runs)

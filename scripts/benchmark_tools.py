@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_bucketing.flags import FlagParser
+from hf_bucketing.command_line.flags import FlagParser
 
 
 class Seconds(NamedTuple):

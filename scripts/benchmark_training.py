@@ -15,14 +15,16 @@ from benchmark_tools import benchmark_parser, machine, report, seconds_of
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, token_ladder
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.loading import BucketBatchSampler, BucketCollator, CachedCollator, worker_options
-from hf_bucketing.mapping import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
-from hf_bucketing.script import run_script
+from hf_bucketing.caching import CachedCollator
+from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_options
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.recipes import recipe_of
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
-from hf_bucketing.training.caching import CacheJob
 from hf_bucketing.training.inputs import latents_of, text_of
-from hf_bucketing.training.recipes import Recipe, recipe_of
 from hf_bucketing.training.steps import BucketStep
 
 FAMILIES = ("wan", "ltx", "latte")

@@ -13,14 +13,14 @@ import torch
 from accelerate import Accelerator
 
 from hf_bucketing import BucketingError
+from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.mapping import PreparedDataset
 from hf_bucketing.media import ViewRule
-from hf_bucketing.script import run_script
-from hf_bucketing.training.caching import CacheJob
-from hf_bucketing.training.recipes import recipe_of
+from hf_bucketing.models.recipes import recipe_of
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -5,8 +5,8 @@ python scripts/make_tiny_pipeline.py --output_dir demo/tiny-wan
 
 import argparse
 
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.script import run_script
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
 from hf_bucketing.testing import make_tiny_pipeline
 
 

@@ -10,19 +10,8 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from hf_bucketing import (
-    AssignmentRule,
-    BucketTable,
-    ImageSizes,
-    LatentSpec,
-    OpenTable,
-    open_table,
-    token_ladder,
-)
-from hf_bucketing.errors import ColumnError, FlagError
-from hf_bucketing.files import check_folder_writable
-from hf_bucketing.flags import FlagParser, numbers
-from hf_bucketing.mapping import (
+from hf_bucketing import AssignmentRule, BucketTable, ImageSizes, LatentSpec, OpenTable, open_table, token_ladder
+from hf_bucketing.columns import (
     BucketColumns,
     MediaMetadata,
     PreparedDataset,
@@ -31,8 +20,11 @@ from hf_bucketing.mapping import (
     load_source,
     map_columns,
 )
-from hf_bucketing.script import run_script
-from hf_bucketing.training.recipes import recipe_of
+from hf_bucketing.command_line.flags import FlagParser, numbers
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.errors import ColumnError, FlagError
+from hf_bucketing.files import check_folder_writable
+from hf_bucketing.models.recipes import recipe_of
 
 
 def heights_and_widths(text: str) -> list[tuple[int, int]]:

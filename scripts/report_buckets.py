@@ -12,12 +12,12 @@ import numpy as np
 from datasets import Dataset
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, novelai_ladder
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.command_line.flags import FlagParser, numbers
+from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable
-from hf_bucketing.flags import FlagParser, numbers
-from hf_bucketing.mapping import PreparedDataset
 from hf_bucketing.report import ReportConfig, SizeColumns, draw_figures, format_report, make_report
 from hf_bucketing.report.files import complete_file
-from hf_bucketing.script import run_script
 
 
 def make_parser() -> FlagParser:

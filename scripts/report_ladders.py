@@ -7,9 +7,9 @@ python scripts/report_ladders.py --bucket_tokens 8190,32760 --bucket_frames 1,17
 import argparse
 
 from hf_bucketing import BucketTable, LatentSpec
-from hf_bucketing.flags import FlagParser, numbers
+from hf_bucketing.command_line.flags import FlagParser, numbers
+from hf_bucketing.command_line.script import run_script
 from hf_bucketing.report import LadderChoice, format_ladders, measure_ladder
-from hf_bucketing.script import run_script
 
 
 def make_parser() -> FlagParser:

@@ -7,9 +7,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.script import run_script
 from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_run
 
 

@@ -9,11 +9,11 @@ import inspect
 import torch
 from diffusers import DiffusionPipeline
 
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable
-from hf_bucketing.flags import FlagParser
 from hf_bucketing.hub import from_hub
 from hf_bucketing.media import write_video
-from hf_bucketing.script import run_script
 
 
 def make_parser() -> FlagParser:

@@ -7,12 +7,12 @@ accelerate launch scripts/train_text_to_video.py --pretrained_model_name_or_path
 import argparse
 import logging
 
-from hf_bucketing.flags import FlagParser
-from hf_bucketing.script import run_script
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
 
 
 def make_parser() -> FlagParser:
-    from hf_bucketing.training import TrainingConfig  # here, as each worker of the loader imports this file, too
+    from hf_bucketing.training import TrainingConfig
 
     return FlagParser(__doc__, TrainingConfig)
 

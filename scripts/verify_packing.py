@@ -9,11 +9,11 @@ import sys
 import torch
 from diffusers import AutoModel
 
-from hf_bucketing.flags import FlagParser
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
 from hf_bucketing.hub import from_hub
-from hf_bucketing.packing import verify_packing
-from hf_bucketing.packing.families import family_of
-from hf_bucketing.script import run_script
+from hf_bucketing.models import verify_packing
+from hf_bucketing.models.registry import family_of
 
 SIZES = ((3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import run_script
+from tests.conftest import run_script
 
 SMALL = {
     "mapping": ("--rows", 20_000, "--files", 8),

@@ -50,7 +50,7 @@ def run_time_imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
 def test_importing_the_package_and_planning_load_none_of_the_heavy_libraries(
     in_fresh_interpreter: Callable[[str], str],
 ) -> None:
-    code = "import sys, hf_bucketing, hf_bucketing.sampling; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "import sys, hf_bucketing, hf_bucketing.plans; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = set(in_fresh_interpreter(code).split())
     assert "hf_bucketing" in loaded
     assert not loaded & HEAVY

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, run
+from tests.conftest import ROOT, run
 
 pytestmark = pytest.mark.slow
 

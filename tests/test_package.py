@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, run
+from tests.conftest import ROOT, run
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_the_wheel_installs_and_imports_in_an_empty_environment(tmp_path: Path) 
     run([python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel], timeout=900)
     code = """
 import pathlib
-import hf_bucketing, hf_bucketing.mapping, hf_bucketing.loading, hf_bucketing.packing, hf_bucketing.losses
+import hf_bucketing, hf_bucketing.columns, hf_bucketing.loaders, hf_bucketing.packing, hf_bucketing.losses
 assert "venv" in hf_bucketing.__file__, hf_bucketing.__file__
 assert (pathlib.Path(hf_bucketing.__file__).parent / "py.typed").exists()
 print(hf_bucketing.__version__, len(hf_bucketing.novelai_ladder()))

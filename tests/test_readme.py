@@ -22,20 +22,19 @@ import torch
 from torch.utils.data import DataLoader
 
 import hf_bucketing
-import hf_bucketing.loading
-from hf_bucketing.loading import (
+import hf_bucketing.loaders
+from hf_bucketing.columns import BucketColumns, MediaMetadata
+from hf_bucketing.loaders import (
     BucketBatchSampler,
     BucketCollator,
     PackBatchSampler,
     PackCollator,
     PadCollator,
     PlannedBatchSampler,
-    StreamingBucketBatcher,
 )
-from hf_bucketing.loading.media_collator import MediaCollator
-from hf_bucketing.mapping import BucketColumns, MediaMetadata
-
-from .conftest import ROOT, run_script_here
+from hf_bucketing.loaders.media_collator import MediaCollator
+from hf_bucketing.streaming import StreamingBucketBatcher
+from tests.conftest import ROOT, run_script_here
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -183,7 +182,7 @@ class RayDataset:
 def names(states: list[dict[str, Any]]) -> dict[str, Any]:
     """The names after the first block, and what tables speak of beside them."""
     names = copy.copy(state_after(states, "BucketBatchSampler(ds["))
-    for module in (hf_bucketing, hf_bucketing.loading, datasets):
+    for module in (hf_bucketing, hf_bucketing.loaders, datasets):
         public = getattr(module, "__all__", None) or ["Dataset", "IterableDataset"]
         names |= {name: getattr(module, name) for name in public}
     rng = np.random.default_rng(0)

@@ -10,11 +10,10 @@ from datasets import load_dataset
 from PIL import Image
 
 from hf_bucketing import BucketingError, BucketTable, Size
-from hf_bucketing.mapping import PreparedDataset, load_source
+from hf_bucketing.columns import PreparedDataset, load_source
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.testing import DEMO_CLIPS, make_media_dataset
-
-from .conftest import ROOT, run_script, run_script_here
+from tests.conftest import ROOT, run_script, run_script_here
 
 
 def test_the_demo_data_set_has_the_shapes_that_make_training_hard(media_dir: Path) -> None:

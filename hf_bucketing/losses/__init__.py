@@ -1,7 +1,6 @@
 """Losses as per-sample values, and their one mean over processes and accumulation. Torch alone."""
 
 from .masked import masked_mse, masked_snr
-from .packed import packed_mse
 from .reduction import Reduction, global_mean, reduction_weights
 from .variational import GaussianPosterior, batch_vlb, packed_vlb
 from .weights import min_snr_weights
@@ -14,7 +13,6 @@ __all__ = [
     "masked_mse",
     "masked_snr",
     "min_snr_weights",
-    "packed_mse",
     "packed_vlb",
     "reduction_weights",
 ]

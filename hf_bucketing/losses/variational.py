@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..errors import BucketingError
-from .packed import mean_per_sample, real_tokens
+from ..packing.losses import mean_per_sample, real_tokens
 
 if TYPE_CHECKING:
-    from ..packing import PackedLayout
+    from ..packing.layout import PackedLayout
 
 VarianceType = Literal["learned_range", "learned"]
 

@@ -7,6 +7,7 @@ latents) and `loading` (frames) stand on it.
 from .decode import frame_times, iter_frames
 from .decoders import DecoderName, check_decoder
 from .probe import MediaInfo, frames_at_fps, probe
+from .rates import frame_rates
 from .source import MediaSource
 from .video import MAX_PIXELS
 from .views import FramePicking, View, ViewRule, seeded_draws
@@ -21,6 +22,7 @@ __all__ = [
     "View",
     "ViewRule",
     "check_decoder",
+    "frame_rates",
     "frame_times",
     "frames_at_fps",
     "iter_frames",

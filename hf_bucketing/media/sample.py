@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..geometry import CropBox
+from ..buckets.sizes import CropBox
 from .decode import frame_times, iter_frames
 from .source import MediaSource
 from .views import View

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
 from ..errors import BucketingError, MediaError
-from ..geometry import CropBox, Size, cover_resize, crop_box
 from .decoders import DecoderName, check_decoder
 
 FramePicking = Literal["start", "uniform", "random"]

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ..errors import PackingError
-from .attention import Backend, prepare_segments
-from .frame_layout import FrameLayout, frame_layout
-from .joint_layout import JointLayout, joint_layout
+from .attention.dispatch import Backend, prepare_segments
 from .segments import SegmentSpans
 
 Grid = tuple[int, int, int]
@@ -225,3 +225,177 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 def _repeat(values: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
     return torch.tensor(list(values)).repeat_interleave(torch.tensor(list(counts)))
+
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameLayout:
+    """The frames of a pack, and the places in them; `layout.by_frame` of a [`PackedLayout`].
+
+    Attributes:
+        frames ([`SegmentSpans`]): The tokens of each frame attend to each other.
+        places ([`SegmentSpans`]): The tokens of one row and column attend to each other over the frames of a sample,
+            laid out by `order`.
+        order (`torch.Tensor` of shape `(num_tokens,)`): The tokens of the pack with each sample's frames innermost.
+        inverse (`torch.Tensor` of shape `(num_tokens,)`): What puts them back.
+    """
+
+    frames: SegmentSpans
+    places: SegmentSpans
+    order: torch.Tensor
+    inverse: torch.Tensor
+
+
+def frame_layout(layout: PackedLayout) -> FrameLayout:
+    """Return the frames of a pack of which no token was dropped.
+
+    Example:
+        Two frames of three tokens:
+
+        >>> from hf_bucketing.packing import PackedLayout
+        >>> by_frame = frame_layout(PackedLayout(grids=((2, 1, 3),), text_lengths=(1,), strip_length=6))
+        >>> by_frame.frames.queries, by_frame.places.queries
+        (((0, 3), (3, 6)), ((0, 2), (2, 4), (4, 6)))
+        >>> by_frame.order.tolist()
+        [0, 3, 1, 4, 2, 5]
+    """
+    order = torch.arange(layout.num_tokens)
+    for (start, stop), (t, h, w) in zip(layout.spans, layout.grids, strict=True):
+        order[start:stop] = order[start:stop].view(t, h * w).t().flatten()
+    return FrameLayout(
+        frames=_segments(layout, [h * w for _, h, w in layout.grids]),
+        places=_segments(layout, [t for t, _, _ in layout.grids]),
+        order=order.to(layout.device),
+        inverse=order.argsort().to(layout.device),
+    )
+
+
+def _segments(layout: PackedLayout, lengths: Sequence[int]) -> SegmentSpans:
+    """Cut the tokens of each sample into segments of its length."""
+    spans = tuple(
+        (first, first + length)
+        for (start, stop), length in zip(layout.spans, lengths, strict=True)
+        for first in range(start, stop, length)
+    )
+    return SegmentSpans(queries=spans, keys=spans, num_queries=layout.num_tokens, num_keys=layout.num_tokens)
+
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointLayout:
+    """Each sample's tokens and its text tokens as one sequence; `layout.joint` of a [`PackedLayout`].
+
+    Attributes:
+        text_slots (`int`): Text tokens that each strip carries.
+        strip_length (`int`): Tokens that each strip carries.
+        rows (`int`): Strips of the pack.
+        order (`torch.Tensor` of shape `(places,)`): For each token of the sequence its place among the tokens of all
+            strips, `rows·strip_length`, followed by their text slots, `rows·text_slots`. Padding comes last.
+        inverse (`torch.Tensor` of shape `(places,)`): For each place its token of the sequence.
+        segments ([`SegmentSpans`]): Each sample's part of the sequence attends to itself.
+        text_source (`torch.Tensor` of shape `(num_text_tokens,)`, *optional*): Place of each sample's text tokens
+            among the stored ones; none where they lie in order.
+        text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
+        first_rows (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
+    """
+
+    text_slots: int
+    strip_length: int
+    rows: int
+    order: torch.Tensor
+    inverse: torch.Tensor
+    segments: SegmentSpans
+    text_source: torch.Tensor | None
+    text_target: torch.Tensor
+    first_rows: torch.Tensor
+
+    def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Return the sequence `(places, …)` of what lies in strips.
+
+        Args:
+            tokens (`torch.Tensor` of shape `(rows, strip_length, …)`): Of the strips.
+            text (`torch.Tensor` of shape `(rows, text_slots, …)`): Their text slots.
+        """
+        return torch.cat([tokens.flatten(0, 1), text.flatten(0, 1)]).index_select(0, self.order)
+
+    def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put a sequence back into strips: the inverse of [`gather`]."""
+        places = sequence.index_select(0, self.inverse)
+        tokens, text = places.split([self.rows * self.strip_length, self.rows * self.text_slots])
+        return tokens.unflatten(0, (self.rows, -1)), text.unflatten(0, (self.rows, -1))
+
+    def text_rows(self, text: torch.Tensor) -> torch.Tensor:
+        """Put a pack's stored texts into the strips of the samples that read them: `(rows, text_slots, …)`."""
+        return self.deal(text if self.text_source is None else text.index_select(0, self.text_source))
+
+    def deal(self, texts: torch.Tensor) -> torch.Tensor:
+        """Put the samples' text tokens, one sample after the other, into strips; zeros as padding."""
+        slots = texts.new_zeros(self.rows * self.text_slots, *texts.shape[1:])
+        return slots.index_copy(0, self.text_target, texts).unflatten(0, (self.rows, -1))
+
+    def collect(self, text: torch.Tensor) -> torch.Tensor:
+        """Take the samples' text tokens out of strips `(rows, text_slots, …)` again: the inverse of [`deal`]."""
+        return text.flatten(0, 1).index_select(0, self.text_target)
+
+
+def joint_layout(layout: PackedLayout) -> JointLayout:
+    """Return where the tokens of joint attention lie in a pack.
+
+    Raises:
+        PackingError: If the layout's strips carry no text.
+    """
+    if not layout.text_slots:
+        raise PackingError("The strips of this layout carry no text; make one with text_slots of at least 1.")
+    rows, width = layout.num_rows, layout.text_slots
+    first_rows = [0, *itertools.accumulate(layout.rows)][:-1]
+    targets = [row * width + np.arange(length) for row, length in zip(first_rows, layout.text_lengths, strict=True)]
+    pieces = [
+        np.concatenate([np.arange(*span), layout.num_tokens + slots])
+        for span, slots in zip(layout.spans, targets, strict=True)
+    ]
+    stops = list(itertools.accumulate(map(len, pieces)))
+    spans = tuple(zip([0, *stops[:-1]], stops, strict=True))
+    places, real = rows * (layout.strip_length + width), np.concatenate(pieces)
+    order = np.concatenate([real, np.setdiff1d(np.arange(places), real)])
+
+    def on_device(index: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(index).to(layout.device)
+
+    return JointLayout(
+        text_slots=width,
+        strip_length=layout.strip_length,
+        rows=rows,
+        order=on_device(order),
+        inverse=on_device(np.argsort(order)),
+        segments=SegmentSpans(queries=spans, keys=spans, num_queries=places, num_keys=places),
+        text_source=layout.text_index,
+        text_target=on_device(np.concatenate(targets)),
+        first_rows=on_device(np.array(first_rows)),
+    )
+
+
+def fewest_places(layout: PackedLayout) -> int:
+    """Return the text slots per strip with which a pack takes fewest places, tokens and text slots together.
+
+    One slot per strip suits a long video; a small image with a long text needs many slots, or more strips than its
+    tokens fill. The number is the same in all strips of a pack, so it is a compromise over its samples.
+
+    Example:
+        One token with a text of 12 beside a sample of 40 tokens with the same text, in strips of four. With two
+        slots the first takes six strips and the second ten, `16·6 = 96` places; with twelve slots they would take one
+        and ten, `11·16 = 176`:
+
+        >>> from hf_bucketing.packing import PackedLayout
+        >>> fewest_places(PackedLayout(grids=((1, 1, 1), (1, 5, 8)), text_lengths=(12, 12), strip_length=4))
+        2
+    """
+    strips = -(-np.array(layout.lengths) // layout.strip_length)
+    slots = np.arange(1, max(1, *layout.text_lengths) + 1)
+    rows = np.maximum(strips, -(-np.array(layout.text_lengths) // slots[:, None])).sum(1)
+    return int(slots[np.argmin(rows * (layout.strip_length + slots))])

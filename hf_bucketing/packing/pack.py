@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
-from .attention import Backend
+from .attention.dispatch import Backend
 from .context import bind_checkpoints, use_layout
-from .families import Family, JointFamily
+from .family import Family
+from .joint_family import JointFamily
 from .layout import Grid, PackedLayout
 from .precision import exact_scalars, exact_timesteps
 from .strips import from_strips, to_strips, token_grid

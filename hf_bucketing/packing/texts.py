@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import PackingError
-from .families.base import TextRule
+from .family import TextRule
 
 
 def padded_as(

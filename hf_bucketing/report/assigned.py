@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..assignment import AssignmentRule, Rejection, count_rejections
-from ..buckets import BucketTable
-from ..geometry import LatentSpec
+from ..buckets.assignment import AssignmentRule, Rejection, count_rejections
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
 from .config import SizeColumns
 from .targets import FloatArray, Sizes, kept_area, read_sizes, resize_scale
 from .text import Line, columns, percent, size_label

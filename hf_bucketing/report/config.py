@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy.typing as npt
 
-from ..assignment import AssignmentRule
-from ..cost import CostModel
+from ..buckets.assignment import AssignmentRule
+from ..buckets.cost import CostModel
 from ..errors import BucketingError
 
 

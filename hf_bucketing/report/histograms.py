@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets import BucketTable
-from ..geometry import LatentSpec
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
 from .config import ReportConfig, SizeColumns
 from .targets import bucket_targets, own_targets, read_sizes
 

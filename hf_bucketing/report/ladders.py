@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..assignment import IntArray
-from ..buckets import BucketTable
-from ..geometry import LatentSpec
-from ..ladders import COMMON_RATIOS, token_ladder
+from ..buckets.assignment import IntArray
+from ..buckets.ladders import COMMON_RATIOS, token_ladder
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
 from .config import ReportConfig
 from .plans import plan_bucketing
 from .targets import FloatArray, Sizes, bucket_targets, kept_area

@@ -7,8 +7,11 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from ..assignment import IntArray
-from ..sampling import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
+from ..buckets.assignment import IntArray
+from ..plans.bin_packing import PackPlanConfig
+from ..plans.buckets import BucketPlanConfig, plan_buckets
+from ..plans.epoch import EpochPlan
+from ..plans.packs import plan_packs
 from .config import ReportConfig
 from .targets import Targets
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..buckets import BucketTable
-from ..geometry import LatentSpec
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
 from .buckets import BucketReport, describe_buckets
 from .config import ReportConfig, SizeColumns
 from .histograms import Histogram, aspect_histogram, token_histogram

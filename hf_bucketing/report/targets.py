@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..assignment import IntArray, as_columns
-from ..buckets import BucketTable
+from ..buckets.assignment import IntArray, as_columns
+from ..buckets.open_table import open_table
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
 from ..errors import BucketingError
-from ..geometry import LatentSpec
-from ..open_table import open_table
 from .config import ReportConfig, SizeColumns
 
 FloatArray = npt.NDArray[np.float64]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from textwrap import fill
 
-from ..geometry import Size
+from ..buckets.sizes import Size
 from .buckets import BucketReport, BucketUse, Spread
 from .config import ReportConfig
 from .report import Report

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from ..errors import BucketingError
-from ..media import write_video
+from ..media.write import write_video
 
 COLORS = {
     "red": (220, 50, 47),

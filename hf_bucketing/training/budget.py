@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..geometry import LatentSpec, Size
+from ..buckets.sizes import LatentSpec, Size
 from .config import TrainingConfig
 from .data import TrainingData, make_data
 from .estimate import bytes_per_token, estimate_memory, find_capacity, model_width

@@ -42,7 +42,7 @@ class Progress:
         global_step (`int`): Optimizer steps that are finished.
         log (`dict`): From [`RunLog.state_dict`][hf_bucketing.training.history.RunLog.state_dict].
         settings (`dict`): From [`settings_of`][hf_bucketing.training.on_resume.settings_of].
-        weights (`dict`): From [`weights_fingerprints`][hf_bucketing.training.fingerprints.weights_fingerprints], of
+        weights (`dict`): From [`weights_fingerprints`][hf_bucketing.caching.fingerprints.weights_fingerprints], of
             the pipeline that the run began with.
     """
 

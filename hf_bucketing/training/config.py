@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from ..errors import BucketingError, quoted
-from ..media import DecoderName, check_decoder
+from ..media.decoders import DecoderName, check_decoder
 
 
 def _flag(default: Any = MISSING, *, help: str, argument: str | None = None) -> Any:

@@ -12,26 +12,25 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from ..buckets import BucketTable
-from ..cost import CostModel
+from ..buckets.cost import CostModel
+from ..buckets.open_table import OpenTable
+from ..buckets.sizes import LatentSpec, Size
+from ..buckets.table import BucketTable
+from ..caching.collator import CachedCollator
+from ..columns.apply import map_columns
+from ..columns.buckets import BucketColumns
+from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError, quoted
-from ..geometry import LatentSpec, Size
-from ..loading import (
-    BucketBatchSampler,
-    BucketCollator,
-    CachedCollator,
-    PackBatchSampler,
-    PackCollator,
-    PlannedBatchSampler,
-    RandomResize,
-    StandIns,
-    worker_options,
-)
-from ..losses import Reduction, reduction_weights
-from ..mapping import BucketColumns, CacheInfo, PreparedDataset, map_columns
-from ..open_table import OpenTable
+from ..loaders.bucket_sampler import BucketBatchSampler
+from ..loaders.collators import BucketCollator, PackCollator
+from ..loaders.faults import StandIns
+from ..loaders.pack_sampler import PackBatchSampler
+from ..loaders.planned import PlannedBatchSampler
+from ..loaders.random_resize import RandomResize
+from ..loaders.workers import worker_options
+from ..losses.reduction import Reduction, reduction_weights
+from ..models.recipe import TextEmbeddings
 from .config import TrainingConfig
-from .recipes import TextEmbeddings
 
 UNREADABLE = "unreadable.jsonl"
 
@@ -42,11 +41,11 @@ class TrainingData:
 
     Attributes:
         loader (`DataLoader`): Not yet prepared.
-        sampler ([`PlannedBatchSampler`][hf_bucketing.loading.PlannedBatchSampler]): Of the loader.
+        sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): Of the loader.
         bucket_ids (array of `int`, shape `(n,)`): Size of each row, in `table`.
         table ([`BucketTable`] or [`OpenTable`]): What the ids mean.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row at its own size or its bucket's.
-        cost_model ([`CostModel`][hf_bucketing.cost.CostModel]): What rows of so many tokens cost.
+        cost_model ([`CostModel`][hf_bucketing.buckets.cost.CostModel]): What rows of so many tokens cost.
         reduction (`"sample"` or `"token"`): What counts alike in the loss.
         empty_text ([`TextEmbeddings`], *optional*): The empty caption, where dropped ones come from a cache.
     """

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cost import FloatArray
+from ..buckets.cost import FloatArray
 from ..errors import BucketingError
-from ..sampling.plan import IntArray
+from ..plans.epoch import IntArray
 
 
 class JsonLines:
@@ -140,7 +140,7 @@ def steps_of(output_dir: Path) -> StepLog:
 
 
 def plans_of(output_dir: Path) -> dict[int, dict[str, Any]]:
-    """Return the counts of each epoch's plan, as [`EpochPlan.summary`][hf_bucketing.sampling.EpochPlan] gives them.
+    """Return the counts of each epoch's plan, as [`EpochPlan.summary`][hf_bucketing.plans.EpochPlan] gives them.
 
     Raises:
         BucketingError: If the run left no log.

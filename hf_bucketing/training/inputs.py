@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .recipes import Recipe, TextEmbeddings
+from ..models.recipe import Recipe, TextEmbeddings
 
 
 def latents_of(recipe: Recipe, batch: Mapping[str, Any]) -> list[torch.Tensor]:

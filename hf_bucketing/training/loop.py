@@ -18,11 +18,13 @@ from diffusers.training_utils import EMAModel
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..caching.fingerprints import weights_fingerprints
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
-from ..loading import resume
-from ..losses import global_mean
-from ..packing import disable_packing
+from ..loaders.resume import resume
+from ..losses.reduction import global_mean
+from ..models.enable import disable_packing
+from ..models.recipes import recipe_of
 from .adapters import save_lora
 from .budget import describe, fill_capacity, out_of_memory
 from .checkpoint import (
@@ -37,11 +39,9 @@ from .checkpoint import (
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .estimate import model_width
-from .fingerprints import weights_fingerprints
 from .history import RunLog
 from .metrics import StepMetrics
 from .on_resume import applied_changes, apply_settings, check_weights, resumed_config, settings_of
-from .recipes import recipe_of
 from .setup import (
     check_positions,
     flat,

@@ -15,15 +15,15 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import ProjectConfiguration
 
+from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError, PackingError, quoted
-from ..geometry import LatentSpec
-from ..packing import enable_packing
+from ..models.enable import enable_packing
+from ..models.recipe import Recipe
 from .adapters import add_lora, checkpoint_adapters_only, load_lora, read_lora
 from .checkpoint import SHARDED
 from .config import TrainingConfig
 from .data import TrainingData
 from .optimizers import make_optimizer
-from .recipes import Recipe
 from .steps import BucketStep, PackStep, Step
 from .validation import Validation, parse_sizes
 

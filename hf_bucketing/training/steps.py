@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..loading import frame_rates
-from ..packing import Packing, disable_packing, enable_packing, packed_forward
+from ..media.rates import frame_rates
+from ..models.enable import disable_packing, enable_packing
+from ..models.objectives import Objective
+from ..models.recipe import Recipe, TextEmbeddings
+from ..packing.pack import Packing, packed_forward
 from .inputs import latents_of, text_of
-from .objectives import Objective
-from .recipes import Recipe, TextEmbeddings
 
 
 class StepLosses(NamedTuple):

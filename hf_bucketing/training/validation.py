@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
-from ..geometry import LatentSpec, Size
-from ..media import write_video
-from .recipes import Recipe
+from ..media.write import write_video
+from ..models.recipe import Recipe
 
 _FRAMES_SHOWN = 8
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from ...errors import PackingError
-from ..attention import Backend
+from ..attention.dispatch import Backend
 from ..context import active_layout
 from .common import attend, of_samples, project, project_out, split_heads
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..attention import Backend, packed_attention
+from ..attention.dispatch import Backend, packed_attention
 from ..layout import PackedLayout
 from ..segments import SegmentSpans
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
 
-from ..attention import Backend, packed_attention
+from ..attention.dispatch import Backend, packed_attention
 from ..context import active_layout
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

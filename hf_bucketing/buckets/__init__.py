@@ -1,0 +1,26 @@
+"""Sizes, rounding, crops, bucket tables, ladders and the assignment of samples to buckets."""
+
+from .assignment import Assignment, AssignmentRule, Rejection
+from .cost import CostModel
+from .ladders import novelai_ladder, token_ladder
+from .open_table import ImageSizes, OpenTable, open_table
+from .sizes import CropBox, LatentSpec, Size, cover_resize, crop_box
+from .table import BucketTable
+
+__all__ = [
+    "Assignment",
+    "AssignmentRule",
+    "BucketTable",
+    "CostModel",
+    "CropBox",
+    "ImageSizes",
+    "LatentSpec",
+    "OpenTable",
+    "Rejection",
+    "Size",
+    "cover_resize",
+    "crop_box",
+    "novelai_ladder",
+    "open_table",
+    "token_ladder",
+]

@@ -1,0 +1,347 @@
+"""Where samples go: a bucket, or a named reason why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BucketingError
+from .sizes import Size
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Rejection(IntEnum):
+    """Why a sample has no bucket; `NONE` means that it has one.
+
+    Example:
+        >>> Rejection.TOO_SMALL.label
+        'too_small'
+    """
+
+    NONE = 0
+    ASPECT = 1
+    """No bucket's aspect ratio is near enough."""
+    TOO_SHORT = 2
+    """Fewer frames than any bucket of its kind (images: one frame, videos: more)."""
+    TOO_SMALL = 3
+    """Every bucket of a near aspect ratio would enlarge the sample by more than `max_upscale`."""
+    UNREADABLE = 4
+    """Its metadata could not be read (negative sizes)."""
+    EMPTY = 5
+    """It holds no frame or no pixel (a size of zero)."""
+    CAPTION = 6
+    """Its caption is missing or no text (sizes of `CAPTION_SIZE`)."""
+
+    @property
+    def label(self) -> str:
+        """The name as a `rejection` column holds it, such as `"too_small"`."""
+        return self.name.lower()
+
+
+CAPTION_SIZE = -2
+"""Width, height and number of frames of a row that is left out for its caption; those of unreadable rows are −1.
+
+So it stays out wherever sizes are turned into buckets or tokens, and its reason stays known.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignmentRule:
+    """How near a sample must come to its bucket.
+
+    Args:
+        metric (`"log"` or `"linear"`): Aspect ratios are compared as |ln(ratio ÷ bucket's ratio)|, which treats
+            portrait and landscape alike, or as |ratio − bucket's ratio|, as NovelAI does.
+        max_aspect_error (`float`, *optional*): Largest error in that metric. Defaults to ln 2 for `"log"`, which
+            rejects a sample of which more than half would be cropped away, and to NovelAI's 4 for `"linear"`, where
+            the error must stay below it.
+        max_upscale (`float`): Largest factor by which cover-resize may enlarge a sample; 1.0 means never.
+
+    Raises:
+        BucketingError: On an unknown metric or a limit that is not above 0.
+    """
+
+    metric: Literal["log", "linear"] = "log"
+    max_aspect_error: float | None = None
+    max_upscale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.metric not in ("log", "linear"):
+            raise BucketingError(f'metric must be "log" or "linear", got {self.metric!r}.')
+        if not self.max_upscale > 0 or (self.max_aspect_error is not None and not self.max_aspect_error > 0):
+            raise BucketingError(f"`max_upscale` and `max_aspect_error` must be above 0, got {self}.")
+
+    @property
+    def aspect_limit(self) -> float:
+        """The limit that holds: `max_aspect_error`, or the default of the metric."""
+        if self.max_aspect_error is not None:
+            return self.max_aspect_error
+        return math.log(2) if self.metric == "log" else 4.0
+
+    def is_near(self, error: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.bool_]:
+        """Return whether aspect errors in the rule's metric are within its limit; shape as given."""
+        return error <= self.aspect_limit if self.metric == "log" else error < self.aspect_limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Where each sample goes.
+
+    Attributes:
+        bucket_id (`int32`, shape `(n,)`): Position in the table, −1 for a rejected sample.
+        rejection (`int8`, shape `(n,)`): A [`Rejection`] per sample, 0 where there is none.
+        aspect_error (`float32`, shape `(n,)`): Distance to the bucket's aspect ratio in the rule's metric, NaN if
+            rejected.
+    """
+
+    bucket_id: npt.NDArray[np.int32]
+    rejection: npt.NDArray[np.int8]
+    aspect_error: npt.NDArray[np.float32]
+
+
+def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
+    """Return the columns of frames, heights and widths as `int64` arrays of one length."""
+    arrays = tuple(np.atleast_1d(np.asarray(column, np.int64)) for column in columns)
+    if len({array.shape for array in arrays}) != 1:
+        raise BucketingError(f"frames, heights and widths must be equally long, got {[a.shape for a in arrays]}.")
+    return arrays
+
+
+def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
+    """Return `CAPTION` where all are `CAPTION_SIZE`, `UNREADABLE` where one is negative, `EMPTY` where one is zero."""
+    smallest, largest = np.minimum.reduce(columns), np.maximum.reduce(columns)
+    reasons = [
+        (largest == CAPTION_SIZE) & (smallest == CAPTION_SIZE),
+        smallest < 0,
+        smallest == 0,
+    ]
+    return np.select(reasons, [Rejection.CAPTION, Rejection.UNREADABLE, Rejection.EMPTY], 0).astype(np.int8)
+
+
+def count_rejections(rejection: npt.ArrayLike) -> dict[str, int]:
+    """Return how many samples were rejected for each reason that occurs, by its label, in the order of [`Rejection`].
+
+    Args:
+        rejection (array, shape `(n,)`): A `rejection` column, or the numbers of an [`Assignment`].
+
+    Example:
+        >>> count_rejections(["too_small", "none", "aspect", "too_small"])
+        {'aspect': 1, 'too_small': 2}
+    """
+    values = np.asarray(rejection)
+    counts = (
+        (reason.label, int(np.count_nonzero(values == (reason.label if values.dtype.kind in "UO" else reason))))
+        for reason in Rejection
+        if reason != Rejection.NONE
+    )
+    return {label: count for label, count in counts if count}
+
+
+FloatArray = npt.NDArray[np.float64]
+Float32Array = npt.NDArray[np.float32]
+
+DETOUR = 0.06
+"""Largest |ln(aspect ratio ÷ bucket's)| of a bucket that takes the place of a nearer one: 5.8 % are cropped away."""
+
+_CHUNK = 1 << 16  # rows whose intermediate arrays fit into a processor's cache
+_CELL_BITS = 43  # the leading bits of a float64 make cells of ratios, 512 per power of two
+_FIRST_CELL, _LAST_CELL = ((1023 + power) << 52 - _CELL_BITS for power in (-6, 6))
+
+
+class _Samples(NamedTuple):
+    """Sizes of samples, and what the search in each group needs of them; all arrays `(n,)`."""
+
+    heights: IntArray
+    widths: IntArray
+    ratios: FloatArray
+    logarithms: FloatArray
+    cells: IntArray
+
+    @classmethod
+    def of(cls, heights: IntArray, widths: IntArray) -> _Samples:
+        ratios = np.maximum(widths, 1) / np.maximum(heights, 1)
+        return cls(heights, widths, ratios, np.log(ratios), _cells(ratios))
+
+    def select(self, rows: IntArray) -> _Samples:
+        if len(rows) == len(self.heights):
+            return self
+        sizes = self.heights[rows], self.widths[rows]
+        return _Samples(*sizes, self.ratios[rows], self.logarithms[rows], self.cells[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """The buckets of one number of frames and one tier, in order of aspect ratio.
+
+    Attributes:
+        boundaries: Between neighbours; a sample below or on one is nearer to the left bucket.
+        below: For each cell of ratios, how many boundaries lie in lower cells; None if a cell holds two.
+        least_area: No sample of fewer pixels can fill one of the buckets.
+        neighbours: How many places away from the nearest bucket another one may be that is near enough for a detour.
+    """
+
+    frames: int
+    ids: npt.NDArray[np.int32]
+    ratios: FloatArray
+    logarithms: FloatArray
+    boundaries: FloatArray
+    below: npt.NDArray[np.int16] | None
+    least_heights: FloatArray
+    least_widths: FloatArray
+    least_area: float
+    neighbours: int
+
+    def nearest(self, samples: _Samples) -> IntArray:
+        """Return the position of the nearest bucket for each sample."""
+        if self.below is None:
+            return np.searchsorted(self.boundaries[:-1], samples.ratios).astype(np.int64)
+        below = self.below[samples.cells].astype(np.int64)
+        return below + (samples.ratios > self.boundaries[below])
+
+    def is_filled(self, bucket: IntArray, samples: _Samples) -> npt.NDArray[np.bool_]:
+        """Return whether each sample fills its bucket without being enlarged too much."""
+        return (samples.heights >= self.least_heights[bucket]) & (samples.widths >= self.least_widths[bucket])
+
+
+class BucketSearch:
+    """Buckets arranged for searching.
+
+    Args:
+        sizes (sequence of [`Size`]): The buckets.
+        tiers (sequence of `int`): One per bucket.
+        rule ([`AssignmentRule`]): Metric and limits.
+    """
+
+    def __init__(self, sizes: Sequence[Size], tiers: Sequence[int], rule: AssignmentRule) -> None:
+        self.rule = rule
+        table, keys = np.array(sizes, np.int64), np.array([(size.frames, 0) for size in sizes], np.int64)
+        keys[:, 1] = tiers
+        self.groups = [
+            self._group(table, np.flatnonzero((keys == key).all(axis=1))) for key in np.unique(keys, axis=0)[::-1]
+        ]
+
+    def _group(self, table: IntArray, members: IntArray) -> _Group:
+        # Of equal ratios, unique keeps the one that stands first in the table.
+        ratios, first = np.unique(table[members, 2] / table[members, 1], return_index=True)
+        ids = members[first]
+        left, right = ratios[:-1], ratios[1:]
+        boundaries = np.sqrt(left * right) if self.rule.metric == "log" else (left + right) / 2
+        right_is_first = ids[1:] < ids[:-1]
+        boundaries[right_is_first] = np.nextafter(boundaries[right_is_first], 0)
+        least_heights, least_widths = (table[ids, side] / self.rule.max_upscale for side in (1, 2))
+        logarithms = np.log(ratios)
+        # The sample lies up to half a gap beyond the nearest bucket, and another one up to DETOUR beyond the sample.
+        reach = logarithms + np.append(np.diff(logarithms) / 2, 0) + DETOUR
+        last = np.searchsorted(logarithms, reach, side="right")
+        return _Group(
+            frames=int(table[members[0], 0]),
+            ids=ids.astype(np.int32),
+            ratios=ratios,
+            logarithms=logarithms,
+            boundaries=np.append(boundaries, np.inf),
+            below=_count_by_cell(boundaries),
+            least_heights=least_heights,
+            least_widths=least_widths,
+            least_area=float((least_heights * least_widths).min()) * (1 - 1e-12),
+            neighbours=int((last - np.arange(len(ids))).max()) - 1,
+        )
+
+    def assign(self, frames: IntArray, heights: IntArray, widths: IntArray) -> Assignment:
+        """Assign samples, all three arrays of shape `(n,)`, as [`BucketTable.assign`] describes."""
+        count = len(frames)
+        result = Assignment(
+            bucket_id=np.full(count, -1, np.int32),
+            rejection=unusable(frames, heights, widths),
+            aspect_error=np.full(count, np.nan, np.float32),
+        )
+        for start in range(0, count, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            chunk = Assignment(
+                bucket_id=result.bucket_id[part],
+                rejection=result.rejection[part],
+                aspect_error=result.aspect_error[part],
+            )
+            self._assign_chunk(frames[part], _Samples.of(heights[part], widths[part]), chunk)
+        return result
+
+    def _assign_chunk(self, frames: IntArray, samples: _Samples, out: Assignment) -> None:
+        waiting = out.rejection == Rejection.NONE
+        area = samples.heights * samples.widths
+        for group in self.groups:
+            rows = np.flatnonzero(waiting & _of_kind(group, frames) & (area >= group.least_area))
+            if len(rows):
+                self._assign_group(group, rows, samples.select(rows), out)
+                waiting[rows] = out.bucket_id[rows] < 0
+        rows = np.flatnonzero(waiting)
+        if len(rows):
+            out.rejection[rows] = self._reasons(frames[rows], samples.select(rows))
+
+    def _assign_group(self, group: _Group, rows: IntArray, samples: _Samples, out: Assignment) -> None:
+        bucket = group.nearest(samples)
+        error = self._error(group, bucket, samples)
+        near = self.rule.is_near(error)
+        taken = near & group.is_filled(bucket, samples)
+        out.bucket_id[rows] = np.where(taken, group.ids[bucket], -1)
+        out.aspect_error[rows] = np.where(taken, error, np.float32(np.nan))
+        if group.neighbours:
+            others = np.flatnonzero(near & ~taken)
+            self._detour(group, rows[others], (bucket[others], samples.select(others)), out)
+
+    def _error(self, group: _Group, bucket: IntArray, samples: _Samples) -> Float32Array:
+        """Return the distance of each sample to a bucket in the rule's metric."""
+        if self.rule.metric == "log":
+            return np.abs(samples.logarithms - group.logarithms[bucket]).astype(np.float32)
+        return np.abs(samples.ratios - group.ratios[bucket]).astype(np.float32)
+
+    def _detour(self, group: _Group, rows: IntArray, near: tuple[IntArray, _Samples], out: Assignment) -> None:
+        """Give samples that their nearest bucket would enlarge the next nearest within DETOUR that does not."""
+        nearest, samples = near
+        least = np.full(len(rows), np.inf)
+        for step in range(-group.neighbours, group.neighbours + 1):
+            bucket = np.clip(nearest + step, 0, len(group.ids) - 1)
+            distance = np.abs(samples.logarithms - group.logarithms[bucket])
+            better = np.flatnonzero((distance <= DETOUR) & (distance < least) & group.is_filled(bucket, samples))
+            bucket, chosen = bucket[better], samples.select(better)
+            error = self._error(group, bucket, chosen)
+            within = self.rule.is_near(error)
+            better = better[within]
+            least[better] = distance[better]
+            out.bucket_id[rows[better]] = group.ids[bucket[within]]
+            out.aspect_error[rows[better]] = error[within]
+
+    def _reasons(self, frames: IntArray, samples: _Samples) -> npt.NDArray[np.int8]:
+        """Say why samples have no bucket: none has so few frames, none is near their ratio, or none is as small."""
+        reason = np.full(len(frames), Rejection.TOO_SHORT, np.int8)
+        for group in reversed(self.groups):
+            rows = np.flatnonzero(_of_kind(group, frames) & (reason != Rejection.TOO_SMALL))
+            if len(rows):
+                own = samples.select(rows)
+                near = self.rule.is_near(self._error(group, group.nearest(own), own))
+                reason[rows] = np.where(near, Rejection.TOO_SMALL, Rejection.ASPECT)
+        return reason
+
+
+def _of_kind(group: _Group, frames: IntArray) -> npt.NDArray[np.bool_]:
+    """Return which samples may take the group's number of frames: images one, videos as many as they have."""
+    return frames == 1 if group.frames == 1 else frames >= group.frames
+
+
+def _cells(ratios: FloatArray) -> IntArray:
+    """Return the cell of each ratio; cells rise with the ratio exactly, as do the bits of positive floats."""
+    cells: IntArray = np.clip((ratios.view(np.int64) >> _CELL_BITS) - _FIRST_CELL, 0, _LAST_CELL - _FIRST_CELL)
+    return cells
+
+
+def _count_by_cell(boundaries: FloatArray) -> npt.NDArray[np.int16] | None:
+    """Return how many boundaries lie below each cell, None if one of the cells holds two."""
+    per_cell = np.bincount(_cells(boundaries), minlength=_LAST_CELL - _FIRST_CELL + 1)
+    if per_cell.max() > 1:
+        return None
+    return (np.cumsum(per_cell) - per_cell).astype(np.int16)

@@ -1,0 +1,239 @@
+"""Sizes of samples, the grid that a VAE and a patch embedding lay over them, and cover-resize with crop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BucketingError
+
+RoundMode = Literal["up", "down", "nearest"]
+IntOrArray = TypeVar("IntOrArray", int, npt.NDArray[np.int64])
+
+
+class Size(NamedTuple):
+    """Size of a sample: a video, or an image, which is a video of one frame.
+
+    Args:
+        frames (`int`): Number of frames, at least 1.
+        height (`int`): Height in pixels, at least 1.
+        width (`int`): Width in pixels, at least 1.
+
+    Example:
+        >>> Size(frames=81, height=480, width=832).pixels
+        32348160
+    """
+
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def pixels(self) -> int:
+        """Number of pixels over all frames."""
+        return self.frames * self.height * self.width
+
+    @property
+    def aspect_ratio(self) -> float:
+        """Width divided by height."""
+        return self.width / self.height
+
+    def __str__(self) -> str:
+        return f"{self.frames}×{self.height}×{self.width} (frames×height×width)"
+
+
+def round_to_multiple(value: IntOrArray, multiple: int, *, mode: RoundMode = "up") -> IntOrArray:
+    """Round to a multiple of `multiple`, never below one multiple, in exact integers.
+
+    Args:
+        value (`int` or array of `int`): What to round, at least 1.
+        multiple (`int`): At least 1.
+        mode (`"up"`, `"down"` or `"nearest"`): Halves go up in `"nearest"`.
+
+    Returns:
+        `int` or array: Same shape as `value`.
+
+    Raises:
+        BucketingError: On an unknown mode.
+
+    Example:
+        >>> [round_to_multiple(v, 16, mode="nearest") for v in (3, 23, 24)]
+        [16, 16, 32]
+    """
+    offsets = {"up": multiple - 1, "down": 0, "nearest": multiple // 2}
+    if mode not in offsets:
+        raise BucketingError(f"Unknown rounding mode {mode!r}; use one of {', '.join(map(repr, offsets))}.")
+    rounded = (value + offsets[mode]) // multiple * multiple
+    if isinstance(rounded, np.ndarray):
+        return np.maximum(rounded, multiple)
+    return max(rounded, multiple)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """How a VAE and a patch embedding turn a size in pixels into a grid of tokens.
+
+    Args:
+        temporal_stride (`int`): Frames per latent frame after the first (a causal video VAE keeps the first frame
+            alone, so valid frame counts are `k * temporal_stride + 1`); 1 for image VAEs.
+        spatial_stride (`int`): Pixels per latent pixel, along height and width.
+        patch (`tuple[int, int, int]`): Latent frames, rows and columns per token.
+
+    Raises:
+        BucketingError: If a stride or a patch side is below 1.
+
+    Example:
+        >>> wan = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+        >>> wan.grid(Size(81, 480, 832)), wan.num_tokens(Size(81, 480, 832))
+        ((21, 30, 52), 32760)
+    """
+
+    temporal_stride: int
+    spatial_stride: int
+    patch: tuple[int, int, int] = (1, 1, 1)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patch", tuple(int(side) for side in self.patch))
+        if len(self.patch) != 3 or min(self.temporal_stride, self.spatial_stride, *self.patch) < 1:
+            raise BucketingError(f"Strides and the three patch sides must be at least 1, got {self}.")
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """What height and width in pixels must be multiples of."""
+        return self.spatial_stride * self.patch[1], self.spatial_stride * self.patch[2]
+
+    def snap(self, size: Size, *, mode: RoundMode = "up", frames_mode: RoundMode = "down") -> Size:
+        """Return the valid size next to `size`, never below one patch.
+
+        Args:
+            size (`Size`): Any size of at least one frame, row and column.
+            mode (`"up"`, `"down"` or `"nearest"`): How height and width are rounded.
+            frames_mode (same): How the number of frames is rounded. It is cut by default, because frames that the
+                file does not hold cannot be made up.
+
+        Returns:
+            `Size`: A size that [`grid`][LatentSpec.grid] accepts.
+
+        Raises:
+            BucketingError: If a side is below 1, or a mode is unknown.
+        """
+        if min(size) < 1:
+            raise BucketingError(f"Every side of a size must be at least 1, got {size}.")
+        return Size(*map(int, self.snap_arrays(*map(np.int64, size), mode=mode, frames_mode=frames_mode)))
+
+    def snap_arrays(
+        self,
+        frames: npt.ArrayLike,
+        heights: npt.ArrayLike,
+        widths: npt.ArrayLike,
+        *,
+        mode: RoundMode = "up",
+        frames_mode: RoundMode = "down",
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Do what [`snap`][LatentSpec.snap] does to arrays of frames, heights and widths, each of shape `(n,)`.
+
+        Raises:
+            BucketingError: If a mode is unknown.
+        """
+        step_height, step_width = self.multiples
+        period = self.temporal_stride * self.patch[0]
+        shift = self.temporal_stride - 1  # frames = temporal_stride * (latent_frames - 1) + 1
+        whole = round_to_multiple(np.asarray(frames, np.int64) + shift, period, mode=frames_mode)
+        return (
+            whole - shift,
+            round_to_multiple(np.asarray(heights, np.int64), step_height, mode=mode),
+            round_to_multiple(np.asarray(widths, np.int64), step_width, mode=mode),
+        )
+
+    def latent_size(self, size: Size) -> tuple[int, int, int]:
+        """Return `(latent_frames, latent_height, latent_width)` of a valid size.
+
+        Raises:
+            BucketingError: If the size does not divide into whole tokens; the message names the next valid one.
+        """
+        if min(size) < 1 or self.snap(size) != size:
+            hint = "" if min(size) < 1 else f"; the next valid size is {self.snap(size)}"
+            raise BucketingError(f"Size {size} does not divide into whole tokens of {self}{hint}.")
+        frames = (size.frames - 1) // self.temporal_stride + 1
+        return frames, size.height // self.spatial_stride, size.width // self.spatial_stride
+
+    def grid(self, size: Size) -> tuple[int, int, int]:
+        """Return the token grid `(t, h, w)` of a valid size.
+
+        Raises:
+            BucketingError: If the size does not divide into whole tokens.
+        """
+        t, h, w = (latent // side for latent, side in zip(self.latent_size(size), self.patch, strict=True))
+        return t, h, w
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the number of tokens of a valid size: the product of its grid.
+
+        Raises:
+            BucketingError: If the size does not divide into whole tokens.
+        """
+        t, h, w = self.grid(size)
+        return t * h * w
+
+
+class CropBox(NamedTuple):
+    """The part of a resized frame that is kept, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def cover_resize(height: int, width: int, *, target: Size) -> tuple[int, int]:
+    """Return the smallest `(height, width)` of the same aspect ratio that covers the target.
+
+    One side equals the target's, the other is rounded to the nearest pixel and is never below the target's.
+
+    Args:
+        height (`int`): Height of the source in pixels.
+        width (`int`): Width of the source in pixels.
+        target (`Size`): Its `height` and `width` are to be covered.
+
+    Raises:
+        BucketingError: If a side is below 1.
+
+    Example:
+        >>> cover_resize(1080, 1920, target=Size(1, 256, 320))
+        (256, 455)
+    """
+    if min(height, width, target.height, target.width) < 1:
+        raise BucketingError(f"Sides must be at least 1, got {height}×{width} to cover {target}.")
+    if target.height * width >= target.width * height:
+        return target.height, (width * target.height + height // 2) // height
+    return (height * target.width + width // 2) // width, target.width
+
+
+def crop_box(height: int, width: int, *, target: Size, y: float = 0.5, x: float = 0.5) -> CropBox:
+    """Place a box of the target's height and width inside a frame.
+
+    Args:
+        height (`int`): Height of the resized frame in pixels.
+        width (`int`): Width of the resized frame in pixels.
+        target (`Size`): Size of the box.
+        y (`float`): Position of the box from the top (0) to the bottom (1) of the free space; 0.5 centres it.
+            A uniform draw from [0, 1) makes every position equally likely.
+        x (`float`): Same from left to right.
+
+    Raises:
+        BucketingError: If the box is larger than the frame or a position lies outside [0, 1].
+
+    Example:
+        >>> crop_box(256, 455, target=Size(1, 256, 320))
+        CropBox(top=0, left=68, height=256, width=320)
+    """
+    free_height, free_width = height - target.height, width - target.width
+    if free_height < 0 or free_width < 0:
+        raise BucketingError(f"A frame of {height}×{width} pixels cannot be cropped to {target}; resize it first.")
+    if not (0 <= y <= 1 and 0 <= x <= 1):
+        raise BucketingError(f"Crop positions lie between 0 and 1, got y={y}, x={x}.")
+    top, left = min(int(y * (free_height + 1)), free_height), min(int(x * (free_width + 1)), free_width)
+    return CropBox(top, left, target.height, target.width)

@@ -1,0 +1,113 @@
+"""A collator that reads latents and texts from a cache instead of decoding and encoding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..buckets.sizes import CropBox, Size
+from ..errors import BucketingError, CacheError
+from ..loaders.media_collator import Row, require
+from .store import TensorCache
+
+
+class CachedCollator:
+    """Make a batch of cached samples: one stack if all have one bucket, for bucketed training, or a list, for packs.
+
+    Called with rows of a data set that has a `latents_key` column, returns a `dict` with `latents` (`(B, C, f, h, w)`,
+    or a list of `(C, f, h, w)`), and the lists `size`, `crop`, `flip`, `fps` and, where the rows have it, `index`;
+    with a stack also `bucket_id`. With a caption column also `caption`, `text_values` (`(B, length, dim)`) and, for
+    models with one, `text_mask` (`(B, length)`).
+
+    Args:
+        folder (`str` or `Path`): Of the cache.
+        stack (`bool`): Whether samples are stacked.
+        caption_column (`str`, *optional*): Text column, beside which there is `text_key`; None if there is none.
+        empty_text_key (`str`, *optional*): Entry of the empty caption, see [`empty_text`][CachedCollator.empty_text].
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        stack: bool,
+        caption_column: str | None = "caption",
+        empty_text_key: str | None = None,
+    ) -> None:
+        self.cache = TensorCache(Path(folder))
+        self.stack = stack
+        self.caption_column = caption_column
+        self.empty_text_key = empty_text_key
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take note of the epoch, as other collators do; what is cached is the same in all of them."""
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return the batch.
+
+        Raises:
+            ColumnError: If a needed column is missing.
+            CacheError: If an entry is missing or corrupt; the message names the row.
+            BucketingError: If samples that are to be stacked are of several buckets.
+        """
+        require(rows[0], ["latents_key", *(["bucket_id"] if self.stack else [])])
+        entries = [self._read(row, "latents_key") for row in rows]
+        batch: dict[str, Any] = {
+            "latents": [tensors["latents"] for tensors, _ in entries],
+            "size": [Size(*about["size"]) for _, about in entries],
+            "crop": [CropBox(*about["crop"]) for _, about in entries],
+            "flip": [about["flip"] for _, about in entries],
+            "fps": [about["fps"] for _, about in entries],
+        }
+        if "index" in rows[0]:
+            batch["index"] = [int(row["index"]) for row in rows]
+        if self.stack:
+            batch.update(self._stacked(rows, batch["latents"]))
+        if self.caption_column is not None:
+            require(rows[0], [self.caption_column, "text_key"])
+            batch["caption"] = [row[self.caption_column] for row in rows]
+            texts = [_padded(*self._read(row, "text_key")) for row in rows]
+            batch.update({name: torch.stack([text[name] for text in texts]) for name in texts[0]})
+        return batch
+
+    def empty_text(self) -> dict[str, torch.Tensor]:
+        """Return `text_values` `(length, dim)` and, for models with one, `text_mask` `(length,)` of the empty caption.
+
+        Raises:
+            CacheError: If there is no such entry.
+        """
+        if self.empty_text_key is None:
+            raise CacheError("The cache has no entry of the empty caption; make it with scripts/cache_latents.py.")
+        return _padded(*self.cache.read(self.empty_text_key))
+
+    def _read(self, row: Row, column: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        name = f"row {row['index']}" if "index" in row else "a row without an index column"
+        if not row[column]:
+            raise CacheError(f"{name} has no {column}: it was rejected, and must not be drawn.")
+        try:
+            return self.cache.read(row[column])
+        except CacheError as error:
+            raise CacheError(f"Cannot load {name}: {error}") from error
+
+    def _stacked(self, rows: Sequence[Row], latents: list[torch.Tensor]) -> dict[str, Any]:
+        ids = {int(row["bucket_id"]) for row in rows}
+        if len(ids) > 1:
+            raise BucketingError(
+                f"A batch holds the buckets {sorted(ids)}, whose latents cannot be stacked; draw it with a "
+                'BucketBatchSampler, whose tail is not "catch_all": cached samples have one size.'
+            )
+        return {"latents": torch.stack(latents), "bucket_id": ids.pop()}
+
+
+def _padded(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return embeddings and mask with the padding that the cache cut off."""
+    padded = {}
+    for name, tensor in tensors.items():
+        whole = tensor.new_zeros(about["length"], *tensor.shape[1:])
+        whole[: len(tensor)] = tensor
+        padded[f"text_{name}"] = whole
+    return padded

@@ -1,0 +1,3 @@
+"""Flags of scripts, and how a script runs and ends."""
+
+__all__ = []

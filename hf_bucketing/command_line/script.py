@@ -1,0 +1,153 @@
+"""Run the main function of a script, so that whatever ends it is said once, in one place, and in flags."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ..errors import BucketingError, FlagError, Interrupted, WriteError
+from ..files import explain
+from .flags import FlagParser
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of a program that Ctrl-C ended, by the convention of shells."""
+
+_SECONDS_TO_CLEAN_UP = 10.0
+_SECONDS_FOR_THE_MAIN_PROCESS = 10.0
+
+
+def run_script(
+    main: Callable[[argparse.Namespace], None],
+    make_parser: Callable[[], FlagParser],
+    *,
+    interrupted: str = "Nothing half-written is left; run the same command again.",
+) -> None:
+    """Parse the command line and run a script's main function; its errors end it with a message, not a traceback.
+
+    A [`BucketingError`] ends the script with exit code 1, or 2 where the flags are wrong, and a message that names
+    flags instead of arguments; of several processes that `accelerate launch` started, the main one says it, or one
+    that failed alone. Ctrl-C ends the script and what it started with exit code 130. Progress bars end before a
+    message.
+
+    Args:
+        main (callable): Takes the parsed flags.
+        make_parser (callable): Returns the parser; may import what is slow to import.
+        interrupted (`str`): How to go on after Ctrl-C, unless main raises [`Interrupted`] with a message.
+    """
+    flags: dict[str, str] = {}
+    with _Interruption(interrupted) as interruption:
+        try:
+            parser = make_parser()
+            flags = parser.flags
+            main(parser.parse_args())
+            return
+        except (KeyboardInterrupt, Exception) as error:
+            close_progress_bars()
+            if interruption.happened:  # libraries may turn it into errors of their own
+                message, code = interruption.message(error), INTERRUPTED
+            elif isinstance(error, BucketingError):
+                message, code = _text(error, flags), 2 if isinstance(error, FlagError) else 1
+            elif reason := explain(error):
+                message, code = _text(WriteError(reason), flags), 1
+            else:
+                raise
+        _end(message, code)
+
+
+def close_progress_bars() -> None:
+    """End the progress bars of this process, so that what is printed next begins a line."""
+    tqdm = sys.modules.get("tqdm")
+    for bar in list(getattr(tqdm.tqdm, "_instances", ())) if tqdm else []:
+        bar.close()
+
+
+def _text(error: BucketingError, flags: dict[str, str]) -> str:
+    return f"{type(error).__name__}: {error.in_flags(flags)}"
+
+
+class _Interruption:
+    """Catches Ctrl-C once: it raises KeyboardInterrupt, and ends this process if that does not.
+
+    Processes that this one forks end at once; waiting for them is what hangs.
+    """
+
+    def __init__(self, advice: str) -> None:
+        self.advice = advice
+        self.happened = False
+
+    def __enter__(self) -> _Interruption:
+        self.process = os.getpid()
+        self.before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.happened:
+            signal.signal(signal.SIGINT, self.before)
+
+    def message(self, error: BaseException | None = None) -> str:
+        told = str(error) if isinstance(error, Interrupted) else ""
+        return f"Interrupted. {told or self.advice}"
+
+    def _interrupt(self, signal_number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.process:
+            os._exit(INTERRUPTED)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.happened = True
+        threading.Thread(target=self._end_late, daemon=True).start()
+        raise KeyboardInterrupt
+
+    def _end_late(self) -> None:
+        time.sleep(_SECONDS_TO_CLEAN_UP)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"\n{self.message()}", file=sys.stderr, flush=True)
+        _leave(INTERRUPTED)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Say why the script ends, once for all its processes, and end it."""
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    elif code != INTERRUPTED:
+        # If the main process ended with an error too, it says so, and the launcher ends this one meanwhile.
+        time.sleep(_SECONDS_FOR_THE_MAIN_PROCESS)
+        print(f"Process {rank} of {processes}: {message}", file=sys.stderr, flush=True)
+    if processes > 1:
+        _tell_launcher(f"See the message of process {rank} above.")
+    if processes > 1 or code == INTERRUPTED:
+        _leave(code)
+    sys.exit(code)
+
+
+def _tell_launcher(message: str) -> None:
+    """Leave torchrun a line for its report, which else advises to look for a traceback."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": text}))
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process and those that it started, without waiting for threads, collectives or pools.
+
+    What is registered for the exit, such as giving semaphores back, is done if it does not hang.
+    """
+    for library in ("multiprocessing", "multiprocess"):  # the second is that of datasets
+        if library in sys.modules:
+            for child in sys.modules[library].active_children():
+                child.kill()
+    exiting = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    exiting.start()
+    exiting.join(_SECONDS_TO_CLEAN_UP)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,29 @@
+"""From an epoch plan to batches: samplers and collators for a `torch.utils.data.DataLoader`."""
+
+from .bucket_sampler import BucketBatchSampler
+from .check import check_loader
+from .collators import BucketCollator, PackCollator
+from .faults import StandIns
+from .length_sampler import LengthBatchSampler
+from .pack_sampler import PackBatchSampler
+from .padding import PadCollator
+from .planned import PlannedBatchSampler
+from .random_resize import RandomResize
+from .resume import ResumableLoader, resume
+from .workers import worker_options
+
+__all__ = [
+    "BucketBatchSampler",
+    "BucketCollator",
+    "LengthBatchSampler",
+    "PackBatchSampler",
+    "PackCollator",
+    "PadCollator",
+    "PlannedBatchSampler",
+    "RandomResize",
+    "ResumableLoader",
+    "StandIns",
+    "check_loader",
+    "resume",
+    "worker_options",
+]

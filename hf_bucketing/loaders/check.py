@@ -1,0 +1,72 @@
+"""Refuse the accelerate settings under which planned batches would be lost, split or sharded twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
+from torch.utils.data import DataLoader
+
+from ..errors import PlanError
+from .planned import PlannedBatchSampler
+
+
+def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
+    """Raise if a prepared loader would not yield each planned batch once, or would resume in the wrong place.
+
+    Args:
+        accelerator (`Accelerator`): The one that prepared the loader.
+        loader (`DataLoader`): Made with `batch_sampler=` one of this package's samplers.
+
+    Raises:
+        PlanError: Under `dispatch_batches`, `split_batches` or, without [`resume`][hf_bucketing.loaders.resume],
+            `use_stateful_dataloader`; for a loader without a planned sampler or whose sampler has a `batch_size`; for
+            one that is not sharded although several processes run, or is sharded twice.
+    """
+    if accelerator.split_batches:
+        raise PlanError("split_batches cuts planned batches apart; leave it out of DataLoaderConfiguration.")
+    if isinstance(loader, DataLoaderDispatcher) or accelerator.dispatch_batches:
+        raise PlanError("dispatch_batches joins batches of different sizes; set dispatch_batches=False.")
+    if getattr(loader, "use_stateful_dataloader", False):
+        raise PlanError(
+            "use_stateful_dataloader begins to draw the first epoch in prepare(), saves what was drawn instead of "
+            "what was trained on, and all processes write one file; iterate resume(accelerator, loader), which puts "
+            "the right place into save_state, or leave use_stateful_dataloader out."
+        )
+    sampler = planned_sampler(loader)
+    batch_size = getattr(sampler, "batch_size", None)
+    if batch_size is not None:
+        raise PlanError(
+            f"The sampler has batch_size={batch_size}, by which accelerate drops each group of batches that "
+            "holds a shorter one, up to 92 % of the data; delete the attribute."
+        )
+    shards = 1
+    outer: Any = loader.batch_sampler
+    while outer is not sampler:
+        shards *= outer.num_processes if isinstance(outer, BatchSamplerShard) else 1
+        outer = outer.batch_sampler
+    sharded = shards if sampler.process_index is None else shards * sampler.num_processes
+    if sharded != accelerator.num_processes or sampler.num_processes != accelerator.num_processes:
+        raise PlanError(
+            f"{accelerator.num_processes} processes run, but the sampler plans for {sampler.num_processes} and its "
+            f"batches are shared among {sharded}: prepare the loader once, without process_index, and let "
+            "num_processes be accelerate's."
+        )
+
+
+def planned_sampler(loader: DataLoader[Any]) -> PlannedBatchSampler:
+    """Return the planned sampler of a loader, below what accelerate wrapped around it.
+
+    Raises:
+        PlanError: If it has none.
+    """
+    sampler: Any = loader.batch_sampler
+    while not isinstance(sampler, PlannedBatchSampler) and hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    if not isinstance(sampler, PlannedBatchSampler):
+        raise PlanError(
+            f"Expected a DataLoader with batch_sampler=BucketBatchSampler(…) or PackBatchSampler(…), got "
+            f"{type(sampler).__name__}."
+        )
+    return sampler

@@ -1,0 +1,92 @@
+"""Variable resolution: sizes drawn anew for every sample in every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..buckets.sizes import LatentSpec, Size
+from ..errors import BucketingError
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomResize:
+    """Draw height and width of each sample, to train packs on any resolution and aspect ratio.
+
+    Each side is a whole number, uniform from `min_side` to the sample's own (which smaller sides keep), rounded up to
+    a multiple of the VAE's stride × the patch. The sample is then cover-resized and cropped to it. Frames stay. A draw
+    depends on the seed, the epoch and the sample's index alone.
+
+    Args:
+        spec ([`LatentSpec`]): Strides and patch of the model.
+        min_side (`int`): In pixels, at least 1.
+        seed (`int`): Of the draws.
+
+    Raises:
+        BucketingError: If `min_side` is below 1 or `seed` is negative.
+    """
+
+    spec: LatentSpec
+    min_side: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.min_side < 1 or self.seed < 0:
+            raise BucketingError(f"Expected min_side ≥ 1 and seed ≥ 0, got {self.min_side} and {self.seed}.")
+
+    def sizes(self, sizes: Sequence[Size], *, indices: npt.ArrayLike, epoch: int) -> list[Size]:
+        """Return the drawn size of each sample.
+
+        Args:
+            sizes (sequence of [`Size`]): The samples' own.
+            indices (array of `int`, shape `(n,)`): Their numbers in the data set.
+            epoch (`int`): Of the draw.
+
+        Raises:
+            BucketingError: If a side is below 1.
+        """
+        if any(min(size) < 1 for size in sizes):
+            raise BucketingError(f"Every side of a size must be at least 1, got {sizes}.")
+        frames, height, width = np.array(sizes, np.int64).reshape(-1, 3).T
+        drawn = self._sides(height, width, indices=np.asarray(indices, np.int64), epoch=epoch)
+        return [Size(*map(int, size)) for size in zip(*self.spec.snap_arrays(frames, *drawn), strict=True)]
+
+    def token_counter(
+        self, *, num_frames: npt.ArrayLike, height: npt.ArrayLike, width: npt.ArrayLike, index: npt.ArrayLike
+    ) -> Callable[[int], IntArray]:
+        """Return the function from an epoch to the tokens of each row, `(n,)`: the sampler's `num_tokens`.
+
+        Rows without a size, of which a side is below 1, have 0 tokens. The arguments are the data set's columns.
+        """
+        columns = [np.asarray(column, np.int64) for column in (num_frames, height, width)]
+        usable = np.minimum.reduce(columns) >= 1
+        frames, heights, widths = (np.where(usable, column, 1) for column in columns)
+        indices = np.asarray(index, np.int64)
+
+        def count(epoch: int) -> IntArray:
+            drawn = self._sides(heights, widths, indices=indices, epoch=epoch)
+            whole_frames, *sides = self.spec.snap_arrays(frames, *drawn)
+            latent_frames = (whole_frames - 1) // self.spec.temporal_stride + 1
+            step_height, step_width = self.spec.multiples
+            tokens = latent_frames // self.spec.patch[0] * (sides[0] // step_height) * (sides[1] // step_width)
+            return np.where(usable, tokens, 0)
+
+        return count
+
+    def _sides(self, height: IntArray, width: IntArray, *, indices: IntArray, epoch: int) -> tuple[IntArray, IntArray]:
+        """Return drawn heights and widths; the draws of index i are numbers 2i and 2i + 1 of the epoch's stream."""
+        if not len(indices):
+            return height, width
+        bits = np.random.PCG64((self.seed, epoch, 0, 3))
+        bits.advance(2 * int(indices.min()))
+        stream = np.random.Generator(bits).random((int(np.ptp(indices)) + 1, 2))
+        draws = stream[indices - indices.min()].T
+        lowest = (np.minimum(self.min_side, side) for side in (height, width))
+        sides = zip((height, width), lowest, draws, strict=True)
+        drawn_height, drawn_width = (low + (draw * (side - low + 1)).astype(np.int64) for side, low, draw in sides)
+        return drawn_height, drawn_width

@@ -1,0 +1,179 @@
+"""Make accelerate's checkpoints hold the place in the data, so that a loaded run goes on where the saved one stood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from ..errors import BucketingError
+from ..plans.epoch import EpochPlan, IntArray
+from ..streaming.batcher import StreamingBucketBatcher
+from ..streaming.resume import ResumableStream
+from .check import check_loader, planned_sampler
+from .window import WindowRandom
+
+
+def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader | ResumableStream:
+    """Put a prepared loader under the care of `accelerator.save_state` and `load_state`.
+
+    Call it once, after `accelerator.prepare` and before `load_state`, and iterate what it returns. From then on every
+    checkpoint holds the epoch and the steps that are finished, and loading one goes on with the next batch.
+
+    Args:
+        accelerator (`Accelerator`): The one that prepared the loader.
+        loader (`DataLoader`): Made with `batch_sampler=` one of this package's samplers, and prepared; or that of a
+            [`StreamingBucketBatcher`][hf_bucketing.loaders.StreamingBucketBatcher], not prepared.
+
+    Raises:
+        PlanError: If batches would be lost; see [`check_loader`][hf_bucketing.loaders.check_loader].
+
+    Example:
+        ```python
+        loader = resume(accelerator, accelerator.prepare(DataLoader(dataset, batch_sampler=sampler, …)))
+        if checkpoint is not None:
+            accelerator.load_state(checkpoint)
+        for epoch in range(loader.epoch, num_epochs):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    …
+                if loader.step % 500 == 0:
+                    accelerator.save_state(folder)
+        ```
+    """
+    dataset: Any = loader.dataset
+    if isinstance(dataset, StreamingBucketBatcher) or isinstance(
+        getattr(dataset, "dataset", None), StreamingBucketBatcher
+    ):  # or accelerate's shard of one
+        return ResumableStream(accelerator, loader)
+    return ResumableLoader(accelerator, loader)
+
+
+class ResumableLoader:
+    """A prepared loader that knows its place: iterating starts there, and checkpoints hold it.
+
+    A batch counts as finished once it is handed out, so save after its step, not before. What was saved inside a
+    window of gradient accumulation goes on at the start of that window, with its random states, as no checkpoint holds
+    gradients. Each epoch is announced to the collator (`set_epoch`), and no global random number is drawn.
+
+    Args:
+        accelerator (`Accelerator`): See [`resume`].
+        loader (`DataLoader`): See [`resume`].
+
+    Raises:
+        PlanError: As [`resume`].
+    """
+
+    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any]) -> None:
+        if getattr(loader, "use_stateful_dataloader", False):
+            # Its own state counts what was drawn, all processes write it to one file, and prepare() has begun to draw.
+            loader.use_stateful_dataloader = False
+            self._reset: Any = loader.load_state_dict  # type: ignore[attr-defined]
+        else:
+            self._reset = None
+        check_loader(accelerator, loader)
+        self.accelerator = accelerator
+        self.loader = loader
+        self.sampler = planned_sampler(loader)
+        self.step = self.sampler.first_step
+        self._window = self.step
+        self._random = WindowRandom(accelerator)
+        self._generator: torch.Generator | None = None
+        if getattr(loader, "generator", None) is None:
+            # An iterator draws a seed for its workers; from torch's own state, a resumed run would draw once more.
+            self._generator = torch.Generator()
+            getattr(loader, "base_dataloader", loader).generator = self._generator
+        accelerator.register_for_checkpointing(self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is iterated next, or at present."""
+        return self.sampler.epoch
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan whose steps `step` counts."""
+        return self.sampler.plan()
+
+    @property
+    def samples_in_window(self) -> int:
+        """How many samples [`rows_in_window`][ResumableLoader.rows_in_window] holds."""
+        return len(self.rows_in_window)
+
+    @property
+    def rows_in_window(self) -> IntArray:
+        """Rows that all processes take together in the accumulation window of the batch at hand.
+
+        Their number, or what they weigh together, is the `total` of [`global_mean`][hf_bucketing.losses.global_mean].
+        """
+        return self.plan.rows_in_steps(self._window, self._window + self.accelerator.gradient_accumulation_steps)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to iterate, from its start; the present one again changes nothing."""
+        if epoch != self.epoch:
+            self.step = self._window = 0
+        self.loader.set_epoch(epoch)  # type: ignore[attr-defined]
+        collator: Any = self.loader.collate_fn
+        if hasattr(collator, "set_epoch"):
+            collator.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.load_state_dict(self.sampler.state_dict(step=self.step))
+        self.set_epoch(self.epoch)
+        if self._reset is not None:
+            self._reset({})  # what prepare() drew
+            self._reset = None
+        if self._generator is not None:
+            seed = np.random.SeedSequence((self.sampler.state_dict()["seed"], self.epoch))
+            self._generator.manual_seed(int(seed.generate_state(1, np.uint32)[0]))
+        for batch in self._batches():
+            if self.accelerator.sync_gradients:
+                self._window = self.step
+                self._random.note()
+            self.step += 1
+            yield batch
+        self.set_epoch(self.epoch + 1)
+
+    def _batches(self) -> Iterator[Any]:
+        """Yield the loader's batches; say which process, step and rows it was when a worker dies or hangs."""
+        try:
+            yield from self.loader
+        except RuntimeError as error:
+            if "DataLoader" not in str(error):
+                raise
+            process = self.accelerator.process_index
+            # accelerate draws one batch ahead of the one at hand.
+            ahead = range(self.step, min(self.step + 2, self.plan.num_steps))
+            rows = [self.plan.batch(step * self.plan.num_processes + process).tolist() for step in ahead]
+            happened = str(error).rstrip(".")
+            raise BucketingError(
+                f"Process {process} got no batch after step {self.step} of epoch {self.epoch}: {happened}. The worker "
+                f"was to load the rows {' or '.join(map(str, rows))}, or ones a few steps later. Look for a sample "
+                "that takes all memory or hangs, raise the loader's `timeout`, or lower `num_workers`."
+            ) from error
+
+    def __len__(self) -> int:
+        """Return the steps that are left of the epoch."""
+        return self.plan.num_steps - self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place as JSON values, the same on every process; see `PlannedBatchSampler.state_dict`."""
+        return self.sampler.state_dict(step=self.step if self.accelerator.sync_gradients else self._window)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` stood, on any number of processes.
+
+        Raises:
+            PlanError: If the rows, the table, the settings or the seed differ.
+        """
+        self.sampler.load_state_dict(state)
+        self.step = self._window = self.sampler.first_step
+        # accelerate keeps its place in the accumulation window in a file per process: absent where there are more
+        # processes than before, and wrong for a window that starts again.
+        self.accelerator.step = 0
+        self._random.restore()

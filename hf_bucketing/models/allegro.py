@@ -1,0 +1,102 @@
+"""Allegro: rotary positions over frames, rows and columns, which its pipeline makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import PackingError
+from ..packing.attention.dispatch import Backend
+from ..packing.context import active_layout
+from ..packing.family import Family, Transformer, texts_over_rows
+from ..packing.layout import Grid
+from ..packing.positions import axis_coordinates, over_grid
+from ..packing.processors.attn import PackedAttnProcessor
+from ..packing.strips import position_rows, token_grid
+
+if TYPE_CHECKING:
+    from ..packing.pack import PackedBatch
+
+
+class AllegroFamily(Family):
+    """Recipe of `AllegroTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family]."""
+
+    interpolates = True
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse strips of one token, whose dimension the model's blocks squeeze away."""
+        if strip_length == 1:
+            raise PackingError("Allegro's blocks do not run rows of one token; use a strip_length of at least 2.")
+
+    def text_dim(self, transformer: Transformer) -> int:
+        """Return the channels of a caption."""
+        return int(transformer.config.caption_channels)
+
+    def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
+        """Attend inside a sample."""
+        return PackedAttnProcessor(backend)
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hand the transformer the rotary tables that its pipeline would hand it."""
+
+        def place(module: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            def table(grid: Grid) -> tuple[torch.Tensor, ...]:
+                return _rotary(module.config, grid, base_size, device=module.proj_out.weight.device)
+
+            tables = position_rows(active_layout(), table)
+            rotary = tuple(zip(tables[::2], tables[1::2], strict=True))
+            return args, {**kwargs, "image_rotary_emb": rotary}
+
+        return [transformer.register_forward_pre_hook(place, with_kwargs=True)]
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Spread the texts over the rows, as the model views them."""
+        return {**super().forward_kwargs(batch), "encoder_hidden_states": texts_over_rows(batch)}
+
+    def run_alone(
+        self,
+        transformer: Transformer,
+        latent: torch.Tensor,
+        *,
+        timestep: torch.Tensor,
+        text: torch.Tensor,
+        conditioning: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run a batch of one, with the pipeline's rotary tables."""
+        config, grid = transformer.config, token_grid(latent, self.patch(transformer), sample=0)
+        tables = [
+            _axis_rotary(config, axis, scale)
+            for axis, scale in zip(axis_coordinates(grid, None, device=latent.device), _scales(config), strict=True)
+        ]
+        positions = over_grid([torch.arange(count, device=latent.device) for count in grid])
+        output: torch.Tensor = transformer(
+            latent[None],
+            encoder_hidden_states=text[None],
+            timestep=timestep[None],
+            image_rotary_emb=(tables, [axis[None] for axis in positions]),
+            return_dict=False,
+        )[0]
+        return output[0]
+
+
+def _scales(config: Any) -> tuple[float, float, float]:
+    return config.interpolation_scale_t, config.interpolation_scale_h, config.interpolation_scale_w
+
+
+def _axis_rotary(config: Any, coordinates: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of one axis, `(count, head_dim / 3)` each."""
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+
+    dim = config.attention_head_dim // 3
+    cosines, sines = get_1d_rotary_pos_embed(dim, coordinates / scale, use_real=True, repeat_interleave_real=False)
+    return cosines, sines
+
+
+def _rotary(config: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return cosines and sines of frames, of rows, and of columns for each token: six of `(t·h·w, head_dim / 3)`."""
+    axes = axis_coordinates(grid, base_size, device=device)
+    pairs = [_axis_rotary(config, axis, scale) for axis, scale in zip(axes, _scales(config), strict=True)]
+    cosines, sines = (over_grid(side) for side in zip(*pairs, strict=True))
+    return tuple(table for pair in zip(cosines, sines, strict=True) for table in pair)

@@ -1,0 +1,135 @@
+"""Cosmos: rotary positions in seconds, and learned positions in every block; text with its zero padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.utils import is_torchvision_available
+
+from ..errors import PackingError
+from ..packing.attention.dispatch import Backend
+from ..packing.context import active_layout
+from ..packing.family import Family, Transformer, shape_only
+from ..packing.layout import Grid
+from ..packing.positions import axis_coordinates, over_grid
+from ..packing.processors.attn import PackedAttnProcessor
+from ..packing.strips import position_rows
+
+if TYPE_CHECKING:
+    from ..packing.pack import PackedBatch
+
+
+class CosmosFamily(Family):
+    """Recipe of `CosmosTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family].
+
+    `fps`, `(n,)`, is the frame rate of each sample, 0 for images. A condition mask (video-to-world) is a channel of
+    the latents. The padding mask is the pipeline's: zero everywhere.
+    """
+
+    text_rule = "keep_padding"
+    interpolates = True
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse models that attend to image contexts, or cannot run here at all."""
+        if transformer.config.get("img_context_dim_in"):
+            raise PackingError("This Cosmos transformer also attends to image contexts, which packing does not carry.")
+        if transformer.config.concat_padding_mask and not is_torchvision_available():
+            raise PackingError("This Cosmos transformer resizes its padding mask by torchvision; install torchvision.")
+        super().check(transformer, strip_length=strip_length)
+
+    def limits(self, transformer: Transformer) -> Grid:
+        """Return the learned positions of each axis; without them, the longest axis of the rotary positions."""
+        t, h, w = transformer.rope.max_size
+        longest = max(t, h, w)
+        return (longest, longest, longest) if transformer.learnable_pos_embed is None else (t, h, w)
+
+    def text_dim(self, transformer: Transformer) -> int:
+        """Return the channels of a text embedding, before the projection that some models have."""
+        config = transformer.config
+        projected = config.get("use_crossattn_projection")
+        return int(config.crossattn_proj_in_channels if projected else config.text_embed_dim)
+
+    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+        """Return the frame rate."""
+        return ("fps",)
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return 24 frames per second for all."""
+        return {"fps": torch.full((len(grids),), 24.0)}
+
+    def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
+        """Attend inside a sample."""
+        return PackedAttnProcessor(backend)
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook `rope` and the learned positions."""
+        learned, rates = transformer.learnable_pos_embed, []
+        if learned is not None and base_size is not None:
+            raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
+
+        def take_rates(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            rates.append(kwargs["fps"])
+            return args, {**kwargs, "fps": None}
+
+        def rotate(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            angles = _angles(module, base_size, rates.pop(), device=args[0].device)
+            return angles.cos(), angles.sin()
+
+        def place(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            # module.forward and not module(…), which would come back here
+            def table(grid: Grid) -> tuple[torch.Tensor, ...]:
+                return tuple(module.forward(shape_only(args[0], grid, module.patch_size)))
+
+            (positions,) = position_rows(active_layout(), table)
+            return positions
+
+        handles = [
+            transformer.rope.register_forward_pre_hook(take_rates, with_kwargs=True),
+            transformer.rope.register_forward_hook(rotate),
+        ]
+        return handles if learned is None else [*handles, learned.register_forward_hook(place)]
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Add the frame rates and a padding mask of zeros."""
+        mask = batch.strips.new_zeros(1, 1, *batch.strips.shape[3:])
+        return {**super().forward_kwargs(batch), **batch.conditioning, "padding_mask": mask}
+
+    def run_alone(
+        self,
+        transformer: Transformer,
+        latent: torch.Tensor,
+        *,
+        timestep: torch.Tensor,
+        text: torch.Tensor,
+        conditioning: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run a batch of one, with a padding mask of zeros."""
+        output: torch.Tensor = transformer(
+            latent[None],
+            timestep=timestep[None],
+            encoder_hidden_states=text[None],
+            fps=conditioning["fps"] if conditioning["fps"] else None,
+            padding_mask=latent.new_zeros(1, 1, *latent.shape[2:]),
+            return_dict=False,
+        )[0]
+        return output[0]
+
+
+def _angles(rope: Any, base_size: Grid | None, rates: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+    """Return the angle of each channel of a head, `(rows, strip_length, head_dim)`; frames count in 1/24 seconds."""
+    layout = active_layout()
+
+    def table(grid: Grid) -> tuple[torch.Tensor, ...]:
+        return over_grid(axis_coordinates(grid, base_size, device=device))
+
+    frames, rows, columns = position_rows(layout, table)
+    rates = torch.where(rates == 0, rope.base_fps, rates).to(device)  # as the model's own forward does without fps
+    frames = frames / rates[layout.row_segments][:, None] * rope.base_fps
+    axes = ((frames, rope.dim_t, rope.t_ntk_factor), (rows, rope.dim_h, rope.h_ntk_factor))
+    parts = []
+    for coordinates, dim, factor in (*axes, (columns, rope.dim_w, rope.w_ntk_factor)):
+        exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32)[: dim // 2] / dim
+        parts.append(coordinates[..., None] * (1.0 / (10000.0 * factor) ** exponents))
+    return torch.cat([*parts, *parts], dim=-1)

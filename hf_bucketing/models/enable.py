@@ -1,0 +1,102 @@
+"""Switch packing on and off on a stock transformer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ..errors import PackingError
+from ..packing.attention.dispatch import resolve_backend
+from ..packing.layout import Grid
+from ..packing.pack import ATTRIBUTE, Packing, packing_of, unwrap
+from ..packing.precision import keep_scalars_exact
+from .registry import family_of
+
+
+def enable_packing(
+    transformer: torch.nn.Module,
+    *,
+    backend: str = "auto",
+    strip_length: int = 64,
+    positions: Literal["native", "interpolate"] = "native",
+    base_size: Grid | None = None,
+) -> Packing:
+    """Swap the attention processors of a diffusers transformer and hook its positions, so that it runs packs.
+
+    The module stays the stock one: LoRA, gradient checkpointing, DDP and `save_pretrained` keep working. Source of
+    the idea of packing: NaViT (Dehghani et al., 2023), and Open-Sora-Plan's use of it for video.
+
+    Args:
+        transformer (`torch.nn.Module`): Of a family that packing knows.
+        backend (`"auto"`, `"segments"`, `"varlen"`, `"flex"` or `"dense"`): How attention is computed, see
+            [`packed_attention`][hf_bucketing.packing.packed_attention]. `"auto"` chooses at the first forward, as the
+            model may be moved until then, and says so in the log.
+        strip_length (`int`): Tokens per strip, which is one batch row of the model. Each sample is padded to whole
+            strips; per-row modulation takes memory in proportion to the rows.
+        positions (`"native"` or `"interpolate"`): Each token placed as the model places it in its sample alone, or
+            every sample stretched over the positions of one base size, so that no sample is beyond those that the
+            model was trained with (NaViT's fractional positions, which Open-Sora-Plan takes over).
+        base_size (`(t, h, w)`, *optional*): Token grid of the base size; goes with `"interpolate"`. A token at `i` on
+            an axis of `n` is placed where `i·base/n` lies natively.
+
+    Returns:
+        [`Packing`]: Its `pack` makes packs for [`packed_forward`].
+
+    Raises:
+        PackingError: If the family is unknown or the model cannot run such strips, the backend is unknown or not to
+            be had on this machine, or packing is enabled already.
+    """
+    model = unwrap(transformer)
+    family = family_of(model)
+    if hasattr(model, ATTRIBUTE):
+        raise PackingError("Packing is already enabled on this transformer; call disable_packing(transformer) first.")
+    if strip_length < 1:
+        raise PackingError(f"strip_length must be at least 1, got {strip_length}.")
+    family.check(model, strip_length=strip_length)
+    _check_positions(model, positions, base_size)
+    resolved = resolve_backend(backend)
+    detach_family = family.attach(model, resolved, base_size=base_size)
+    handle = keep_scalars_exact(model)
+
+    def detach() -> None:
+        handle.remove()
+        detach_family()
+
+    packing = Packing(
+        transformer=model,
+        family=family,
+        strip_length=strip_length,
+        backend=resolved,
+        base_size=base_size,
+        detach=detach,
+    )
+    setattr(model, ATTRIBUTE, packing)
+    return packing
+
+
+def _check_positions(model: torch.nn.Module, positions: str, base_size: Grid | None) -> None:
+    if positions not in ("native", "interpolate") or (positions == "interpolate") != (base_size is not None):
+        raise PackingError(
+            "Use positions='native', or positions='interpolate' with base_size=(frames, rows, columns) in tokens; got "
+            f"{positions!r} and {base_size}."
+        )
+    if base_size is None:
+        return
+    family = family_of(model)
+    if not family.interpolates:
+        raise PackingError(f"{type(model).__name__} has no positions to stretch to a base size; use 'native'.")
+    if len(base_size) != 3 or min(base_size) < 1:
+        raise PackingError(f"base_size must be three positive counts (frames, rows, columns), got {base_size}.")
+    family.check_grids(model, [base_size])
+
+
+def disable_packing(transformer: torch.nn.Module) -> None:
+    """Put the original attention processors and positions back.
+
+    Raises:
+        PackingError: If packing is not enabled.
+    """
+    packing = packing_of(transformer)
+    packing.detach()
+    delattr(packing.transformer, ATTRIBUTE)

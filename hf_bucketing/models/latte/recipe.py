@@ -1,0 +1,105 @@
+"""Latte: denoising with a learned variance; latents frame by frame; text masked."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from diffusers import AutoencoderKL, LatteTransformer3DModel
+from diffusers.utils import is_bs4_available, is_ftfy_available
+
+from ...buckets.sizes import LatentSpec
+from ...errors import BucketingError
+from ...losses.variational import GaussianPosterior
+from ..objectives import Denoising, Objective
+from ..recipe import Recipe, TextEmbeddings, read_configs
+
+_TOKENS = 120
+"""Text tokens per caption, which the pipeline fixes."""
+
+
+class LatteRecipe(Recipe):
+    """Recipe of `LattePipeline`; see [`Recipe`]."""
+
+    pipeline_class: ClassVar[str] = "LattePipeline"
+    default_sequence_length: ClassVar[int] = _TOKENS
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 512),)
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the VAE's stride, which is that of its blocks, and the transformer's patch; frames are not merged."""
+        vae, transformer = read_configs(name_or_path, AutoencoderKL, LatteTransformer3DModel)
+        side = transformer["patch_size"]
+        return LatentSpec(
+            temporal_stride=1, spatial_stride=2 ** (len(vae["block_out_channels"]) - 1), patch=(1, side, side)
+        )
+
+    def objective(
+        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
+    ) -> Objective:
+        """Denoise on the schedule of the pipeline's scheduler, at times drawn uniformly."""
+        if weighting_scheme is not None:
+            raise BucketingError(
+                "`weighting_scheme` draws the noise levels of a flow; a LattePipeline is trained by denoising, at "
+                "times drawn uniformly; omit it."
+            )
+        return Denoising(
+            posterior=GaussianPosterior.from_scheduler(self.pipeline.scheduler), snr_gamma=snr_gamma, seed=seed
+        )
+
+    @torch.no_grad()
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode frame by frame, scaled as the pipeline decodes."""
+        vae = self.pipeline.vae
+        frames = pixel_values.to(vae.dtype).transpose(1, 2)
+        latents = vae.encode(frames.flatten(0, 1)).latent_dist.mode() * vae.config.scaling_factor
+        return latents.unflatten(0, frames.shape[:2]).transpose(1, 2)
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions; the pipeline cuts the padding off, which for several captions is a mask."""
+        clean = is_bs4_available() and is_ftfy_available()  # as the pipeline decides
+        tokens = self.pipeline.tokenizer(
+            self.pipeline._text_preprocessing(captions, clean_caption=clean),
+            padding="max_length",
+            max_length=self.max_sequence_length,
+            truncation=True,
+            add_special_tokens=True,
+            return_tensors="pt",
+        )
+        encoder = self.pipeline.text_encoder
+        mask = tokens.attention_mask.to(encoder.device)
+        return TextEmbeddings(encoder(tokens.input_ids.to(encoder.device), attention_mask=mask)[0], mask)
+
+    def duration(self, frames: int) -> dict[str, int]:
+        """Name the pipeline's argument, which is another than the others'."""
+        return {"video_length": frames}
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        latents: torch.Tensor,
+        *,
+        timesteps: torch.Tensor,
+        text: TextEmbeddings,
+        fps: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the transformer; it takes no frame rate.
+
+        Raises:
+            BucketingError: If the samples have another duration than the one that the model can stack.
+        """
+        frames, only = latents.shape[2], self.transformer.config.video_length
+        if frames not in (1, only):
+            raise BucketingError(
+                f"Latte runs a stack of {only} frames (its video_length) or of images, not of {frames}; train packs ("
+                f'`batching="pack"`), which have no such limit, or prepare the data set with --bucket_frames 1,{only}.'
+            )
+        assert text.mask is not None, "encode_text makes one"
+        # The model repeats the text for every frame, but not a mask: so it gets a bias that is repeated already.
+        bias = (1 - text.mask[:, None].to(latents.dtype)) * -10_000.0
+        bias = bias.repeat_interleave(latents.shape[2], dim=0)
+        output: torch.Tensor = transformer(
+            latents, timesteps, text.values, encoder_attention_mask=bias, return_dict=False
+        )[0]
+        return output

@@ -1,0 +1,196 @@
+"""What a recipe provides: how a pipeline's own components turn media and captions into what its transformer takes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from diffusers import DiffusionPipeline
+
+from ..buckets.sizes import LatentSpec
+from ..errors import BucketingError
+from ..hub import from_hub
+from .objectives import FlowMatching, Objective
+
+
+class TextEmbeddings(NamedTuple):
+    """Captions as the transformer takes them.
+
+    Attributes:
+        values (`torch.Tensor` of shape `(n, length, text_dim)`): The embeddings, padded.
+        mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for real tokens; None where the model attends
+            to padding as well.
+    """
+
+    values: torch.Tensor
+    mask: torch.Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> TextEmbeddings:
+        """Return the same with embeddings of another dtype."""
+        return TextEmbeddings(self.values.to(dtype), self.mask)
+
+    def pack_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of [`Packing.pack`][hf_bucketing.packing.Packing] that say what these say."""
+        return {"text": self.values} if self.mask is None else {"text": self.values, "text_mask": self.mask}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(ABC):
+    """A loaded pipeline, of which only one transformer is trained.
+
+    Args:
+        pipeline (`DiffusionPipeline`): From [`load`][Recipe.load].
+        max_sequence_length (`int`): Text tokens per caption.
+        trained (`str`): Component that is trained.
+    """
+
+    pipeline: Any
+    max_sequence_length: int
+    trained: str = "transformer"
+
+    pipeline_class: ClassVar[str]
+    """The class in the pipeline's `model_index.json`."""
+    default_sequence_length: ClassVar[int]
+    """Text tokens per caption where the pipeline's own call has no other setting."""
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
+    """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
+
+    @classmethod
+    def load(
+        cls, name_or_path: str, *, max_sequence_length: int | None = None, trained: str = "transformer"
+    ) -> Recipe:
+        """Load a pipeline from the hub or a folder, in float32, and freeze all but the transformer that is trained.
+
+        Raises:
+            BucketingError: If it is a pipeline that this recipe cannot train.
+        """
+        with from_hub(name_or_path):
+            pipeline = DiffusionPipeline.from_pretrained(name_or_path)
+        length = max_sequence_length or cls.default_sequence_length
+        recipe = cls(pipeline=pipeline, max_sequence_length=length, trained=trained)
+        if pipeline.components.get(trained) is None:
+            raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
+        for name, component in pipeline.components.items():
+            if isinstance(component, torch.nn.Module):
+                component.requires_grad_(name == trained)
+        return recipe
+
+    @classmethod
+    @abstractmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read strides and patch from the configurations alone, without loading weights."""
+
+    @property
+    def transformer(self) -> Any:
+        """The model that is trained."""
+        return getattr(self.pipeline, self.trained)
+
+    def frozen_transformers(self) -> list[torch.nn.Module]:
+        """Return the transformers that are not trained, which only sampling needs."""
+        named = self.pipeline.components.items()
+        return [
+            component
+            for name, component in named
+            if name.startswith("transformer") and name != self.trained and component is not None
+        ]
+
+    def to(self, device: torch.device, *, dtype: torch.dtype) -> None:
+        """Move the frozen components: the text encoder in `dtype`, the VAE in float32, which many need."""
+        self.pipeline.text_encoder.to(device, dtype=dtype)
+        self.pipeline.vae.to(device)
+
+    @abstractmethod
+    def objective(
+        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
+    ) -> Objective:
+        """Return what the model is trained to do, from the pipeline's scheduler.
+
+        Raises:
+            BucketingError: On a setting that this model's objective does not have.
+        """
+
+    def flow_matching(
+        self,
+        shift: float | Callable[[tuple[int, ...]], float],
+        *,
+        weighting_scheme: Literal["logit_normal", "uniform"] | None,
+        snr_gamma: float | None,
+        seed: int,
+    ) -> FlowMatching:
+        """Return the objective of a model that is trained by flow matching, at the noise levels that it serves.
+
+        Raises:
+            BucketingError: If a weight for denoising losses is given.
+        """
+        if snr_gamma is not None:
+            raise BucketingError(
+                f"`snr_gamma` weighs denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
+            )
+        steps = int(self.pipeline.scheduler.config.num_train_timesteps)
+        scheme = weighting_scheme or "logit_normal"
+        return FlowMatching(
+            num_train_timesteps=steps, shift=shift, weighting_scheme=scheme, sigmas=self.sigmas(), seed=seed
+        )
+
+    def sigmas(self) -> tuple[float, float]:
+        """Return the noise levels, from the first to the second, at which the pipeline calls what is trained."""
+        return 0.0, 1.0
+
+    @abstractmethod
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode `(B, 3, F, H, W)` in [−1, 1] to normalised latents `(B, C, f, h, w)`, the mode of the posterior."""
+
+    @abstractmethod
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions as the pipeline does."""
+
+    @abstractmethod
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        latents: torch.Tensor,
+        *,
+        timesteps: torch.Tensor,
+        text: TextEmbeddings,
+        fps: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run a stack of samples of one size.
+
+        Args:
+            transformer (`torch.nn.Module`): This recipe's, as it is or wrapped.
+            latents (`torch.Tensor` of shape `(B, C, f, h, w)`): Noisy.
+            timesteps (`torch.Tensor` of shape `(B,)`): One per sample.
+            text ([`TextEmbeddings`]): One per sample.
+            fps (`torch.Tensor` of shape `(B,)`): Frames per second of each sample; 0 for images.
+
+        Returns:
+            `torch.Tensor` of shape `(B, C_out, f, h, w)`.
+        """
+
+    def duration(self, frames: int) -> dict[str, int]:
+        """Return the argument of the pipeline's own call that asks for so many frames."""
+        return {"num_frames": frames}
+
+    def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what else a pack of this model needs per sample, each `(n, …)`.
+
+        Args:
+            fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample; 0 for images.
+        """
+        return {}
+
+
+def read_configs(name_or_path: str, vae: Any, transformer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configurations of a pipeline's VAE and transformer.
+
+    Raises:
+        BucketingError: If there is no pipeline with a VAE and a transformer.
+    """
+    with from_hub(name_or_path):
+        return (
+            vae.load_config(name_or_path, subfolder="vae"),
+            transformer.load_config(name_or_path, subfolder="transformer"),
+        )

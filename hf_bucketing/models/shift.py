@@ -1,0 +1,47 @@
+"""How far the noise schedule of flow matching is shifted for a sample of many tokens."""
+
+from __future__ import annotations
+
+import math
+
+from ..errors import BucketingError
+
+
+def shift_for_tokens(
+    num_tokens: int,
+    *,
+    base_tokens: int = 256,
+    max_tokens: int = 4096,
+    base_shift: float = 0.5,
+    max_shift: float = 1.15,
+) -> float:
+    """Return the shift of a sample's noise levels, `σ → shift·σ / (1 + (shift − 1)·σ)`, by its number of tokens.
+
+    More tokens show more of the same picture, so that it takes more noise to hide it (Esser et al., 2024, section
+    5.3.2). As Flux does, the logarithm of the shift is linear in the tokens; the defaults are those of its schedule
+    (`calculate_shift` in diffusers), and further tokens go on along the line.
+
+    Args:
+        num_tokens (`int`): Tokens of the sample, at least 1.
+        base_tokens (`int`): Where the logarithm of the shift is `base_shift`.
+        max_tokens (`int`): Where it is `max_shift`; another number than `base_tokens`.
+        base_shift (`float`): See above.
+        max_shift (`float`): See above.
+
+    Returns:
+        `float`: Above 0; 1 leaves the noise levels as they are.
+
+    Raises:
+        BucketingError: If a number of tokens is below 1, or both are the same.
+
+    Example:
+        >>> round(shift_for_tokens(256), 3), round(shift_for_tokens(4096), 3)
+        (1.649, 3.158)
+    """
+    if min(num_tokens, base_tokens, max_tokens) < 1 or base_tokens == max_tokens:
+        raise BucketingError(
+            f"Expected at least 1 token and base_tokens other than max_tokens, got {num_tokens} tokens between "
+            f"{base_tokens} and {max_tokens}."
+        )
+    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
+    return math.exp(base_shift + slope * (num_tokens - base_tokens))

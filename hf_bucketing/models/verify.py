@@ -1,0 +1,230 @@
+"""Prove on a model that packing computes what running the samples one by one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..losses.masked import masked_mse
+from ..packing.losses import packed_mse
+from ..packing.pack import PackedBatch, Packing, packed_forward, unwrap
+from .enable import disable_packing, enable_packing
+from .registry import family_of
+
+_LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-4)}
+"""Largest difference of outputs and losses, and of gradients relative to their norm, by dtype."""
+_HALF_LIMITS = (5e-2, 2e-1)
+_MASKED = ("dense", "flex")
+"""Backends that give foreign tokens a weight of 0, which a NaN passes: 0 · NaN is NaN. Real data has none."""
+
+
+class VerificationCheck(NamedTuple):
+    """One comparison: what, the largest difference seen, and the largest allowed."""
+
+    name: str
+    difference: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is within its limit; NaN is not."""
+        return self.difference <= self.limit
+
+
+class VerificationReport(NamedTuple):
+    """The checks of [`verify_packing`]; as text, a table."""
+
+    checks: tuple[VerificationCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks hold."""
+        return all(check.holds for check in self.checks)
+
+    def __str__(self) -> str:
+        rows = [f"{'check':44} {'difference':>10} {'limit':>10}"]
+        for check in self.checks:
+            verdict = "ok" if check.holds else "FAILED"
+            rows.append(f"{check.name:44} {check.difference:10.1e} {check.limit:10.1e}  {verdict}")
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Samples:
+    latents: tuple[torch.Tensor, ...]
+    timesteps: torch.Tensor
+    text: tuple[torch.Tensor, ...]
+    conditioning: Mapping[str, torch.Tensor]
+
+    def ordered(self, order: Sequence[int]) -> _Samples:
+        return _Samples(
+            latents=tuple(self.latents[sample] for sample in order),
+            timesteps=self.timesteps[list(order)],
+            text=tuple(self.text[sample] for sample in order),
+            conditioning={name: values[list(order)] for name, values in self.conditioning.items()},
+        )
+
+    def pack(self, packing: Packing) -> PackedBatch:
+        return packing.pack(self.latents, timesteps=self.timesteps, text=self.text, conditioning=self.conditioning)
+
+
+def verify_packing(
+    transformer: torch.nn.Module,
+    latents: Sequence[torch.Tensor],
+    *,
+    timesteps: torch.Tensor,
+    text: Sequence[torch.Tensor] | torch.Tensor,
+    conditioning: Mapping[str, torch.Tensor] | None = None,
+    strip_length: int = 64,
+    backend: str = "auto",
+) -> VerificationReport:
+    """Compare packed with one-by-one runs of a transformer: outputs, loss, gradients, leaks, order, strips.
+
+    The model is left as it was: packing is switched off again, and no `.grad` is written. The loss is the mean squared
+    error against the latents themselves, their channels rolled by one, over the channels that both have: models may
+    predict a variance beside, or be given a condition beside.
+
+    Args:
+        transformer (`torch.nn.Module`): Of a family that packing knows, packing not enabled; also with LoRA layers.
+        latents (sequence of `(channels, frames, height, width)`): At least two, best of different sizes.
+        timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
+        text (sequence of `(length, text_dim)` or `torch.Tensor` of shape `(n, length, text_dim)`): One per sample.
+        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): See `Packing.pack`.
+        strip_length (`int`): Tokens per strip; a second run uses twice as many.
+        backend (`str`): See `enable_packing`.
+
+    Returns:
+        [`VerificationReport`]: Differences of outputs are relative to the largest output if that is above 1.
+
+    Raises:
+        PackingError: If the family is unknown, packing is enabled already, or the inputs do not make a pack.
+    """
+    model = unwrap(transformer)
+    samples = _Samples(
+        latents=tuple(latents), timesteps=timesteps, text=tuple(text), conditioning=dict(conditioning or {})
+    )
+    output_limit, gradient_limit = _LIMITS.get(samples.latents[0].dtype, _HALF_LIMITS)
+    with _packing(model, strip_length, backend):
+        pass  # refuses what cannot run before the samples run alone
+    outputs, loss, gradients = _one_by_one(model, samples)
+    scale = max(1.0, *(float(output.abs().max()) for output in outputs))
+    order = [*range(1, len(samples.latents)), 0]
+    checks = []
+
+    def check(name: str, difference: float, limit: float = output_limit) -> None:
+        checks.append(VerificationCheck(name, difference, limit))
+
+    with _packing(model, strip_length, backend) as packing:
+        packed, packed_loss, packed_gradients = _packed(model, packing, samples)
+        check("outputs, packed against alone", _largest(outputs, packed) / scale)
+        check("loss", abs(packed_loss - loss))
+        check("gradients, relative", _largest_relative(gradients, packed_gradients), gradient_limit)
+        poison = 1e3 if packing.backend in _MASKED else torch.nan
+        check(f"leak of {poison:.0f} into other samples (bits)", _leak(model, packing, samples, poison), 0.0)
+        shuffled = _outputs(model, packing, samples.ordered(order))
+        check("outputs, samples in another order", _largest([outputs[sample] for sample in order], shuffled) / scale)
+        with _checkpointing(model):
+            _, _, again = _packed(model, packing, samples)
+            check("gradients, checkpointing, relative", _largest_relative(gradients, again), gradient_limit)
+    longer = min(2 * strip_length, family_of(model).longest_strip(model))
+    with _packing(model, longer, backend) as packing:
+        check(f"outputs, strips of {longer}", _largest(outputs, _outputs(model, packing, samples)) / scale)
+    return VerificationReport(tuple(checks))
+
+
+def _targets(latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [latent.roll(1, 0) for latent in latents]
+
+
+def _one_by_one(model: Any, samples: _Samples) -> tuple[list[torch.Tensor], float, list[torch.Tensor]]:
+    family = family_of(model)
+    outputs = [
+        family.run_alone(
+            model,
+            latent,
+            timestep=samples.timesteps[sample],
+            text=samples.text[sample],
+            conditioning={name: values[sample] for name, values in samples.conditioning.items()},
+        )
+        for sample, latent in enumerate(samples.latents)
+    ]
+    channels = min(len(outputs[0]), len(samples.latents[0]))
+    pairs = zip(outputs, _targets(samples.latents), strict=True)
+    losses = [masked_mse(output[None, :channels], target[None, :channels]) for output, target in pairs]
+    loss = torch.cat(losses).mean()
+    return [output.detach() for output in outputs], float(loss.detach()), _gradients(model, loss)
+
+
+def _packed(
+    model: torch.nn.Module, packing: Packing, samples: _Samples
+) -> tuple[list[torch.Tensor], float, list[torch.Tensor]]:
+    batch = samples.pack(packing)
+    prediction = packed_forward(model, batch)
+    target = batch.pack_like(_targets(samples.latents))
+    channels = min(prediction.shape[1], target.shape[1])
+    loss = packed_mse(prediction[:, :channels], target[:, :channels], batch.layout).mean()
+    return batch.unpack(prediction.detach()), float(loss.detach()), _gradients(model, loss)
+
+
+@torch.no_grad()
+def _outputs(model: torch.nn.Module, packing: Packing, samples: _Samples) -> list[torch.Tensor]:
+    batch = samples.pack(packing)
+    return batch.unpack(packed_forward(model, batch))
+
+
+def _leak(model: torch.nn.Module, packing: Packing, samples: _Samples, poison: float) -> float:
+    """Return how many numbers of the others change in any bit when one sample after the other is poisoned."""
+    before, changed = _outputs(model, packing, samples), 0
+    for victim, latent in enumerate(samples.latents):
+        poisoned = list(samples.latents)
+        poisoned[victim] = torch.full_like(latent, poison)
+        after = _outputs(model, packing, replace(samples, latents=tuple(poisoned)))
+        pairs = [pair for sample, pair in enumerate(zip(before, after, strict=True)) if sample != victim]
+        changed += sum(int((one != other).sum()) for one, other in pairs)
+    return float(changed)
+
+
+def _gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True))
+
+
+def _largest(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))
+
+
+def _largest_relative(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference relative to the own norm, or to a thousandth of the largest norm if that is more.
+
+    Some gradients are nothing but rounding: of a bias that all keys of an attention share, which softmax cannot see.
+    """
+    norms = [float(one.norm()) for one in ones]
+    floor = max(1e-3 * max(norms), 1e-30)
+    return max(
+        float((one - other).norm()) / max(norm, floor) for norm, one, other in zip(norms, ones, others, strict=True)
+    )
+
+
+@contextmanager
+def _packing(model: torch.nn.Module, strip_length: int, backend: str) -> Iterator[Packing]:
+    packing = enable_packing(model, strip_length=strip_length, backend=backend)
+    try:
+        yield packing
+    finally:
+        disable_packing(model)
+
+
+@contextmanager
+def _checkpointing(model: Any) -> Iterator[None]:
+    if model.is_gradient_checkpointing:
+        yield
+        return
+    model.enable_gradient_checkpointing()
+    try:
+        yield
+    finally:
+        model.disable_gradient_checkpointing()

@@ -1,0 +1,139 @@
+"""Wan 2.1 and 2.2: rotary positions over frames, rows and columns; text and image tokens in cross-attention.
+
+Wan attends to the zeros after its text (512 tokens): hand over the embeddings with them, as its pipeline makes them,
+or with a text_mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import PackingError
+from ...packing.attention.dispatch import Backend
+from ...packing.context import active_layout
+from ...packing.family import Family, Transformer, shape_only
+from ...packing.layout import Grid
+from ...packing.positions import axis_coordinates, over_grid
+from ...packing.strips import position_rows
+from .processor import PackedWanAttnProcessor
+
+if TYPE_CHECKING:
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+    from ...packing.pack import PackedBatch
+
+IMAGE = "encoder_hidden_states_image"
+TEXT_LENGTH = 512
+"""Text tokens that diffusers' image-to-video models expect behind the image tokens."""
+
+
+class WanFamily(Family):
+    """Recipe of `WanTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family].
+
+    Wan 2.2's pipelines may give each token a timestep (`expand_timesteps`): those of a text-to-video sample are all
+    the same, so one per sample is right; the clean first frame of image-to-video, which has its own, is not carried.
+
+    Of image-to-video models that attend to the first frame (and the last), `encoder_hidden_states_image` is
+    `(n, image tokens, image_dim)`: what the image encoder made of it, of both frames one after the other.
+    """
+
+    text_rule = "keep_padding"
+    interpolates = True
+
+    def limits(self, transformer: Transformer) -> Grid:
+        """Return the rotary table's length, on each axis."""
+        longest = int(transformer.rope.max_seq_len)
+        return longest, longest, longest
+
+    def text_dim(self, transformer: Transformer) -> int:
+        """Return the configured text channels."""
+        return int(transformer.config.text_dim)
+
+    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+        """Return the image tokens of image-to-video models."""
+        return () if transformer.condition_embedder.image_embedder is None else (IMAGE,)
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Return image tokens of the number that CLIP ViT-H makes."""
+        tokens = transformer.config.pos_embed_seq_len or 257
+        return {
+            name: torch.randn(len(grids), tokens, transformer.config.image_dim)
+            for name in self.conditioning(transformer)
+        }
+
+    def processor(self, name: str, backend: Backend) -> PackedWanAttnProcessor:
+        """Return Wan's."""
+        return PackedWanAttnProcessor(backend)
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook `rope`, and what embeds image tokens: it is to see samples as rows, and attention one row of them."""
+
+        def rotate(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
+            def table(grid: Grid) -> tuple[torch.Tensor, ...]:
+                return _rotary(module, args[0], grid, base_size)
+
+            return position_rows(active_layout(), table)
+
+        def pair_frames(module: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
+            return _frames(module, args[0])
+
+        def join_samples(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            return output.flatten(0, 1)[None]
+
+        handles = [transformer.rope.register_forward_hook(rotate)]
+        images = transformer.condition_embedder.image_embedder
+        if images is None:
+            return handles
+        return [
+            *handles,
+            images.register_forward_pre_hook(pair_frames),
+            images.register_forward_hook(join_samples),
+        ]
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Add the image tokens, whose models split them from exactly 512 text tokens."""
+        if batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
+            raise PackingError(
+                f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
+            )
+        return {**super().forward_kwargs(batch), **batch.conditioning}
+
+    def run_alone(
+        self,
+        transformer: Transformer,
+        latent: torch.Tensor,
+        *,
+        timestep: torch.Tensor,
+        text: torch.Tensor,
+        conditioning: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run a batch of one."""
+        images = transformer.condition_embedder.image_embedder
+        tokens = {name: _frames(images, values[None]) for name, values in conditioning.items()}
+        output: torch.Tensor = transformer(latent[None], timestep[None], text[None], return_dict=False, **tokens)[0]
+        return output[0]
+
+
+def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return image tokens `(n, tokens, dim)` as models of a first and a last frame take them: a row per frame."""
+    return tokens if embedder.pos_embed is None else tokens.unflatten(1, (2, -1)).flatten(0, 1)
+
+
+def _rotary(
+    rope: WanRotaryPosEmbed, latents: torch.Tensor, grid: Grid, base_size: Grid | None
+) -> tuple[torch.Tensor, ...]:
+    """Return a sample's cosines and sines, `(t·h·w, 1, head_dim)` each."""
+    if base_size is None:
+        # rope.forward and not rope(…), which would come back to the hook
+        return tuple(table[0] for table in rope.forward(shape_only(latents, grid, rope.patch_size)))
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+
+    axes = axis_coordinates(grid, base_size, device=rope.freqs_cos.device, dtype=torch.float64)
+    pairs = [
+        get_1d_rotary_pos_embed(dim, axis, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
+        for dim, axis in zip((rope.t_dim, rope.h_dim, rope.w_dim), axes, strict=True)
+    ]
+    return tuple(torch.cat(over_grid(side), -1)[:, None] for side in zip(*pairs, strict=True))

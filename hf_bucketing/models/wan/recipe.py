@@ -1,0 +1,85 @@
+"""Wan 2.1 and 2.2 text-to-video: flow matching with a fixed shift; text is attended to with its zero padding."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+
+from ...buckets.sizes import LatentSpec
+from ..objectives import Objective
+from ..recipe import Recipe, TextEmbeddings, read_configs
+
+
+class WanRecipe(Recipe):
+    """Recipe of `WanPipeline`; see [`Recipe`].
+
+    Pipelines of two transformers (Wan 2.2 A14B) call `transformer` at high noise and `transformer_2` at low noise, on
+    either side of their `boundary_ratio`; each is trained in a run of its own.
+    """
+
+    pipeline_class: ClassVar[str] = "WanPipeline"
+    default_sequence_length: ClassVar[int] = 512
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((480, 832), (720, 1280))
+    """480p and 720p; Wan 2.2 5B, whose sides are multiples of 32, rounds the latter down to its own 704×1280."""
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the strides of the VAE and the patch of the transformer."""
+        vae, transformer = read_configs(name_or_path, AutoencoderKLWan, WanTransformer3DModel)
+        return LatentSpec(
+            temporal_stride=vae.get("scale_factor_temporal", 4),
+            spatial_stride=vae.get("scale_factor_spatial", 8),
+            patch=tuple(transformer["patch_size"]),
+        )
+
+    def objective(
+        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
+    ) -> Objective:
+        """Match the flow, shifted as the pipeline samples."""
+        config = self.pipeline.scheduler.config
+        shift = float(config.get("flow_shift") or config.get("shift") or 1.0)
+        return self.flow_matching(shift, weighting_scheme=weighting_scheme, snr_gamma=snr_gamma, seed=seed)
+
+    def sigmas(self) -> tuple[float, float]:
+        """Return the trained transformer's side of the boundary."""
+        boundary = self.pipeline.config.boundary_ratio
+        if boundary is None:
+            return 0.0, 1.0
+        return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
+
+    @torch.no_grad()
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode, and normalise each channel by the VAE's own mean and deviation."""
+        vae = self.pipeline.vae
+        latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
+        mean, std = (
+            torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return (latents - mean) / std
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions; zeros follow a shorter one, and the model attends to them."""
+        values, _ = self.pipeline.encode_prompt(
+            captions,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=self.pipeline.text_encoder.device,
+        )
+        return TextEmbeddings(values)
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        latents: torch.Tensor,
+        *,
+        timesteps: torch.Tensor,
+        text: TextEmbeddings,
+        fps: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the transformer; it takes no frame rate."""
+        output: torch.Tensor = transformer(latents, timesteps, text.values, return_dict=False)[0]
+        return output

@@ -1,0 +1,110 @@
+"""From dealt rows to an epoch plan: order, labels and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from .deal import CATCH_ALL, Steps, ranges
+from .epoch import EpochPlan, IntArray
+from .rows import EpochRows
+
+_CHUNK = 2**22
+
+
+def take_segments(values: IntArray, first: IntArray, lengths: IntArray) -> IntArray:
+    """Return `values[f : f + n]` for each first position f and length n, one after the other.
+
+    Works in pieces, so that it needs little memory beside the result.
+
+    Example:
+        >>> take_segments(np.array([5, 6, 7, 8]), np.array([2, 0]), np.array([2, 1]))
+        array([7, 8, 5])
+    """
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    taken = np.empty(total, values.dtype)
+    bounds = [*np.searchsorted(ends, np.arange(0, total, _CHUNK), side="right").tolist(), len(lengths)]
+    for low, high in pairwise(bounds):
+        count = lengths[low:high]
+        start = int(ends[low - 1]) if low else 0
+        taken[start : start + int(count.sum())] = values[np.repeat(first[low:high], count) + ranges(count)]
+    return taken
+
+
+def lockstep_plan(
+    rows: IntArray,
+    steps: Steps,
+    *,
+    bucket_ids: IntArray,
+    base: int | None,
+    num_processes: int,
+    chosen: EpochRows,
+    filled: int = 0,
+) -> EpochPlan:
+    """Make a plan of steps in which every process takes `size` samples, from `first` on."""
+    indices = take_segments(rows, steps.first, steps.size * num_processes)
+    offsets = np.concatenate([[0], np.cumsum(np.repeat(steps.size, num_processes))])
+    labels = np.repeat(steps.bucket, num_processes).astype(np.int32)
+    caught = np.flatnonzero(labels == CATCH_ALL)
+    labels[caught] = labels_of(bucket_ids, indices, offsets[caught], offsets[caught + 1], base=base)
+    return counted_plan(indices, offsets, labels, num_processes=num_processes, chosen=chosen, filled=filled)
+
+
+def labels_of(
+    bucket_ids: IntArray, indices: IntArray, start: IntArray, stop: IntArray, *, base: int | None
+) -> IntArray:
+    """Return the bucket of each batch `indices[start:stop]`: its rows' own, or `base` if they have several."""
+    if not len(start):
+        return np.zeros(0, np.int64)
+    ids = bucket_ids[take_segments(indices, start, stop - start)]
+    first = np.cumsum(stop - start) - (stop - start)
+    low, high = np.minimum.reduceat(ids, first), np.maximum.reduceat(ids, first)
+    return np.where(low == high, low, -1 if base is None else base)
+
+
+def counted_plan(
+    indices: IntArray,
+    offsets: IntArray,
+    labels: IntArray | npt.NDArray[np.int32],
+    *,
+    num_processes: int,
+    chosen: EpochRows,
+    filled: int = 0,
+    drop_reasons: Mapping[str, int] = MappingProxyType({}),
+) -> EpochPlan:
+    """Make a plan and its counts.
+
+    Args:
+        indices (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
+        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
+        labels (`int64` or `int32`, shape `(num_batches,)`): Their buckets.
+        num_processes (`int`): At least 1.
+        chosen ([`EpochRows`]): What the epoch had left.
+        filled (`int`): How many of the indices repeat a row only to fill a batch.
+        drop_reasons (mapping of `str` to `int`): What was left out, but for `chosen.drop_reasons`, which are added,
+            and `remainder`, which is the rest.
+    """
+    reasons = {**chosen.drop_reasons, **drop_reasons}
+    reasons["remainder"] = len(chosen.rows) - sum(drop_reasons.values()) - (len(indices) - filled)
+    repeats = filled > 0 or chosen.repeats
+    return EpochPlan(
+        indices=indices,
+        offsets=offsets,
+        bucket_ids=labels.astype(np.int32, copy=False),
+        num_processes=num_processes,
+        # Filling up leaves no row out, and may take rows that were consumed, which are not kept by this plan.
+        repeated=len(indices) - _count_different(chosen.rows if filled else indices) if repeats else 0,
+        drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
+        consumed=chosen.consumed,
+    )
+
+
+def _count_different(indices: IntArray) -> int:
+    seen = np.zeros(int(indices.max()) + 1 if len(indices) else 0, bool)
+    seen[indices] = True
+    return int(np.count_nonzero(seen))

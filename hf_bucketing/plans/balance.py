@@ -1,0 +1,102 @@
+"""Which batches meet in a step, so that no process waits."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from .epoch import IntArray
+from .rows import FloatArray
+
+_LIKE_STEPS = 64
+
+
+def split_largest(offsets: IntArray, num_processes: int) -> IntArray | None:
+    """Halve the batches of most samples until their number is a multiple of `num_processes`.
+
+    Args:
+        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
+        num_processes (`int`): At least 1.
+
+    Returns:
+        The new bounds, or None if there are too few samples for that.
+
+    Example:
+        >>> split_largest(np.array([0, 5, 6, 8]), 5)
+        array([0, 2, 3, 5, 6, 8])
+        >>> split_largest(np.array([0, 1, 2]), 3) is None
+        True
+    """
+    missing = -(len(offsets) - 1) % num_processes
+    if offsets[-1] < len(offsets) - 1 + missing:
+        return None
+    sizes = np.diff(offsets)
+    largest = np.argsort(-sizes, kind="stable")[:missing]
+    heap = [(-int(sizes[batch]), int(offsets[batch]), int(offsets[batch + 1])) for batch in largest]
+    heapq.heapify(heap)
+    cuts = []
+    for _ in range(missing):
+        _, start, stop = heapq.heappop(heap)
+        cut = (start + stop + 1) // 2
+        cuts.append(cut)
+        heapq.heappush(heap, (start - cut, start, cut))
+        heapq.heappush(heap, (cut - stop, cut, stop))
+    return np.sort(np.concatenate([offsets, np.array(cuts, np.int64)]))
+
+
+def like_costs_together(costs: FloatArray, num_processes: int, *, rng: np.random.Generator) -> IntArray:
+    """Return an order of the batches in which each step's have like costs, among those of 64 random steps.
+
+    Args:
+        costs (`float64`, shape `(num_batches,)`): A multiple of `num_processes`.
+        num_processes (`int`): At least 1.
+        rng (`numpy.random.Generator`): Chooses the 64 steps, and the order of all.
+    """
+    order = rng.permutation(len(costs))
+    window = np.arange(len(costs)) // (_LIKE_STEPS * num_processes)
+    order = order[np.lexsort((costs[order], window))]
+    return rng.permutation(order.reshape(-1, num_processes)).ravel()
+
+
+def longest_first_to_least_loaded(
+    costs: FloatArray, num_processes: int, *, window: int, rng: np.random.Generator
+) -> IntArray:
+    """Return an order of the batches in which the processes have like costs in every `window` steps.
+
+    Graham's longest-processing-time rule in each window: the most expensive batch first, each to the process with the
+    least so far that has a step left.
+
+    Args:
+        costs (`float64`, shape `(num_batches,)`): A multiple of `num_processes`.
+        num_processes (`int`): At least 1.
+        window (`int`): Steps between two synchronisations of the processes; the last window may be shorter.
+        rng (`numpy.random.Generator`): Chooses the batches of each window, and the order inside it.
+    """
+    order = rng.permutation(len(costs))
+    whole = len(costs) // (window * num_processes) * window * num_processes
+    parts = [
+        _balanced(order[:whole].reshape(-1, window * num_processes), costs, num_processes, rng=rng),
+        _balanced(order[whole:].reshape(1, -1), costs, num_processes, rng=rng),
+    ]
+    return np.concatenate(parts)
+
+
+def _balanced(windows: IntArray, costs: FloatArray, num_processes: int, *, rng: np.random.Generator) -> IntArray:
+    """Order the batches of each window, shape `(num_windows, steps · num_processes)`; return them flat."""
+    num_windows, size = windows.shape
+    if not windows.size:
+        return windows.ravel()
+    steps = size // num_processes
+    by_cost = np.take_along_axis(windows, np.argsort(-costs[windows], axis=1, kind="stable"), axis=1)
+    load = np.zeros((num_windows, num_processes))
+    count = np.zeros((num_windows, num_processes), np.int64)
+    dealt = np.empty((num_windows, steps, num_processes), np.int64)
+    each = np.arange(num_windows)
+    for position in range(size):
+        process = np.where(count < steps, load, np.inf).argmin(axis=1)
+        batch = by_cost[:, position]
+        dealt[each, count[each, process], process] = batch
+        load[each, process] += costs[batch]
+        count[each, process] += 1
+    return rng.permuted(dealt, axis=1).ravel()

@@ -1,0 +1,195 @@
+"""Rows of buckets, dealt into steps that all processes take together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .epoch import MIXED, IntArray
+
+TailPolicy = Literal["short", "drop", "repeat", "catch_all"]
+
+CATCH_ALL = -2
+"""Marks a step of several buckets, until the rows of its batches tell their sizes."""
+
+
+class Groups(NamedTuple):
+    """Rows, bucket by bucket: `counts[i]` of them for bucket `buckets[i]`."""
+
+    rows: IntArray
+    buckets: IntArray
+    counts: IntArray
+
+    @property
+    def starts(self) -> IntArray:
+        """Where each bucket's rows start."""
+        return np.cumsum(self.counts) - self.counts
+
+
+class Steps(NamedTuple):
+    """Steps: the position of its first row, samples per process, bucket; all of shape `(num_steps,)`."""
+
+    first: IntArray
+    size: IntArray
+    bucket: IntArray
+
+
+class Deal(NamedTuple):
+    """Steps over rows; `filled` of the rows stand there to fill a step and have a place of their own."""
+
+    rows: IntArray
+    steps: Steps
+    filled: int = 0
+
+
+def group_rows(rows: IntArray, bucket_ids: IntArray, *, rng: np.random.Generator | None) -> Groups:
+    """Return the rows bucket by bucket, shuffled within each; in their own order without a generator.
+
+    Args:
+        rows (`int64`, shape `(n,)`): Row numbers.
+        bucket_ids (array of `int`, shape `(num_rows,)`): Bucket of each row of the data set.
+        rng (`numpy.random.Generator`, *optional*): Makes the order.
+    """
+    whole = len(rows) == len(bucket_ids) and bool((np.diff(rows) == 1).all())
+    ids = bucket_ids if whole else bucket_ids[rows]
+    if len(ids) and ids.min() >= 0 and ids.max() < 2**16:
+        keys: npt.NDArray[Any] = ids.astype(np.uint16)
+        present = np.bincount(ids)
+        buckets = np.flatnonzero(present)
+        counts = present[buckets]
+    else:
+        buckets, counts = np.unique(ids, return_counts=True)
+        keys = np.searchsorted(buckets, ids)
+        keys = keys.astype(np.uint16) if len(buckets) < 2**16 else keys
+    del ids
+    # numpy sorts 16-bit keys by radix
+    order = np.argsort(keys, kind="stable")
+    del keys
+    groups = Groups(order if whole else rows[order], buckets.astype(np.int64), counts.astype(np.int64))
+    if rng is not None:
+        for start, count in zip(groups.starts.tolist(), groups.counts.tolist(), strict=True):
+            rng.shuffle(groups.rows[start : start + count])
+    return groups
+
+
+def deal(
+    groups: Groups,
+    sizes: IntArray,
+    *,
+    num_processes: int,
+    tail: TailPolicy,
+    base_size: int | None = None,
+    spare: Groups | None = None,
+    rng: np.random.Generator | None,
+) -> Deal:
+    """Deal the rows of each bucket into full steps, and what is left by the tail policy.
+
+    Args:
+        groups ([`Groups`]): Rows of `k` buckets.
+        sizes (`int64`, shape `(k,)`): Samples per process and step of each bucket.
+        num_processes (`int`): At least 1.
+        tail (`str`): See [`BucketPlanConfig`].
+        base_size (`int`, *optional*): Samples per process and step of a catch-all step.
+        spare ([`Groups`], *optional*): Rows of at least the same buckets that fill steps up, by default `groups`.
+        rng (`numpy.random.Generator`, *optional*): Chooses what is mixed and what is left out.
+    """
+    per_step = sizes * num_processes
+    full, rest = groups.counts // per_step, groups.counts % per_step
+    whole = Steps(
+        np.repeat(groups.starts, full) + ranges(full) * np.repeat(per_step, full),
+        np.repeat(sizes, full),
+        np.repeat(groups.buckets, full),
+    )
+    first_left = groups.starts + full * per_step
+    if tail == "short":
+        size = rest // num_processes
+        some = size > 0
+        short = Steps(first_left[some], size[some], groups.buckets[some])
+        left = _left(groups, first_left + size * num_processes)
+        left = left if rng is None else rng.permutation(left)
+        count = len(left) // num_processes
+        mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
+        return _join(groups.rows, whole, short, extra=(left, mixed))
+    if tail == "repeat":
+        filled = _filled(groups, groups if spare is None else spare, first_left=first_left, per_step=per_step)
+        some = rest > 0
+        first = np.cumsum(per_step[some]) - per_step[some]
+        steps = Steps(first, sizes[some], groups.buckets[some])
+        return _join(groups.rows, whole, extra=(filled, steps))._replace(filled=int((per_step - rest)[some].sum()))
+    if tail == "catch_all":
+        assert base_size is not None
+        left, size = _spread(_left(groups, first_left), base_size, num_processes=num_processes, rng=rng)
+        steps = Steps((np.cumsum(size) - size) * num_processes, size, np.full(len(size), CATCH_ALL))
+        return _join(groups.rows, whole, extra=(left, steps))
+    return Deal(groups.rows, whole)
+
+
+def ranges(counts: IntArray) -> IntArray:
+    """Return 0 … c−1 for each count c, one after the other: [2, 3] -> [0, 1, 0, 1, 2]."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def spread_order(num_batches: int, size: int, *, num_short: int = 0, short_size: int = 0) -> IntArray:
+    """Return the order that deals rows, sorted by bucket, to batches in turn, so that each batch gets many buckets.
+
+    Args:
+        num_batches (`int`): Batches of `size` rows.
+        size (`int`): At least `short_size`.
+        num_short (`int`): Batches of `short_size` rows, after the others.
+        short_size (`int`): At least 0.
+
+    Example:
+        >>> spread_order(2, 3, num_short=1, short_size=1)
+        array([0, 3, 5, 1, 4, 6, 2])
+    """
+    slot = np.concatenate([np.tile(np.arange(size), num_batches), np.tile(np.arange(short_size), num_short)])
+    order = np.empty(len(slot), np.int64)
+    order[np.argsort(slot, kind="stable")] = np.arange(len(slot))
+    return order
+
+
+def _left(groups: Groups, first_left: IntArray) -> IntArray:
+    """Return the rows of each bucket from `first_left` on."""
+    count = groups.starts + groups.counts - first_left
+    left: IntArray = groups.rows[np.repeat(first_left, count) + ranges(count)]
+    return left
+
+
+def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: IntArray) -> IntArray:
+    """Return, for each bucket with a rest, a full step: the rest, then spare rows of the bucket from its first on."""
+    rest = groups.starts + groups.counts - first_left
+    some = rest > 0
+    at = np.searchsorted(spare.buckets, groups.buckets[some])
+    first, own, start, count = (
+        np.repeat(column, per_step[some])
+        for column in (first_left[some], rest[some], spare.starts[at], spare.counts[at])
+    )
+    place = ranges(per_step[some])
+    filling = place >= own
+    filled = np.empty(len(place), np.int64)
+    filled[~filling] = groups.rows[(first + place)[~filling]]
+    filled[filling] = spare.rows[(start + (place - own) % count)[filling]]
+    return filled
+
+
+def _spread(
+    left: IntArray, size: int, *, num_processes: int, rng: np.random.Generator | None
+) -> tuple[IntArray, IntArray]:
+    """Deal what is left of all buckets into steps of `size` and one smaller one; return the rows and the sizes."""
+    spare = len(left) % num_processes
+    if spare:
+        out = np.arange(len(left) - spare, len(left)) if rng is None else rng.permutation(len(left))[:spare]
+        left = np.delete(left, out)
+    full, short = divmod(len(left) // num_processes, size)
+    order = spread_order(full * num_processes, size, num_short=num_processes if short else 0, short_size=short)
+    return left[order], np.array([size] * full + [short] * (short > 0), np.int64)
+
+
+def _join(rows: IntArray, *parts: Steps, extra: tuple[IntArray, Steps]) -> Deal:
+    """Return all steps; those of `extra` count positions in rows of their own."""
+    more, steps = extra
+    parts = (*parts, steps._replace(first=steps.first + len(rows)))
+    return Deal(np.concatenate([rows, more]), Steps(*(np.concatenate(column) for column in zip(*parts, strict=True))))

@@ -1,0 +1,195 @@
+"""Equal steps on all processes from a stream, and the place in it in accelerate's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import DataLoader
+
+from ..errors import BucketingError, PlanError
+from ..loaders.state import VERSION, check_state
+from ..loaders.window import WindowRandom
+from .batcher import StreamBatch, StreamingBucketBatcher
+
+
+class StreamPlace(NamedTuple):
+    """Where this process stands.
+
+    Attributes:
+        step (`int`): Steps finished.
+        workers (list): The place of each worker.
+        turn (`int`): The worker whose batch comes next.
+        ended (`bool`): Whether its part of the stream is at its end; the place is then before its last batch, which
+            it repeats.
+    """
+
+    step: int = 0
+    workers: tuple[Any, ...] = ()
+    turn: int = 0
+    ended: bool = False
+
+
+class ResumableStream(DataLoaderStateMixin):
+    """The batches of a [`StreamingBucketBatcher`], as many steps on each process; see `resume`.
+
+    A process that has no more batches repeats its last one with weight 0 until all are done. So each batch, a `dict`,
+    gets a `weight` (`float32`, shape `(n,)`) for [`global_mean`][hf_bucketing.losses.global_mean]. Without
+    `steps_per_epoch`, the processes ask each other before each step whether any has a batch left.
+
+    What [`ResumableLoader`][hf_bucketing.loaders.ResumableLoader] says of saving holds here as well. All processes
+    must save together, and a run is resumed on as many processes and workers as it had.
+
+    Args:
+        accelerator (`Accelerator`): Its device receives the batches.
+        loader (`DataLoader`): From `StreamingBucketBatcher.make_loader`, not prepared.
+
+    Raises:
+        PlanError: If the loader was prepared, has persistent workers or is for other processes than run.
+    """
+
+    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any]) -> None:
+        stream = loader.dataset
+        if hasattr(loader, "base_dataloader") or not isinstance(stream, StreamingBucketBatcher):
+            raise PlanError("accelerate would share a stream out once more: pass its loader without preparing it.")
+        if loader.persistent_workers:
+            raise PlanError("Persistent workers would not hear of the next epoch of a stream; leave them out.")
+        if (stream.num_processes, stream.process_index) != (accelerator.num_processes, accelerator.process_index):
+            raise PlanError(
+                f"This is process {accelerator.process_index} of {accelerator.num_processes}, but the stream is for "
+                f"process {stream.process_index} of {stream.num_processes}; make it after the Accelerator."
+            )
+        self.accelerator = accelerator
+        self.loader = loader
+        self.stream = stream
+        self.dataset = stream
+        self.gradient_state = GradientState()
+        self._drop_last = True  # accelerate shall not compute a remainder for gather_for_metrics
+        self.epoch = 0
+        self._place = self._window = StreamPlace()
+        self._random = WindowRandom(accelerator)
+        self._read: list[Any] = []
+        self._generator = torch.Generator()
+        if loader.generator is None:
+            loader.generator = self._generator
+        accelerator.register_for_checkpointing(self)
+
+    @property
+    def step(self) -> int:
+        """Steps of the epoch that are finished, that of the batch at hand included."""
+        return self._place.step
+
+    @property
+    def rejected(self) -> int:
+        """Rows of this process that had no bucket, as far as its workers have read in this epoch."""
+        return sum(place["rejected"] for place in self._read if place is not None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to read, from its start; the present one again changes nothing."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._place = self._window = StreamPlace()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._generator.manual_seed(self.epoch)
+        self.stream.start_at(self.epoch, self._place.workers, turn=self._place.turn)
+        self.begin()
+        try:
+            yield from self._steps()
+        finally:
+            self.end()
+        self.set_epoch(self.epoch + 1)
+
+    def _steps(self) -> Iterator[dict[str, Any]]:
+        limit = self.stream.steps_per_epoch
+        source = self._own_batches()
+        last = None
+        if self._place.ended:  # only to repeat it
+            last, source = next(source), iter(())
+        current = next(source, None)
+        more = self._any(current is not None) and (limit is None or self.step < limit)
+        while more:
+            following = next(source, None) if current is not None else None
+            more = self._any(following is not None) and (limit is None or self.step + 1 < limit)
+            if self.accelerator.sync_gradients:
+                self._window = self._place
+                self._random.note()
+            if current is not None:
+                last = current
+                place = self._place._replace(ended=True) if following is None else current[1]
+            elif last is not None:
+                place = self._place
+            else:
+                raise BucketingError(
+                    f"Process {self.accelerator.process_index} has no row of the stream in epoch {self.epoch}; it has "
+                    f"{self.stream.num_shards} shards: make more of them, or run fewer processes."
+                )
+            self._place = place._replace(step=self.step + 1)
+            self.end_of_dataloader = not more
+            yield self._weighted(last[0], weight=float(current is not None))
+            current = following
+
+    def _own_batches(self) -> Iterator[tuple[StreamBatch, StreamPlace]]:
+        """Yield this process's batches, each with the place after it."""
+        num_workers = max(1, self.loader.num_workers)
+        places: list[Any] = list(self._place.workers) or [None] * num_workers
+        ended = [False] * num_workers
+        self._read = places
+        for position, item in enumerate(self.loader):
+            worker = position % num_workers
+            places[worker], ended[worker] = item.place, item.ended
+            if item.batch is not None:
+                turn = (position + 1) % num_workers
+                yield item, StreamPlace(workers=tuple(places), turn=turn)
+            elif all(ended):
+                return
+
+    def _weighted(self, item: StreamBatch, *, weight: float) -> dict[str, Any]:
+        batch = {**item.batch, "weight": torch.full((item.size,), weight)}
+        moved: dict[str, Any] = send_to_device(batch, self.accelerator.device)
+        return moved
+
+    def _any(self, flag: bool) -> bool:
+        if self.accelerator.num_processes == 1:
+            return flag
+        count = torch.tensor(float(flag), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(count, "sum") > 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of all processes, the same on each; all must call it together."""
+        place = self._place if self.accelerator.sync_gradients else self._window
+        mine = {"workers": list(place.workers), "turn": place.turn, "ended": place.ended}
+        return {
+            "version": VERSION,
+            "fingerprint": self._fingerprint(),
+            "seed": self._seed,
+            "epoch": self.epoch,
+            "consumed": place.step,
+            "processes": gather_object([mine]) if self.accelerator.num_processes > 1 else [mine],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` stood.
+
+        Raises:
+            PlanError: If the stream, its settings, or the number of processes or workers differ.
+        """
+        check_state(state, fingerprint=self._fingerprint(), seed=self._seed)
+        mine = state["processes"][self.accelerator.process_index]
+        self.epoch = int(state["epoch"])
+        self._place = StreamPlace(int(state["consumed"]), tuple(mine["workers"]), mine["turn"], mine["ended"])
+        self._window = self._place
+        self.accelerator.step = 0
+        self._random.restore()
+
+    @property
+    def _seed(self) -> int:
+        return getattr(self.stream.collate_fn, "seed", None) or 0
+
+    def _fingerprint(self) -> dict[str, str]:
+        return {**self.stream.fingerprint(), "num_workers": str(self.loader.num_workers)}

@@ -1,0 +1,103 @@
+"""Sizes, grids, cover-resize and crop."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_bucketing import BucketingError, LatentSpec, Size, cover_resize, crop_box
+from hf_bucketing.buckets.sizes import round_to_multiple
+
+side = st.integers(1, 5000)
+sizes = st.builds(Size, frames=st.integers(1, 400), height=side, width=side)
+specs = st.builds(
+    LatentSpec,
+    temporal_stride=st.integers(1, 8),
+    spatial_stride=st.sampled_from([1, 8, 16, 32]),
+    patch=st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(1, 4)),
+)
+modes = st.sampled_from(["up", "down", "nearest"])
+WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+
+
+@given(side, st.integers(1, 64), modes)
+def test_rounding_gives_a_positive_multiple_within_one_step(value: int, multiple: int, mode: str) -> None:
+    rounded = round_to_multiple(value, multiple, mode=mode)
+    assert rounded % multiple == 0
+    assert rounded >= multiple
+    assert abs(rounded - value) < multiple or rounded == multiple
+    if mode == "up":
+        assert rounded >= value
+    if mode == "nearest" and rounded > multiple:
+        assert abs(rounded - value) * 2 <= multiple
+
+
+@given(specs, sizes, modes, modes)
+def test_a_snapped_size_is_valid_and_never_below_one_patch(
+    spec: LatentSpec, size: Size, mode: str, frames: str
+) -> None:
+    snapped = spec.snap(size, mode=mode, frames_mode=frames)
+    assert spec.snap(snapped) == snapped
+    assert spec.num_tokens(snapped) >= 1
+    assert snapped.height % (spec.spatial_stride * spec.patch[1]) == 0
+    assert snapped.width % (spec.spatial_stride * spec.patch[2]) == 0
+
+
+@given(specs, sizes)
+def test_snapping_invents_no_frames_by_default(spec: LatentSpec, size: Size) -> None:
+    fewest = spec.temporal_stride * (spec.patch[0] - 1) + 1
+    assert spec.snap(size).frames <= max(size.frames, fewest)
+
+
+def test_wan_counts_tokens_as_its_paper_does() -> None:
+    assert WAN.latent_size(Size(81, 480, 832)) == (21, 60, 104)
+    assert WAN.grid(Size(81, 480, 832)) == (21, 30, 52)
+    assert WAN.num_tokens(Size(81, 480, 832)) == 32760
+    assert WAN.snap(Size(83, 475, 833)) == Size(81, 480, 848)
+    assert WAN.snap(Size(83, 475, 833), mode="down") == Size(81, 464, 832)
+
+
+def test_a_size_that_is_no_whole_number_of_tokens_is_refused_with_the_next_valid_one() -> None:
+    with pytest.raises(BucketingError, match=r"82×480×840.*next valid size is 81×480×848"):
+        WAN.num_tokens(Size(82, 480, 840))
+
+
+@given(side, side, sizes)
+def test_cover_resize_covers_touches_one_side_and_keeps_the_ratio(height: int, width: int, target: Size) -> None:
+    resized_height, resized_width = cover_resize(height, width, target=target)
+    assert resized_height >= target.height
+    assert resized_width >= target.width
+    assert resized_height == target.height or resized_width == target.width
+    scale = max(target.height / height, target.width / width)
+    assert abs(resized_height - height * scale) <= 1
+    assert abs(resized_width - width * scale) <= 1
+
+
+@given(side, side, sizes, st.floats(0, 1), st.floats(0, 1))
+def test_the_crop_lies_inside_the_resized_frame(height: int, width: int, target: Size, y: float, x: float) -> None:
+    resized = cover_resize(height, width, target=target)
+    box = crop_box(*resized, target=target, y=y, x=x)
+    assert (box.height, box.width) == (target.height, target.width)
+    assert 0 <= box.top <= resized[0] - box.height
+    assert 0 <= box.left <= resized[1] - box.width
+
+
+def test_crop_positions_reach_both_ends_and_every_place_between() -> None:
+    target = Size(1, 2, 3)
+    tops = [crop_box(6, 3, target=target, y=y).top for y in (0.0, 0.25, 0.5, 0.75, 0.999, 1.0)]
+    assert tops == [0, 1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("call", [
+    lambda: cover_resize(0, 5, target=Size(1, 2, 3)),
+    lambda: crop_box(2, 2, target=Size(1, 2, 3)),
+    lambda: crop_box(4, 4, target=Size(1, 2, 3), y=1.5),
+    lambda: round_to_multiple(5, 2, mode="sideways"),
+    lambda: WAN.snap(Size(1, 0, 16)),
+    lambda: LatentSpec(temporal_stride=0, spatial_stride=8),
+    lambda: LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 0, 2)),
+])  # fmt: skip
+def test_impossible_geometry_is_an_error(call) -> None:
+    with pytest.raises(BucketingError):
+        call()

@@ -1,0 +1,74 @@
+"""Entries on disk: whole or absent, and read back as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_bucketing import CacheError
+from hf_bucketing.caching.store import TensorCache, entry_key
+
+KEY = entry_key(sample="a", size=(1, 2, 3))
+
+
+def test_an_entry_is_read_back_with_what_was_written_about_it(tmp_path: Path) -> None:
+    cache = TensorCache(tmp_path / "cache")
+    assert not cache.holds(KEY)
+    tensors = {"latents": torch.randn(2, 3).t(), "half": torch.ones(2, dtype=torch.bfloat16)}
+    cache.write(KEY, tensors, about={"size": (1, 2, 3), "fps": 8.0})
+    assert cache.holds(KEY)
+    back, about = cache.read(KEY)
+    assert all(
+        torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    assert about == {"size": [1, 2, 3], "fps": 8.0}
+    assert [path.relative_to(tmp_path / "cache").parts for path in tmp_path.rglob("*.safetensors")] == [
+        (KEY[:2], f"{KEY}.safetensors")
+    ]
+
+
+def test_a_view_of_a_stack_is_written_alone(tmp_path: Path) -> None:
+    cache = TensorCache(tmp_path)
+    cache.write(KEY, {"latents": torch.randn(64, 1000)[3]}, about={})
+    assert cache.path(KEY).stat().st_size < 5000
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 100, None], ids=["empty", "short", "noise", "cut"])
+def test_a_corrupt_entry_is_not_held_and_names_itself_when_read(content: bytes | None, tmp_path: Path) -> None:
+    cache = TensorCache(tmp_path)
+    cache.write(KEY, {"latents": torch.ones(9)}, about={})
+    path = cache.path(KEY)
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    assert not cache.holds(KEY)
+    with pytest.raises(CacheError, match=rf"{KEY}.*cannot be read.*delete it and run scripts/cache_latents\.py"):
+        cache.read(KEY)
+    cache.write(KEY, {"latents": torch.ones(9)}, about={})
+    assert cache.holds(KEY)
+
+
+def test_a_missing_entry_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="is missing; run scripts/cache_latents"):
+        TensorCache(tmp_path).read(KEY)
+
+
+def test_a_writer_that_dies_leaves_no_entry_and_what_it_leaves_is_swept(tmp_path: Path, monkeypatch) -> None:
+    cache = TensorCache(tmp_path)
+
+    def die(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            cache.write(KEY, {"latents": torch.ones(9)}, about={})
+    assert not cache.holds(KEY)
+    cache.write(entry_key(sample="b"), {"latents": torch.ones(9)}, about={})
+    assert cache.sweep() == 1
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{entry_key(sample='b')}.safetensors"]
+
+
+def test_keys_differ_where_a_part_does_and_only_there() -> None:
+    assert entry_key(a=1, b=(2, 3)) == entry_key(b=[2, 3], a=1)
+    assert len({entry_key(a=1), entry_key(a=2), entry_key(b=1), entry_key(a="1")}) == 4

@@ -1,0 +1,225 @@
+"""A small training run for tests of loading in real processes: `accelerate launch loader_worker.py …`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, gather_object, set_seed
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+
+from hf_bucketing import BucketTable, Size
+from hf_bucketing.loaders import BucketBatchSampler, PackBatchSampler, ResumableLoader, resume, worker_options
+from hf_bucketing.losses import global_mean
+from hf_bucketing.streaming import BucketGrouping, ResumableStream, StreamingBucketBatcher
+
+TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
+IDS = np.array([0, 1, 2, 1, -1] * 9 + [2, 2])
+
+
+def make_sampler(kind: str):
+    if kind == "bucket":
+        return BucketBatchSampler(IDS, table=TABLE, batch_size=4)
+    return PackBatchSampler(np.where(IDS < 0, 0, 10 + 7 * np.arange(len(IDS)) % 50), capacity=90)
+
+
+def collate(rows: list[int], *, fault: str | None) -> torch.Tensor:
+    """Make a batch; with a fault, the worker that meets row 30 dies or hangs."""
+    if fault is not None and 30 in rows:
+        if fault == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    return torch.tensor(rows)
+
+
+class Run(NamedTuple):
+    """All that a training script holds."""
+
+    accelerator: Accelerator
+    loader: ResumableLoader
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def start(
+        cls, *, kind="bucket", stateful=False, accumulation=1, dropout=0.5, num_workers=0, persistent=False,
+        fault=None, timeout=0,
+    ) -> Run:  # fmt: skip
+        accelerator = Accelerator(
+            gradient_accumulation_steps=accumulation,
+            dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful),
+        )
+        set_seed(0)
+        # One parameter: DDP orders several anew after its first backward, and sums of three processes with them.
+        model = torch.nn.Sequential(torch.nn.Dropout(dropout), torch.nn.Linear(3, 1, bias=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = DataLoader(
+            range(len(IDS)),
+            batch_sampler=make_sampler(kind),
+            collate_fn=partial(collate, fault=fault),
+            timeout=timeout,
+            persistent_workers=persistent,
+            **worker_options(num_workers),
+        )
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        set_seed(0, device_specific=True)
+        return cls(accelerator, resume(accelerator, loader), model, optimizer)
+
+    def lines(self, *, epochs: int):
+        """Train; yield (epoch, step, rows, loss) of this process for each batch, after its step."""
+        for epoch in range(self.loader.epoch, epochs):
+            self.loader.set_epoch(epoch)
+            for rows in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    features = torch.stack([rows.float(), rows.sin(), torch.ones(len(rows))], 1) / len(IDS)
+                    losses = (self.model(features).squeeze(1) - rows.cos()) ** 2
+                    self.accelerator.backward(
+                        global_mean(losses, accelerator=self.accelerator, total=self.loader.samples_in_window)
+                    )
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                yield [epoch, self.loader.step - 1, rows.tolist(), losses.detach().sum().item()]
+
+    def stop_workers(self) -> None:
+        """Stop them now: in garbage collection, their queues go first, and each is waited for for five seconds."""
+        self.loader.loader.base_dataloader._iterator = None
+
+
+def check_every_step(output: Path, **options: Any) -> None:
+    """Save after every batch, before the first and after each epoch; from each, repeat the rest to the last bit.
+
+    In a window of gradient accumulation, that is from its start.
+    """
+    whole = Run.start(**options)
+    folders = {0: output / "0"}
+    whole.accelerator.save_state(str(folders[0]))
+    lines, ends = [], []
+    for epoch in (1, 2):
+        for line in whole.lines(epochs=epoch):
+            lines.append(line)
+            folders[len(lines)] = output / str(len(lines))
+            whole.accelerator.save_state(str(folders[len(lines)]))
+        ends.append(len(lines))
+        folders[-len(lines)] = output / f"end-{epoch}"
+        whole.accelerator.save_state(str(folders[-len(lines)]))
+    assert len(lines) >= 8
+    whole.stop_workers()
+    for saved, folder in folders.items():
+        run = Run.start(**options)
+        run.accelerator.load_state(str(folder))
+        rest = list(run.lines(epochs=2))
+        run.stop_workers()
+        finished, window = abs(saved), options.get("accumulation", 1)
+        inside = 0 if finished in ends else (finished - max([0, *(end for end in ends if end < finished)])) % window
+        wanted = lines[finished - inside :]
+        differences = [pair for pair in zip(rest, wanted, strict=True) if pair[0] != pair[1]]
+        assert not differences, (options, saved, differences[0])
+
+
+def stream_rows(shard: list[int], shards: list[int], total: int):
+    """Yield rows of three buckets; one in ten is rejected, and the first shard is longer than the others."""
+    for number in shard:
+        for index in range(total):
+            if number == (0 if index < total // 3 else index % shards[0]):
+                frames, height, width = TABLE.size(index % 3)
+                bucket, tokens = index % 3, (16, 32, 48)[index % 3]
+                if index % 10 == 9:
+                    frames, bucket, tokens = -1, -1, 0
+                yield {"index": index, "bucket_id": bucket, "num_tokens": tokens, "num_frames": frames,
+                       "height": height, "width": width}  # fmt: skip
+
+
+def collate_rows(rows) -> dict[str, list]:
+    """Return the rows' numbers."""
+    return {name: [row[name] for row in rows] for name in ("index", "bucket_id", "num_tokens")}
+
+
+def check_stream(output: Path, *, num_workers: int, shards: int = 6, total: int = 90) -> None:
+    """Read two epochs of a stream on all processes, saving at every step; from each, repeat the rest."""
+
+    def start() -> tuple[Accelerator, ResumableStream]:
+        accelerator = Accelerator()
+        dataset = IterableDataset.from_generator(
+            partial(stream_rows, total=total), gen_kwargs={"shard": list(range(shards)), "shards": [shards] * shards}
+        )
+        grouping = BucketGrouping(table=TABLE, batch_size=4)
+        stream = StreamingBucketBatcher(dataset, grouping, collate_fn=collate_rows, snapshot_every=8)
+        return accelerator, resume(accelerator, stream.make_loader(**worker_options(num_workers)))
+
+    accelerator, whole = start()
+    lines = []
+    for epoch in range(2):
+        for batch in whole:
+            assert accelerator.gradient_state.end_of_dataloader == whole.end_of_dataloader
+            lines.append([epoch, batch["index"], batch["weight"].tolist()])
+            accelerator.save_state(str(output / str(len(lines))))
+        assert whole.end_of_dataloader
+    gathered = gather_object([lines])
+    assert len(set(map(len, gathered))) == 1, "equal steps"
+    for epoch in range(2):
+        mine = [line for process in gathered for line in process if line[0] == epoch]
+        seen = [index for _, rows, weight in mine for index in rows if weight[0]]
+        assert sorted(seen) == [index for index in range(total) if index % 10 != 9], "each row once"
+    assert any(not line[2][0] for process in gathered for line in process), "some process has less to read"
+    for saved in range(1, len(lines) + 1):
+        accelerator, again = start()
+        accelerator.load_state(str(output / str(saved)))
+        rest = [
+            [epoch, batch["index"], batch["weight"].tolist()] for epoch in range(again.epoch, 2) for batch in again
+        ]
+        assert rest == lines[saved:], (saved, rest[:2], lines[saved : saved + 2])
+
+
+def train(output: Path, *, epochs: int, save_every: int, kill_at: int, **options: Any) -> None:
+    """Train as a script does, from the newest checkpoint; the last process may be killed after `kill_at` batches."""
+    run = Run.start(**options)
+    index = run.accelerator.process_index
+    checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    if checkpoints:
+        run.accelerator.load_state(str(checkpoints[-1]))
+    count = int(checkpoints[-1].name.partition("-")[2]) if checkpoints else 0
+    with (output / f"log-{index}.jsonl").open("a") as log:
+        for line in run.lines(epochs=epochs):
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+            count += 1
+            if count == kill_at and index == run.accelerator.num_processes - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if save_every and count % save_every == 0:
+                partial = output / "partial"
+                run.accelerator.save_state(str(partial))
+                run.accelerator.wait_for_everyone()
+                if run.accelerator.is_main_process:
+                    partial.rename(output / f"checkpoint-{count}")
+                run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=["every_step", "stream", "train"])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--options", type=json.loads, default={})
+    args = parser.parse_args()
+    random.seed(0)
+    if args.mode == "train":
+        train(args.output, **args.options)
+    else:
+        for number, options in enumerate(args.options):
+            check = check_stream if args.mode == "stream" else check_every_step
+            check(args.output / str(number), **options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Unreadable samples, and workers that die or hang."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from hf_bucketing import BucketingError, BucketTable, ColumnError, LatentSpec, MediaError, Size
+from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, PackBatchSampler, PackCollator, StandIns
+from tests.loaders.test_resume_launch import launch
+
+TABLE = BucketTable(sizes=(Size(1, 32, 32), Size(1, 32, 48), Size(1, 48, 32)))
+SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+ROWS = 200
+CORRUPT = (17, 90)  # one in a hundred
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("images")
+    columns: dict[str, list] = {
+        name: [] for name in ("image", "width", "height", "bucket_id", "num_tokens", "caption")
+    }
+    for index in range(ROWS):
+        size = TABLE.size(index % 3)
+        path = folder / f"{index:03d}.png"
+        Image.fromarray(np.full((size.height, size.width, 3), index, np.uint8)).save(path)
+        if index in CORRUPT:
+            path.write_bytes(b"broken")
+        row = {"image": str(path), "width": size.width, "height": size.height, "bucket_id": index % 3}
+        row |= {"num_tokens": SPEC.num_tokens(size), "caption": f"image {index}"}
+        for name, value in row.items():
+            columns[name].append(value)
+    return Dataset.from_dict({**columns, "num_frames": [1] * ROWS, "fps": [0.0] * ROWS, "index": list(range(ROWS))})
+
+
+def collator(kind: str, images: Dataset, log: Path, *, seed: int | None = 0, **limits):
+    options = {
+        "column": "image",
+        "seed": seed,
+        "on_error": "replace",
+        "stand_ins": StandIns(images, log=log, **limits),
+    }
+    return BucketCollator(TABLE, **options) if kind == "bucket" else PackCollator(SPEC, **options)
+
+
+def sampler(kind: str, images: Dataset, **options):
+    if kind == "bucket":
+        return BucketBatchSampler(images["bucket_id"], table=TABLE, batch_size=8, **options)
+    return PackBatchSampler(images["num_tokens"], capacity=40, **options)
+
+
+def entries(log: Path) -> list[dict]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["bucket", "pack"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_unreadable_samples_are_replaced_alike_and_all_listed(
+    kind: str, images: Dataset, num_workers: int, num_processes: int, tmp_path: Path
+) -> None:
+    log, seen = tmp_path / "logs" / "errors.jsonl", []
+    for process in range(num_processes):
+        plan = sampler(kind, images, num_processes=num_processes)
+        loader = prepare_data_loader(
+            DataLoader(
+                images, batch_sampler=plan, collate_fn=collator(kind, images, log), num_workers=num_workers, timeout=0
+            ),
+            num_processes=num_processes,
+            process_index=process,
+        )
+        planned = list(plan.plan(0).batches(process_index=process))
+        for batch, rows in zip(loader, planned, strict=True):
+            assert len(batch["index"]) == len(batch["pixel_values"]) == len(rows)
+            for pixels, index, row, caption in zip(
+                batch["pixel_values"], batch["index"], rows.tolist(), batch["caption"], strict=True
+            ):
+                assert pixels.shape == (3, *TABLE.size(row % 3)) or kind == "pack"
+                assert pixels.shape[2] * pixels.shape[3] <= TABLE.size(row % 3).height * TABLE.size(row % 3).width
+                assert (index == row) == (row not in CORRUPT)
+                assert round((pixels.mean().item() + 1) * 127.5) == index
+                assert caption == f"image {index}"
+                seen.append(row)
+    lines = entries(log)
+    assert sorted(seen) == list(range(ROWS))
+    assert sorted(line["index"] for line in lines) == list(CORRUPT)
+    for line in lines:
+        assert f"{line['index']:03d}.png" in line["reason"]
+        assert (line["stand_in"] - line["index"]) % 3 == 0 or kind == "pack"
+
+
+def test_a_stand_in_follows_seed_epoch_and_index_alone(images: Dataset, tmp_path: Path) -> None:
+    def stand_in(*, epoch: int = 0, seed: int | None = 0, beside: int = 2) -> int:
+        collate = collator("bucket", images, tmp_path / "errors.jsonl", seed=seed, max_share=1.0)
+        collate.set_epoch(epoch)
+        return collate([images[beside], images[17]])["index"][1]
+
+    assert stand_in() == stand_in(beside=5) != 17
+    assert len({stand_in(epoch=epoch) for epoch in range(5)}) > 1
+    assert len({stand_in(seed=seed) for seed in (0, 1, 2, 3)}) > 1
+
+
+def test_a_stand_in_in_a_batch_of_several_buckets_takes_the_base_size(images: Dataset, tmp_path: Path) -> None:
+    table = BucketTable(sizes=TABLE.sizes, base=0)
+    stand_ins = StandIns(images, log=tmp_path / "errors.jsonl")
+    collate = BucketCollator(table, column="image", seed=0, on_error="replace", stand_ins=stand_ins)
+    batch = collate([images[0], images[17]])
+    assert batch["pixel_values"].shape == (2, 3, *TABLE.size(0))
+    assert batch["index"][1] % 3 == 17 % 3
+
+
+def broken(images: Dataset, positions) -> Dataset:
+    paths = list(images["image"])
+    for position in positions:
+        paths[position] = paths[17]
+    return images.remove_columns("image").add_column("image", paths)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_more_than_the_share_of_an_epoch_stops_training(images: Dataset, num_workers: int, tmp_path: Path) -> None:
+    bad = broken(images, [3, 50])
+    log = tmp_path / "errors.jsonl"
+    loader = DataLoader(
+        bad, batch_size=None, sampler=None, collate_fn=lambda row: collate([row]), num_workers=num_workers
+    )
+    collate = collator("bucket", bad, log, max_share=0.015)
+    with pytest.raises(MediaError, match=r"4 of 200 samples could not be read in epoch 0, more than .* 1\.50%"):
+        list(loader)
+    collate = collator("bucket", bad, tmp_path / "other.jsonl", max_share=0.02)
+    assert len(list(loader)) == ROWS
+    collate.set_epoch(1)
+    assert len(list(loader)) == ROWS, "each epoch counts for itself"
+    assert len(entries(tmp_path / "other.jsonl")) >= 8
+
+
+def test_more_than_max_errors_in_a_row_stop_training(images: Dataset, tmp_path: Path) -> None:
+    bad = broken(images, range(3, ROWS))
+    collate = collator("bucket", bad, tmp_path / "errors.jsonl", max_errors=5, max_share=1.0)
+    collate([images[0]])
+    with pytest.raises(MediaError, match="6 samples in a row"):
+        collate([bad[index] for index in range(3, ROWS, 3)])
+
+
+def test_a_bucket_without_another_readable_sample_is_an_error(images: Dataset, tmp_path: Path) -> None:
+    alone = images.select([17, 0, 1])
+    for kind in ("bucket", "pack"):
+        collate = collator(
+            kind, alone.select([0]) if kind == "pack" else alone, tmp_path / "errors.jsonl", max_share=1
+        )
+        with pytest.raises(MediaError, match=r"017.png.*No readable sample was found to stand in for row 17"):
+            collate([alone[0]])
+
+
+def test_settings_that_cannot_work_are_errors(images: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(BucketingError, match="stand_ins=StandIns"):
+        BucketCollator(TABLE, on_error="replace")
+    with pytest.raises(BucketingError, match="must be"):
+        BucketCollator(TABLE, on_error="skip")
+    with pytest.raises(ColumnError, match="index column"):
+        StandIns(images.remove_columns("index"), log=tmp_path / "log")
+    with pytest.raises(BucketingError, match="`max_share` in"):
+        StandIns(images, log=tmp_path / "log", max_share=1.5)
+    collate = PackCollator(
+        SPEC, column="image", on_error="replace",
+        stand_ins=StandIns(images.remove_columns("num_tokens"), log=tmp_path / "log"),
+    )  # fmt: skip
+    with pytest.raises(ColumnError, match="chosen by 'num_tokens'"):
+        collate([images[17]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["die", "hang"])
+def test_a_worker_that_dies_or_hangs_ends_all_processes_and_is_named(fault: str, tmp_path: Path) -> None:
+    options = {"epochs": 1, "save_every": 0, "kill_at": 0, "num_workers": 2, "fault": fault, "timeout": 4}
+    result = launch("train", tmp_path, options, num_processes=2, check=False)
+    assert result.returncode not in (0, 124)
+    happened = {"die": "exited unexpectedly", "hang": "timed out after 4 seconds"}[fault]
+    assert re.search(rf"Process \d got no batch after step .* {happened}\. The worker", result.stderr), result.stderr
+    assert re.search(r"was to load the rows .*\b\d+\b", result.stderr)
+
+
+def test_other_errors_of_the_loader_pass_unchanged() -> None:
+    from hf_bucketing.loaders import resume
+    from tests.loaders.loader_worker import make_sampler
+
+    def collate(rows):
+        raise RuntimeError("out of memory")
+
+    accelerator = Accelerator(cpu=True)
+    loader = resume(accelerator, accelerator.prepare(DataLoader(range(99), batch_sampler=make_sampler("pack"),
+                                                                collate_fn=collate)))  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"^out of memory$"):
+        list(loader)

@@ -1,0 +1,217 @@
+"""The place in an epoch: saved and resumed at every step, on other numbers of processes, through accelerate."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DataLoaderConfiguration
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from hf_bucketing import BucketTable, PlanError, Size
+from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler, check_loader, resume
+from tests.loaders.loader_worker import IDS, TABLE, make_sampler
+
+
+class SimulatedProcess(SimpleNamespace):
+    """What `resume` reads of an Accelerator, in one of several processes."""
+
+    def __init__(self, num_processes: int, *, window: int = 1) -> None:
+        super().__init__(num_processes=num_processes, split_batches=False, dispatch_batches=None)
+        self.gradient_accumulation_steps, self.sync_gradients, self.step = window, True, 0
+
+    def register_for_checkpointing(self, *objects) -> None:
+        self.registered = objects
+
+    def register_save_state_pre_hook(self, hook) -> None:
+        self.hooks = [hook]
+
+    def register_load_state_pre_hook(self, hook) -> None:
+        self.hooks.append(hook)
+
+
+def resumable(make, num_processes: int, process: int, *, stateful: bool = False, **options):
+    loader = prepare_data_loader(
+        DataLoader(range(len(IDS)), batch_sampler=make(num_processes=num_processes), collate_fn=list, **options),
+        num_processes=num_processes,
+        process_index=process,
+        use_stateful_dataloader=stateful,
+    )
+    return resume(SimulatedProcess(num_processes), loader)
+
+
+def bucket(ids=IDS, **options) -> BucketBatchSampler:
+    return BucketBatchSampler(ids, **{"table": TABLE, "batch_size": 4, **options})
+
+
+def pack(ids=IDS, **options) -> PackBatchSampler:
+    tokens = np.where(ids < 0, 0, 10 + 7 * np.arange(len(ids)) % 50)
+    return PackBatchSampler(tokens, **{"capacity": 90, **options})
+
+
+def length(ids=IDS, **options) -> LengthBatchSampler:
+    return LengthBatchSampler(10 + ids * 3 + np.arange(len(ids)) % 3, **{"capacity": 60, **options})
+
+
+samplers = pytest.mark.parametrize("make", [bucket, pack, length])
+
+
+@samplers
+@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_a_state_of_any_step_yields_exactly_the_rest(make, num_processes: int, stateful: bool) -> None:
+    for process in range(num_processes):
+        whole = resumable(make, num_processes, process, stateful=stateful)
+        states, wanted = [whole.state_dict()], []
+        for _ in range(2):
+            for batch in whole:
+                wanted.append(batch)
+                states.append(json.loads(json.dumps(whole.state_dict())))
+        for finished, state in enumerate(states):
+            again = resumable(make, num_processes, process, stateful=stateful)
+            again.load_state_dict(state)
+            rest = []
+            for epoch in range(again.epoch, 2):
+                again.set_epoch(epoch)
+                assert len(again) == len(again.plan.bucket_ids) // num_processes - again.step
+                rest += list(again)
+            assert rest == wanted[finished:]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
+def test_batches_that_workers_drew_ahead_are_not_lost(num_processes: int, persistent: bool, stateful: bool) -> None:
+    options = {"stateful": stateful, "num_workers": 2, "persistent_workers": persistent}
+    wanted = [list(batch) for batch in resumable(bucket, num_processes, 0)]
+    loader = resumable(bucket, num_processes, 0, **options)
+    loader.set_epoch(1)
+    loader.set_epoch(0)  # a stateful loader drew it in prepare()
+    seen = []
+    for stop in (1, 4, len(wanted)):
+        for batch in loader:
+            seen.append(batch)
+            if len(seen) == stop:
+                break
+        other = resumable(bucket, num_processes, 0, **options)
+        other.load_state_dict(loader.state_dict())
+        loader.loader.base_dataloader._iterator = None  # its workers stop
+        loader = other
+    loader.loader.base_dataloader._iterator = None
+    assert seen == wanted
+
+
+def test_the_epoch_moves_on_at_its_end_and_stays_after_its_last_batch() -> None:
+    loader = resumable(bucket, 2, 0)
+    for _batch in loader:
+        state = loader.state_dict()
+    assert (state["epoch"], state["consumed"]) == (0, [[2, loader.sampler.plan(0).num_steps]])
+    assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (1, [])
+    again = resumable(bucket, 2, 0)
+    again.load_state_dict(state)
+    assert (again.epoch, len(again), list(again), again.epoch) == (0, 0, [], 1)
+    again.set_epoch(5)
+    assert list(again) == [batch.tolist() for batch in bucket(num_processes=2).plan(5).batches(process_index=0)]
+
+
+def test_a_window_of_accumulation_that_was_not_finished_starts_again() -> None:
+    loader = resumable(bucket, 1, 0)
+    loader.accelerator.gradient_accumulation_steps = 3
+    plan = loader.plan
+    for step, _batch in enumerate(loader):
+        loader.accelerator.sync_gradients = step % 3 == 2
+        start = step // 3 * 3
+        assert loader.samples_in_window == sum(map(len, list(plan.batches())[start : start + 3]))
+        assert loader.state_dict()["consumed"] == ([[1, (step + 1) // 3 * 3]] if step > 1 else [])
+        if step == 7:
+            break
+
+
+def test_each_epoch_reaches_the_collator() -> None:
+    class Collator:
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __call__(self, rows):
+            return self.epoch
+
+    loader = resumable(bucket, 1, 0)
+    loader.loader.base_dataloader.collate_fn = Collator()
+    assert [set(loader) for _ in range(3)] == [{0}, {1}, {2}]
+
+
+@samplers
+@settings(max_examples=40)
+@given(
+    ids=st.lists(st.integers(-1, 2), min_size=20, max_size=60).filter(lambda ids: sum(i >= 0 for i in ids) > 8),
+    counts=st.lists(st.integers(1, 4), min_size=2, max_size=5),
+    seed=st.integers(0, 99),
+    draws=st.randoms(use_true_random=False),
+)
+def test_changing_the_number_of_processes_in_an_epoch_loses_and_repeats_nothing(
+    make, ids, counts: list[int], seed: int, draws: random.Random
+) -> None:
+    array, state, seen = np.array(ids), None, []
+    for number, num_processes in enumerate(counts):
+        sampler = make(array, num_processes=num_processes, seed=seed)
+        if state is not None:
+            sampler.load_state_dict(state)
+        plan, first = sampler.plan(), sampler.first_step
+        last = plan.num_steps if number == len(counts) - 1 else draws.randint(first, plan.num_steps)
+        batches = list(sampler)
+        assert len(batches) == len(sampler) == (plan.num_steps - first) * num_processes
+        seen += [row for batch in batches[: (last - first) * num_processes] for row in batch]
+        state = json.loads(json.dumps(sampler.state_dict(step=last)))
+    assert len(seen) == len(set(seen))
+    missing = set(np.flatnonzero(array >= 0)) - set(seen)
+    assert len(missing) < max(counts)
+    sampler.load_state_dict(state)
+    assert list(sampler) == []
+    assert len(json.dumps(state)) < 4096
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"seed": 1}, "seed was 0 and is 1"),
+    ({"batch_size": 3}, "batch_size was 4 and is 3"),
+    ({"tail": "drop"}, "tail was 'short' and is 'drop'"),
+    ({"ids": IDS[:-1]}, "rows was 47 values, digest .* and is 46 values"),
+    ({"table": BucketTable(sizes=(*TABLE.sizes, Size(17, 64, 64)))}, "table was"),
+])  # fmt: skip
+def test_a_state_that_does_not_fit_is_refused_by_the_name_of_what_differs(change, message: str) -> None:
+    state = bucket(num_processes=2).state_dict(step=2)
+    with pytest.raises(PlanError, match=message) as caught:
+        bucket(num_processes=2, **change).load_state_dict(state)
+    assert str(caught.value).count(" was ") == 1
+    with pytest.raises(PlanError, match="capacity was absent"):
+        pack().load_state_dict(state)
+    with pytest.raises(PlanError, match="version 7"):
+        bucket().load_state_dict({**state, "version": 7})
+    other = bucket(num_processes=3)
+    other.load_state_dict({**state, "consumed": [[2, 99]]})
+    with pytest.raises(PlanError, match="99 steps on 2 processes"):
+        other.plan()
+
+
+def test_states_stay_small_whatever_the_settings() -> None:
+    sampler = bucket(np.arange(3000) % 3, batch_size={number: 2 + number % 7 for number in range(5000)})
+    assert len(json.dumps(sampler.state_dict(step=10))) < 4096
+
+
+def test_check_loader_sends_stateful_loaders_to_resume_which_makes_them_exact() -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    loader = accelerator.prepare(DataLoader(range(len(IDS)), batch_sampler=make_sampler("bucket"), collate_fn=list))
+    with pytest.raises(PlanError, match=r"iterate resume\(accelerator, loader\)"):
+        check_loader(accelerator, loader)
+    resume(accelerator, loader)
+    check_loader(accelerator, loader)
+    sampler = make_sampler("bucket")
+    sampler.batch_size = 4
+    with pytest.raises(PlanError, match="batch_size=4"):
+        check_loader(Accelerator(cpu=True), DataLoader(range(len(IDS)), batch_sampler=sampler))

@@ -1,0 +1,194 @@
+"""Samplers under accelerate's contract: sharded once, epochs, skipping, resuming."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+
+from hf_bucketing import BucketTable, LatentSpec, PlanError, Size
+from hf_bucketing.loaders import BucketBatchSampler, PackBatchSampler, check_loader
+
+TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
+WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+IDS = np.array([0, 1, 2, 1, -1] * 21 + [2, 2])
+TOKENS = np.where(IDS < 0, 0, 10 + 7 * np.arange(len(IDS)) % 50)
+
+
+def bucket_sampler(**options) -> BucketBatchSampler:
+    return BucketBatchSampler(IDS, **{"table": TABLE, "batch_size": 4, **options})
+
+
+def pack_sampler(**options) -> PackBatchSampler:
+    return PackBatchSampler(TOKENS, **{"capacity": 150, **options})
+
+
+MAKERS = {"bucket": bucket_sampler, "pack": pack_sampler}
+samplers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def sharded_loaders(make, num_processes: int, **options) -> list[DataLoader]:
+    """The loaders that accelerate would prepare in each of several processes."""
+    return [
+        prepare_data_loader(
+            DataLoader(range(len(IDS)), batch_sampler=make(num_processes=num_processes), collate_fn=list, **options),
+            num_processes=num_processes,
+            process_index=process,
+            put_on_device=False,
+        )
+        for process in range(num_processes)
+    ]
+
+
+@samplers
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_accelerate_hands_each_process_its_batches_of_the_plan(make, num_processes: int, num_workers: int) -> None:
+    loaders = sharded_loaders(make, num_processes, num_workers=num_workers)
+    for epoch in (0, 3):
+        plan = make(num_processes=num_processes).plan(epoch)
+        for process, loader in enumerate(loaders):
+            loader.set_epoch(epoch)
+            assert len(loader) == plan.num_steps
+            assert list(loader) == [batch.tolist() for batch in plan.batches(process_index=process)]
+
+
+@samplers
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_prepared_loaders_advance_the_epoch_by_themselves(make, num_processes: int) -> None:
+    for process, loader in enumerate(sharded_loaders(make, num_processes)):
+        for epoch in range(3):
+            plan = make(num_processes=num_processes).plan(epoch)
+            assert list(loader) == [batch.tolist() for batch in plan.batches(process_index=process)]
+
+
+@samplers
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_skip_first_batches_stays_in_its_epoch(make, num_processes: int) -> None:
+    for process, loader in enumerate(sharded_loaders(make, num_processes)):
+        loader.set_epoch(2)
+        wanted = [b.tolist() for b in make(num_processes=num_processes).plan(2).batches(process_index=process)]
+        assert list(skip_first_batches(loader, 3)) == wanted[3:]
+
+
+@samplers
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_resuming_at_every_step_yields_exactly_the_rest(make, num_processes: int) -> None:
+    for process in range(num_processes):
+        for epoch in (0, 1):
+            plan = make(num_processes=num_processes).plan(epoch)
+            wanted = [batch.tolist() for batch in plan.batches(process_index=process)]
+            for step in range(plan.num_steps + 1):
+                saved = make(num_processes=num_processes)
+                saved.set_epoch(epoch)
+                state = json.loads(json.dumps(saved.state_dict(step=step)))
+                loader = sharded_loaders(make, num_processes)[process]
+                sampler = loader.batch_sampler
+                while not hasattr(sampler, "load_state_dict"):
+                    sampler = sampler.batch_sampler
+                sampler.load_state_dict(state)
+                loader.set_epoch(epoch)
+                assert list(loader) == wanted[step:]
+                if step < plan.num_steps:
+                    following = make(num_processes=num_processes).plan(epoch + 1).batches(process_index=process)
+                    assert list(loader) == [batch.tolist() for batch in following], "the next epoch is whole"
+
+
+@samplers
+def test_plain_ddp_takes_process_index(make) -> None:
+    plan = make(num_processes=3).plan(0)
+    for process in range(3):
+        sampler = make(num_processes=3, process_index=process)
+        assert list(sampler) == [batch.tolist() for batch in plan.batches(process_index=process)]
+        assert len(sampler) == plan.num_steps
+    with pytest.raises(PlanError, match="from 0 to 2"):
+        make(num_processes=3, process_index=3)
+
+
+@samplers
+def test_a_batch_size_attribute_would_lose_data_so_there_is_none(make) -> None:
+    assert not hasattr(make(), "batch_size")
+    sampler = make(num_processes=2)
+    seen = [list(BatchSamplerShard(sampler, 2, process)) for process in range(2)]
+    assert sum(map(len, seen[0] + seen[1])) == 2 * (sampler.plan(0).kept // 2)
+    sampler.batch_size = 4
+    lost = [list(BatchSamplerShard(sampler, 2, process)) for process in range(2)]
+    assert lost != seen, "the trap that this test guards against"
+
+
+def test_batches_hold_plain_ints() -> None:
+    assert {type(index) for sampler in (bucket_sampler(), pack_sampler()) for batch in sampler for index in batch} == {
+        int
+    }
+
+
+def test_capacity_gives_each_bucket_as_many_samples_as_fit() -> None:
+    sampler = bucket_sampler(batch_size=None, capacity=96, spec=WAN)
+    tokens = TABLE.num_tokens(np.arange(3), spec=WAN)
+    assert tokens.tolist() == [16, 32, 48]
+    assert sampler.config.batch_size == {0: 6, 1: 3, 2: 2}
+    for batch in sampler.plan(0).batches():
+        assert tokens[IDS[batch]].sum() <= 96
+
+
+def test_the_tail_policy_reaches_the_plan() -> None:
+    assert bucket_sampler(num_processes=2).plan(0).kept > bucket_sampler(num_processes=2, tail="drop").plan(0).kept
+
+
+def test_pack_options_reach_the_plan() -> None:
+    def longest(**options) -> int:
+        return max(map(len, pack_sampler(**options)))
+
+    assert longest() > 2 == longest(max_samples=2)
+    assert len(pack_sampler(multiple=50)) > len(pack_sampler())
+    assert len(pack_sampler(open_packs=1)) > len(pack_sampler())
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"batch_size": None}, "either batch_size or capacity"),
+    ({"capacity": 96}, "either batch_size or capacity"),
+    ({"batch_size": None, "capacity": 96}, "spec="),
+    ({"batch_size": None, "capacity": 20, "spec": WAN}, "9×64×64.*takes 48 tokens"),
+    ({"table": BucketTable(sizes=TABLE.sizes[:2])}, "Row 2 has bucket_id 2"),
+])  # fmt: skip
+def test_impossible_bucket_samplers_are_errors(options, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        bucket_sampler(**options)
+
+
+def loader_of(sampler) -> DataLoader:
+    return DataLoader(range(len(IDS)), batch_sampler=sampler, collate_fn=torch.tensor)
+
+
+def test_check_loader_accepts_a_loader_prepared_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(loader_of(bucket_sampler()))
+    check_loader(accelerator, loader)
+    check_loader(accelerator, skip_first_batches(loader, 2))
+
+
+def test_check_loader_names_each_way_to_lose_batches() -> None:
+    accelerator = Accelerator(cpu=True)
+    cases = {
+        "Expected a DataLoader with batch_sampler=": DataLoader(range(9), batch_size=3),
+        "plans for 2": loader_of(bucket_sampler(num_processes=2)),
+        "shared among 2": loader_of(bucket_sampler(num_processes=2, process_index=1)),
+        "shared among 6": prepare_data_loader(
+            loader_of(bucket_sampler(num_processes=3, process_index=0)), num_processes=2, process_index=0
+        ),
+    }
+    for message, loader in cases.items():
+        with pytest.raises(PlanError, match=message):
+            check_loader(accelerator, loader)
+    split = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    with pytest.raises(PlanError, match="split_batches"):
+        check_loader(split, loader_of(bucket_sampler()))
+    dispatch = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    with pytest.raises(PlanError, match="dispatch_batches"):
+        check_loader(dispatch, dispatch.prepare(loader_of(bucket_sampler())))

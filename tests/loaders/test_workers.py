@@ -1,0 +1,96 @@
+"""Workers of a loader: how they start, and that they end with their process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.utils.data import DataLoader
+
+from hf_bucketing.loaders import worker_options
+from tests.conftest import run
+
+TRAINING = """
+import os, time
+from torch.utils.data import DataLoader
+from hf_bucketing.loaders import worker_options
+
+def pid(rows):
+    return os.getpid()
+
+if __name__ == "__main__":
+    loader = DataLoader(range(100), collate_fn=pid, batch_size=1, **worker_options(2))
+    batches = iter(loader)
+    print(next(batches), next(batches), flush=True)
+    time.sleep(1000)
+"""
+
+
+UNGUARDED = """
+from torch.utils.data import DataLoader
+from hf_bucketing.loaders import worker_options
+
+print(len(list(DataLoader(range(4), batch_size=1, **worker_options(2)))))
+"""
+
+
+def process_of(rows: list[int]) -> int:
+    return os.getpid()
+
+
+def test_no_workers_need_no_options() -> None:
+    loader = DataLoader(range(2), collate_fn=process_of, batch_size=1, **worker_options(0))
+    assert list(loader) == [os.getpid()] * 2
+
+
+def test_where_there_is_no_fork_server_workers_start_as_the_platform_does(monkeypatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert worker_options(2) == {"num_workers": 2}
+
+
+def test_workers_come_from_a_fork_server() -> None:
+    options = worker_options(2)
+    assert options["multiprocessing_context"].get_start_method() == "forkserver"
+    workers = set(DataLoader(range(8), collate_fn=process_of, batch_size=1, **options))
+    assert len(workers) == 2
+    assert os.getpid() not in workers
+
+
+def test_a_script_without_a_main_guard_is_told_before_workers_start(tmp_path: Path) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(UNGUARDED)
+    result = run([sys.executable, script], check=False)
+    assert result.returncode == 1
+    assert f'{script} has no `if __name__ == "__main__":`' in result.stderr
+    assert result.stderr.count("Traceback") == 1, "no worker was started"
+    assert "bootstrapping" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["-c", UNGUARDED], ["{folder}"], ["{folder}/guarded.py"]])
+def test_programs_that_workers_do_not_run_again_are_let_through(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text(UNGUARDED)
+    guarded = UNGUARDED.replace("print", 'options = worker_options(2)\nif __name__ == "__main__":\n    print')
+    (tmp_path / "guarded.py").write_text(guarded.replace("worker_options(2))))", "options)))"))
+    assert run([sys.executable, *(part.format(folder=tmp_path) for part in arguments)]).stdout == "4\n"
+
+
+def test_workers_end_when_their_process_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in training.stdout.readline().split()]
+        started = [*workers, *(worker.parent() for worker in workers)]
+        assert len({process.pid for process in started}) == 3, "two workers and their server"
+        training.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(started, timeout=30)
+    if alive:
+        for process in alive:
+            process.kill()
+        pytest.fail(f"{alive} outlived the training process")

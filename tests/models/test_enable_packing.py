@@ -1,0 +1,106 @@
+"""Switching packing on and off, and what it says to wrong inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from hf_bucketing import PackingError
+from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.packing import packed_forward, use_layout
+from tests.packing.packing_cases import TIMESTEPS, Samples, make_model
+
+
+def test_disabling_puts_the_model_back_bit_for_bit() -> None:
+    model, samples = make_model(), Samples()
+    processors, before = model.attn_processors, samples.alone(model)
+    enable_packing(model, strip_length=4)
+    assert not any(processor in processors.values() for processor in model.attn_processors.values())
+    disable_packing(model)
+    assert model.attn_processors == processors
+    assert all(torch.equal(one, other) for one, other in zip(before, samples.alone(model), strict=True))
+    enable_packing(model, strip_length=8)
+
+
+def test_the_class_and_forward_of_the_model_stay_the_stock_ones() -> None:
+    model = make_model()
+    keys = model.state_dict().keys()
+    enable_packing(model)
+    assert type(model) is WanTransformer3DModel
+    assert "forward" not in vars(model)
+    assert model.state_dict().keys() == keys
+
+
+def test_people_may_drive_their_own_forward() -> None:
+    model, samples = make_model(), Samples()
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    with use_layout(batch.layout):
+        own = model(batch.strips, batch.timesteps[batch.layout.row_segments], batch.text[None]).sample
+    assert torch.equal(own, packed_forward(model, batch))
+
+
+def test_a_wrapped_model_runs_packs() -> None:
+    class Wrapper(torch.nn.parallel.DataParallel):
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+    model, samples = make_model(), Samples()
+    wrapper = Wrapper(model)
+    batch = samples.pack(enable_packing(wrapper, strip_length=4))
+    assert torch.equal(packed_forward(wrapper, batch), packed_forward(model, batch))
+    disable_packing(wrapper)
+
+
+def test_wrong_inputs_are_errors_that_name_the_sample() -> None:
+    model, samples = make_model(), Samples()
+    packing = enable_packing(model, strip_length=4)
+
+    def pack(**changes):
+        given = {"latents": samples.latents, "timesteps": samples.timesteps, "text": samples.text, **changes}
+        return packing.pack(given.pop("latents"), **given)
+
+    def latents_but(sample: int, *shape: int) -> list[torch.Tensor]:
+        return [*samples.latents[:sample], torch.zeros(shape), *samples.latents[sample + 1 :]]
+
+    cases = {
+        "6 latents, 5 texts": {"text": samples.text[:5]},
+        r"timesteps of shape \(2,\)": {"timesteps": TIMESTEPS[:2]},
+        "0 latents": {"latents": [], "text": [], "timesteps": TIMESTEPS[:0]},
+        r"Latent 2 of .* \(5, 7, 6\) does not divide": {"latents": latents_but(2, 4, 5, 7, 6)},
+        "Latent 1 has shape": {"latents": latents_but(1, 1, 4, 1, 8, 4)},
+        "Latent 3 has 8 channels; the model takes 4": {"latents": latents_but(3, 8, 1, 2, 2)},
+        "Text 0 has shape": {"text": [torch.zeros(7, 15), *samples.text[1:]]},
+        "Sample 0 has a token grid of .*64 positions": {"latents": latents_but(0, 4, 1, 2, 200)},
+        "text_mask": {"text_mask": torch.ones(6, 7)},
+    }  # fmt: skip
+    for message, changes in cases.items():
+        with pytest.raises(PackingError, match=message):
+            pack(**changes)
+    batch = pack()
+    with pytest.raises(PackingError, match="token grids"):
+        batch.pack_like(samples.targets[::-1])
+    with pytest.raises(PackingError, match="Expected strips"):
+        batch.unpack(torch.zeros(3, 4, 1, 2, 8))
+
+
+def test_packing_is_enabled_once_on_known_models_and_needed_for_packs() -> None:
+    model = make_model()
+    batch = Samples().pack(enable_packing(model, strip_length=4))
+    with pytest.raises(PackingError, match="already enabled"):
+        enable_packing(model)
+    with pytest.raises(PackingError, match="no pack is being computed"):
+        Samples().alone(model)
+    disable_packing(model)
+    for call in (lambda: packed_forward(model, batch), lambda: disable_packing(model)):
+        with pytest.raises(PackingError, match="not enabled"):
+            call()
+    cases = {
+        "unknown attention backend 'fast'": lambda: enable_packing(model, backend="fast"),
+        "strip_length must be at least 1": lambda: enable_packing(model, strip_length=0),
+        "exceeds the 64 positions": lambda: enable_packing(model, strip_length=65),
+        "does not know Linear; it knows .*WanTransformer3DModel": lambda: enable_packing(torch.nn.Linear(1, 1)),
+    }  # fmt: skip
+    for message, call in cases.items():
+        with pytest.raises(PackingError, match=f"(?i){message}"):
+            call()

@@ -1,0 +1,165 @@
+"""What is particular to single families: refusals, conditioning, fused projections, strips of one token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import CosmosTransformer3DModel
+from diffusers.models.transformers import transformer_cosmos
+from diffusers.utils import is_torchvision_available
+
+from hf_bucketing import PackingError
+from hf_bucketing.models import cosmos, disable_packing, enable_packing, verify_packing
+from hf_bucketing.models.registry import family_of
+from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forward, use_layout
+from tests.models.family_models import make_cosmos
+from tests.packing.packing_cases import CASES, FamilyCase, Samples, largest_difference
+
+each_family = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+@each_family
+@torch.no_grad()
+def test_strips_of_one_token_run_or_are_refused(case: FamilyCase) -> None:
+    model, samples = case.model(), Samples(case=case)
+    expected = samples.alone(model)
+    if type(model).__name__ == "AllegroTransformer3DModel":
+        with pytest.raises(PackingError, match="strip_length of at least 2"):
+            enable_packing(model, strip_length=1)
+        return
+    batch = samples.pack(enable_packing(model, strip_length=1))
+    assert largest_difference(expected, batch.unpack(packed_forward(model, batch))) <= 1e-5
+
+
+@each_family
+@torch.no_grad()
+def test_a_model_in_bfloat16_errs_no_more_than_running_the_samples_alone(case: FamilyCase) -> None:
+    exact = Samples(case=case).alone(case.model())
+    model, samples = case.model(torch.bfloat16), Samples(torch.bfloat16, case=case)
+    alone = [output.float() for output in samples.alone(model)]
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    packed = [output.float() for output in batch.unpack(packed_forward(model, batch))]
+    assert batch.unpack(packed_forward(model, batch))[0].dtype == torch.bfloat16
+    assert 0 < largest_difference(exact, packed) <= 2 * largest_difference(exact, alone)
+
+
+@pytest.mark.parametrize("name", ["pixart", "wan", "wan image"])
+@torch.no_grad()
+def test_fused_projections_are_used(name: str) -> None:
+    case = CASES[name]
+    model, samples = case.model(), Samples(case=case)
+    model.fuse_qkv_projections()
+    outputs = samples.alone(model)
+    for key, parameter in model.named_parameters():
+        if any(part in key for part in (".to_k.", ".to_v.", ".add_k_proj.", ".add_v_proj.")):
+            parameter.zero_()
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5
+
+
+def test_missing_unknown_and_short_conditioning_are_refused_by_name() -> None:
+    cases = [
+        ("ltx", {}, r"needs conditioning \['rope_interpolation_scale'\], each with 6 rows; got none"),
+        ("cosmos", {"fps": torch.ones(5)}, r"\['fps'\], each with 6 rows; got {'fps': \(5,\)}"),
+        ("pixart", {"resolution": torch.ones(6, 2)}, "needs conditioning none"),
+        ("pixart conditioned", {"resolution": torch.ones(6, 2)}, "'aspect_ratio'"),
+        ("wan image", {}, "encoder_hidden_states_image"),
+    ]
+    for name, conditioning, message in cases:
+        samples = Samples(case=CASES[name])
+        samples.conditioning = conditioning
+        packing = enable_packing(CASES[name].model())
+        with pytest.raises(PackingError, match=message):
+            samples.pack(packing)
+
+
+def test_videos_are_refused_by_a_model_of_images() -> None:
+    case = CASES["pixart"]
+    samples = Samples(case=case)
+    samples.latents[2] = torch.zeros(4, 3, 4, 4)
+    with pytest.raises(PackingError, match=r"Sample 2 has a token grid of \(3, 2, 2\).* 1 positions for frames"):
+        samples.pack(enable_packing(case.model()))
+
+
+def test_image_to_video_refuses_texts_that_the_stock_model_would_cut_wrongly() -> None:
+    samples = Samples(case=CASES["wan image"])
+    samples.text[1] = samples.text[1][:500]
+    model = CASES["wan image"].model()
+    batch = samples.pack(enable_packing(model))
+    with pytest.raises(PackingError, match="texts of 512 tokens"):
+        packed_forward(model, batch)
+
+
+def test_cosmos_refuses_what_packing_does_not_carry_or_the_machine_cannot_run() -> None:
+    with pytest.raises(PackingError, match="image contexts"):
+        enable_packing(make_cosmos(img_context_dim_in=8, img_context_dim_out=36))
+    model: CosmosTransformer3DModel = make_cosmos(concat_padding_mask=True, in_channels=4)
+    if is_torchvision_available():
+        enable_packing(model)
+    else:
+        with pytest.raises(PackingError, match="install torchvision"):
+            enable_packing(model)
+
+
+@torch.no_grad()
+def test_wan_2_2_with_a_timestep_for_every_token_of_a_video_is_one_timestep_per_sample() -> None:
+    case = CASES["wan"]
+    model, samples = case.model(), Samples(case=case)
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    packed = batch.unpack(packed_forward(model, batch))
+    disable_packing(model)
+    expanded = [
+        model(latent[None], timestep.expand(1, length), text[None]).sample[0]  # as expand_timesteps of its pipeline
+        for latent, timestep, length, text in zip(
+            samples.latents, samples.timesteps, batch.layout.lengths, samples.text, strict=True
+        )
+    ]
+    assert largest_difference(expanded, packed) <= 1e-5
+
+
+def test_recipes_of_subclasses_are_those_of_their_base() -> None:
+    model = CASES["latte"].model()
+    model.__class__ = type("MyLatte", (type(model),), {})
+    assert type(family_of(model)).__name__ == "LatteFamily"
+
+
+def test_a_processor_refuses_modules_that_mix_tokens_outside_attention() -> None:
+    from diffusers.models.attention_processor import Attention
+
+    attention = Attention(query_dim=8, heads=2, dim_head=4, norm_num_groups=2, processor=PackedAttnProcessor())
+    layout = PackedLayout(grids=((1, 1, 2),), text_lengths=(1,), strip_length=2)
+    with use_layout(layout), pytest.raises(PackingError, match="group norm"):
+        attention(torch.zeros(1, 2, 8))
+
+
+@torch.no_grad()
+def test_cosmos_with_a_padding_mask_gets_one_of_zeros(monkeypatch) -> None:
+    resized = []
+
+    def resize(mask: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
+        resized.append(mask)
+        return torch.nn.functional.interpolate(mask, size=size, mode=interpolation)
+
+    modes = SimpleNamespace(NEAREST="nearest")
+    stand_in = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
+    monkeypatch.setattr(transformer_cosmos, "transforms", stand_in, raising=False)  # torchvision's, if it is there
+    monkeypatch.setattr(cosmos, "is_torchvision_available", lambda: True)
+    case = replace(CASES["cosmos"], make=partial(make_cosmos, concat_padding_mask=True))
+    model, samples = case.model(), Samples(case=case)
+    outputs = samples.alone(model)
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5
+    assert resized[-1].shape == (1, 1, 2, 8)
+    assert not any(mask.any() for mask in resized)
+
+
+def test_an_image_of_frame_rate_0_runs_in_a_cosmos_pack_as_the_model_runs_images() -> None:
+    model, latents = make_cosmos(), [torch.randn(4, frames, 8, 12) for frames in (1, 3)]
+    text, timesteps = torch.randn(2, 6, 16), torch.tensor([500.0, 20.0])
+    rates = {"fps": torch.tensor([0.0, 12.0])}
+    report = verify_packing(model, latents, timesteps=timesteps, text=text, conditioning=rates)
+    assert report.passed, str(report)

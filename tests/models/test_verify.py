@@ -1,0 +1,107 @@
+"""The verifier: passes on a sound model, fails on each thing that can go wrong, leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_bucketing import PackingError
+from hf_bucketing.models import VerificationReport, enable_packing, verify_packing
+from hf_bucketing.models import registry as families
+from hf_bucketing.models.wan import packing as wan
+from hf_bucketing.packing import SegmentSpans, attention
+from tests.conftest import run_script_here
+from tests.packing.packing_cases import Samples, make_model
+
+
+def verify(model=None, dtype: torch.dtype = torch.float32, **options) -> VerificationReport:
+    samples = Samples(dtype)
+    return verify_packing(
+        make_model(dtype) if model is None else model,
+        samples.latents,
+        timesteps=samples.timesteps,
+        text=samples.text,
+        **{"strip_length": 4, **options},
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sound_model_passes_every_check(dtype: torch.dtype) -> None:
+    report = verify(dtype=dtype)
+    assert report.passed, str(report)
+    assert len(report.checks) == 7
+    assert str(report).count(" ok") == 7
+
+
+def test_backends_that_mask_are_verified_with_a_finite_poison() -> None:
+    report = verify(backend="dense")
+    assert report.passed, str(report)
+    assert "leak of 1000 into other samples" in str(report)
+    assert "leak of nan into other samples" in str(verify())
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = make_model()
+    processors, before = model.attn_processors, Samples().alone(model)
+    verify(model)
+    assert model.attn_processors == processors
+    assert not model.is_gradient_checkpointing
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, Samples().alone(model), strict=True))
+    enable_packing(model)
+    with pytest.raises(PackingError, match="already enabled"):
+        verify(model)
+
+
+def failed(report: VerificationReport) -> set[str]:
+    return {check.name.partition(",")[0].partition(" of")[0] for check in report.checks if not check.holds}
+
+
+def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_leak(monkeypatch) -> None:
+    original = attention.packed_attention
+
+    def leaking(query, key, value, segments, **options):
+        everything = tuple((0, segments.num_keys) for _ in segments.keys)
+        wide = SegmentSpans(queries=segments.queries, keys=everything, num_queries=segments.num_queries,
+                            num_keys=segments.num_keys)  # fmt: skip
+        return original(query, key, value, wide, **options)
+
+    monkeypatch.setattr("hf_bucketing.packing.processors.common.packed_attention", leaking)
+    report = verify()
+    assert not report.passed
+    assert {"outputs", "gradients", "leak"} <= failed(report)
+    assert "FAILED" in str(report)
+
+
+def test_wrong_positions_fail_the_outputs_but_leak_nothing(monkeypatch) -> None:
+    original = wan.position_rows
+    monkeypatch.setattr(wan, "position_rows", lambda *args: tuple(part.flip(1) for part in original(*args)))
+    report = verify()
+    assert "outputs" in failed(report)
+    assert "leak" not in failed(report)
+
+
+def test_a_timestep_of_another_sample_fails(monkeypatch) -> None:
+    family = families.FAMILIES["WanTransformer3DModel"]
+    original = type(family).forward_kwargs
+
+    def swapped(self, batch):
+        kwargs = original(self, batch)
+        return {**kwargs, "timestep": kwargs["timestep"].flip(0)}
+
+    monkeypatch.setattr(type(family), "forward_kwargs", swapped)
+    assert {"outputs", "loss", "gradients"} <= failed(verify())
+
+
+def test_frozen_parts_and_learned_variance_are_allowed() -> None:
+    model = make_model(out_channels=8)
+    model.patch_embedding.requires_grad_(False)
+    assert verify(model).passed
+
+
+def test_the_script_prints_the_table_and_its_exit_code_is_the_verdict(pipeline_dir) -> None:
+    result = run_script_here("verify_packing.py", pipeline_dir, "--sizes", "3,2,4", "1,5,2", "--strip_length", 4)
+    assert result.stdout.count(" ok") == 7
+    result = run_script_here("verify_packing.py", pipeline_dir, "--strip_length", 500, check=False)
+    assert result.returncode == 1
+    assert "exceeds the 128 positions" in result.stderr.strip().splitlines()[-1]

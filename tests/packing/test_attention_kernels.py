@@ -1,0 +1,157 @@
+"""What the backends `flex` and `varlen` hand to their kernels, and the kernels themselves where they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from hf_bucketing.packing import SegmentSpans, packed_attention
+from hf_bucketing.packing.attention import flex
+from hf_bucketing.packing.attention.dispatch import choose_backend
+from hf_bucketing.packing.attention.options import AttentionOptions
+from hf_bucketing.packing.attention.varlen import attend_by_offsets
+from tests.packing.test_attention import CPU, HEADS, by_hand, gradients, segment_spans, spans_of, tokens_for
+
+varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen kernel")
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices alone")
+
+
+def long_segments() -> SegmentSpans:
+    """Return segments that fill blocks, share blocks, and leave padding; the keys of one are empty."""
+    queries = ((0, 130), (130, 256), (256, 640), (700, 701), (710, 1000))
+    keys = ((0, 300), (300, 300), (310, 700), (700, 720), (720, 725))
+    return SegmentSpans(queries=queries, keys=keys, num_queries=1100, num_keys=800)
+
+
+def by_mask_function(segments: SegmentSpans):
+    bounds = segments.key_bounds(CPU)
+
+    def attends(batch, head, query, key):
+        return (key >= bounds.start[query]) & (key < bounds.stop[query])
+
+    return create_block_mask(attends, None, None, segments.num_queries, segments.num_keys, device="cpu")
+
+
+@given(segment_spans())
+@settings(max_examples=20)
+def test_blocks_made_from_ends_are_those_that_a_mask_function_gives(segments: SegmentSpans) -> None:
+    for case in (segments, long_segments()):
+        made, expected = flex.block_mask(case, CPU), by_mask_function(case)
+        assert torch.equal(made.to_dense(), expected.to_dense())
+        for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(made, part), getattr(expected, part)), part
+        for part in ("kv", "full_kv", "q", "full_q"):
+            ours, theirs = (getattr(mask, f"{part}_indices") for mask in (made, expected))
+            valid = torch.arange(ours.shape[-1]) < getattr(made, f"{part}_num_blocks")[..., None]
+            assert torch.equal(ours[valid], theirs[valid]), part
+        assert made.seq_lengths == expected.seq_lengths
+
+
+@given(segment_spans())
+@settings(max_examples=20)
+def test_flex_attention_computes_the_same(segments: SegmentSpans) -> None:
+    tokens = [side.detach() for side in tokens_for(segments, key_heads=2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "compiled_flex_attention", lambda: flex_attention)  # all pairs, but without a compiler
+        out = packed_attention(*tokens, segments, backend="flex", enable_gqa=True, scale=0.3)
+    assert torch.allclose(out, by_hand(*tokens, segments, scale=0.3), atol=1e-12)
+
+
+@pytest.mark.slow
+def test_flex_attention_compiled_on_the_cpu_skips_blocks_and_computes_the_same() -> None:
+    segments = long_segments()
+    tokens = [side.detach() for side in tokens_for(segments, dtype=torch.float32)]
+    out = packed_attention(*tokens, segments, backend="flex")
+    assert torch.allclose(out, by_hand(*tokens, segments), atol=1e-5)
+
+
+def documented_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, enable_gqa=False):
+    """Compute what `torch.nn.attention.varlen.varlen_attn` documents, and hold its caller to it."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert cu_q.shape == cu_k.shape
+    for offsets, tokens, longest in ((cu_q, query, max_q), (cu_k, key, max_k)):
+        lengths = offsets.diff()
+        assert (int(offsets[0]), int(offsets[-1])) == (0, len(tokens))
+        assert lengths.min() >= 0
+        assert lengths.max() <= longest <= max(1, 2 * lengths.max())
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    spans = [tuple(zip(side[:-1].tolist(), side[1:].tolist(), strict=True)) for side in (cu_q, cu_k)]
+    segments = SegmentSpans(queries=spans[0], keys=spans[1], num_queries=len(query), num_keys=len(key))
+    return by_hand(query, key, value, segments, scale=scale)
+
+
+@given(segment_spans())
+@settings(max_examples=40)
+def test_varlen_hands_its_kernel_all_tokens_as_offsets(segments: SegmentSpans) -> None:
+    tokens = tokens_for(segments, key_heads=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "varlen_attn", documented_varlen)
+        out = attend_by_offsets(*tokens, segments, AttentionOptions(scale=0.3, enable_gqa=True))
+    expected = packed_attention(*tokens, segments, enable_gqa=True, scale=0.3)
+    assert torch.allclose(out, expected, atol=1e-12)
+    for one, other in zip(gradients(out, tokens), gradients(expected, tokens), strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_padding_forms_segments_of_its_own_so_that_offsets_cover_all_tokens() -> None:
+    offsets = long_segments().varlen(CPU)
+    assert offsets.cu_seqlens_q.tolist() == [0, 130, 256, 256, 640, 700, 701, 710, 1000, 1100, 1100]
+    assert offsets.cu_seqlens_k.tolist() == [0, 300, 300, 310, 700, 700, 720, 720, 725, 725, 800]
+    assert (offsets.max_q, offsets.max_k, offsets.key_index) == (512, 512, None)
+
+
+def test_keys_that_segments_share_are_taken_once_for_each() -> None:
+    segments = SegmentSpans(queries=((0, 2), (2, 5)), keys=((1, 3), (1, 3)), num_queries=5, num_keys=4)
+    offsets = segments.varlen(CPU)
+    assert offsets.key_index.tolist() == [1, 2, 1, 2]
+    assert offsets.cu_seqlens_k.tolist() == [0, 2, 4]
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["varlen", "flex", "dense", "auto"])
+def test_on_a_gpu_half_precision_errs_as_little_as_one_call_per_segment(backend, dtype) -> None:
+    for segments in (long_segments(), spans_of([(0, 300), (9, 300), (0, 3)], shuffle_keys=True)):
+        exact = [side.detach().cuda().repeat(1, 1, 8).requires_grad_() for side in tokens_for(segments)]
+        tokens = [side.detach().to(dtype).requires_grad_() for side in exact]
+        reference = packed_attention(*exact, segments)
+        plain, fast = (packed_attention(*tokens, segments, backend=name) for name in ("segments", backend))
+        for one, by_segment, by_kernel in zip(
+            (reference, *gradients_on_gpu(reference, exact)),
+            (plain, *gradients_on_gpu(plain, tokens)),
+            (fast, *gradients_on_gpu(fast, tokens)),
+            strict=True,
+        ):
+            assert torch.isfinite(by_kernel).all()
+            assert (by_kernel - one).abs().max() <= 2 * (by_segment - one).abs().max() + 1e-3
+
+
+def gradients_on_gpu(out: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return torch.autograd.grad((out * weights).sum(), tokens)
+
+
+@pytest.mark.gpu
+@gpu
+def test_on_a_gpu_auto_is_varlen_in_half_precision_and_segments_in_float32() -> None:
+    tokens = torch.zeros(4, HEADS, 64, device="cuda")
+    assert choose_backend(tokens.bfloat16()) == "varlen"
+    assert choose_backend(tokens) == "segments"
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("backend", ["varlen", "segments"])
+def test_on_a_gpu_no_layer_waits_for_the_device(backend) -> None:
+    segments = long_segments()
+    tokens = [side.detach().cuda().bfloat16().requires_grad_() for side in tokens_for(segments)]
+    packed_attention(*tokens, segments, backend=backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed_attention(*tokens, segments, backend=backend).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

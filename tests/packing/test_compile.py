@@ -1,0 +1,158 @@
+"""Packs of one shape: padding is inert, and a compiled model has one set of graphs for all of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from hf_bucketing import PackingError
+from hf_bucketing.models import enable_packing
+from hf_bucketing.packing import packed_forward, packed_mse
+from hf_bucketing.packing.attention import dispatch
+from tests.packing.packing_cases import (
+    SIZES,
+    Samples,
+    assert_same_gradients,
+    gradients,
+    largest_difference,
+    make_model,
+)
+
+ROWS, TEXT = 120, 64
+
+
+class Graphs:
+    """A compiler for `torch.compile` that counts graphs and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+def packs(packing, count: int):
+    """Return packs of one shape and of ever other samples."""
+    numbers = random.Random(0)
+    for seed in range(count):
+        order = tuple(numbers.randrange(len(SIZES)) for _ in range(numbers.randint(1, 6)))
+        samples = Samples(seed=seed, order=order)
+        inputs = {"timesteps": samples.timesteps, "text": samples.text}
+        yield samples, packing.pack(samples.latents, **inputs, pad_to=ROWS, pad_text_to=TEXT)
+
+
+def stand_in(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, enable_gqa):
+    """Depend on all that the kernel is given."""
+    return query * (cu_q.sum() + cu_k.sum() + max_q + max_k) + key.mean() + value.mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("backend", ["segments", "dense"])
+def test_twenty_packs_of_other_samples_need_no_further_graph(backend: str, checkpointing: bool) -> None:
+    model, graphs = make_model(num_layers=2), Graphs()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    packing = enable_packing(model, strip_length=4, backend=backend)
+    compiled = torch.compile(model, backend=graphs)
+    warm = None
+    for number, (_, batch) in enumerate(packs(packing, 20)):
+        output = packed_forward(compiled, batch)
+        output.square().mean().backward()
+        assert largest_difference([output], [packed_forward(model, batch)]) <= 1e-6
+        warm = graphs.count if number == 1 else warm
+    assert 0 < graphs.count <= warm + 2
+
+
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_kernels_that_run_on_a_gpu_need_no_further_graph_either(backend: str, monkeypatch) -> None:
+    """Here FlexAttention runs without gradients, and a stand-in takes the place of the flash attention kernel."""
+    monkeypatch.setattr(dispatch, "_refusal", lambda *args: None)
+    monkeypatch.setattr("hf_bucketing.models.enable.resolve_backend", lambda backend: backend)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    model, graphs = make_model(num_layers=2), Graphs()
+    packing = enable_packing(model, strip_length=4, backend=backend)
+    compiled = torch.compile(model, backend=graphs)
+    warm = None
+    with torch.no_grad():
+        for number, (_, batch) in enumerate(packs(packing, 20)):
+            output = packed_forward(compiled, batch)
+            assert largest_difference([output], [packed_forward(model, batch)]) <= 1e-5
+            warm = graphs.count if number == 2 else warm
+    assert 0 < graphs.count <= warm + 2
+
+
+def test_blocks_compile_as_one_graph_each_with_a_masked_backend() -> None:
+    model, graphs = make_model(), Graphs()
+    packing = enable_packing(model, strip_length=4, backend="dense")
+    expected = [packed_forward(model, batch) for _, batch in packs(packing, 3)]
+    for block in model.blocks:
+        block.compile(backend=graphs, fullgraph=True)
+    outputs = [packed_forward(model, batch) for _, batch in packs(packing, 3)]
+    assert largest_difference(expected, outputs) <= 1e-6
+    assert graphs.count <= len(model.blocks)
+
+
+@pytest.mark.slow
+def test_the_default_compiler_computes_the_same() -> None:
+    model = make_model(num_layers=1)
+    packing = enable_packing(model, strip_length=4, backend="dense")
+    compiled = torch.compile(model)
+    for samples, batch in packs(packing, 3):
+        losses = [
+            packed_mse(packed_forward(which, batch), batch.pack_like(samples.targets), batch.layout).mean()
+            for which in (model, compiled)
+        ]
+        assert_same_gradients(gradients(model, losses[0]), gradients(model, losses[1]), 1e-4)
+
+
+@pytest.mark.parametrize("backend", ["segments", "dense"])
+def test_padding_to_a_shape_changes_nothing(backend: str) -> None:
+    model, samples = make_model(torch.float64), Samples(torch.float64)
+    packing = enable_packing(model, strip_length=4, backend=backend)
+    inputs = {"timesteps": samples.timesteps, "text": samples.text}
+    plain, padded = (
+        packing.pack(samples.latents, **inputs, **shape) for shape in ({}, {"pad_to": 40, "pad_text_to": 50})
+    )
+    assert plain.strips.shape[0] < padded.strips.shape[0] == 40 == padded.layout.num_rows
+    assert plain.text.shape[0] < padded.text.shape[0] == 50 == padded.layout.num_text_tokens
+    assert padded.layout.segment_ids.shape == (160,)
+    assert padded.layout.row_segments.tolist() == [
+        *plain.layout.row_segments.tolist(),
+        *[-1] * padded.layout.empty_rows,
+    ]
+    assert padded.layout.self_attention_mask().sum() == plain.layout.self_attention_mask().sum()
+    assert padded.layout.cross_attention_mask().sum() == plain.layout.cross_attention_mask().sum()
+    outputs = [packed_forward(model, batch) for batch in (plain, padded)]
+    pairs = [batch.unpack(output) for batch, output in zip((plain, padded), outputs, strict=True)]
+    assert largest_difference(*pairs) <= 1e-12
+    losses = [
+        packed_mse(output, batch.pack_like(samples.targets), batch.layout).mean()
+        for batch, output in zip((plain, padded), outputs, strict=True)
+    ]
+    assert_same_gradients(*(gradients(model, loss) for loss in losses), 1e-10)
+
+
+def test_a_pack_that_exceeds_its_shape_is_an_error() -> None:
+    model, samples = make_model(), Samples()
+    packing = enable_packing(model, strip_length=4)
+    inputs = {"timesteps": samples.timesteps, "text": samples.text}
+    rows = packing.pack(samples.latents, **inputs).layout.num_rows
+    for message, shape in {
+        f"{rows} strips, more than the {rows - 1}": {"pad_to": rows - 1},
+        "27 text tokens, more than the 26": {"pad_text_to": 26},
+    }.items():
+        with pytest.raises(PackingError, match=message):
+            packing.pack(samples.latents, **inputs, **shape)
+    assert packing.pack(samples.latents, **inputs, pad_to=rows, pad_text_to=27).layout.empty_rows == 0

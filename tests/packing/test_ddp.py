@@ -1,0 +1,81 @@
+"""Two processes, each with its own packs, have the gradients of one process with all samples."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+from hf_bucketing.models import enable_packing
+from tests.conftest import ROOT
+from tests.packing.distributed_worker import SHARES
+from tests.packing.packing_cases import Samples, assert_same_gradients, gradients, make_model
+
+CONFIGS = ROOT / "scripts" / "accelerate_configs"
+
+
+def run_workers(output: Path, *flags: str) -> dict:
+    """Run tests/distributed_worker.py in two processes, for two minutes at most, and return what the first wrote."""
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
+        *("--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+        *("-m", "tests.packing.distributed_worker", str(output), *flags),
+    ]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    log = output.with_suffix(".log")
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
+        try:
+            code = process.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher then ends its workers, which have sessions of their own
+            process.wait(timeout=60)
+            code = None
+    assert code == 0, log.read_text()[-4000:]
+    return torch.load(output)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("checkpointing",), (f"fsdp2={CONFIGS / 'fsdp2.yaml'}",)],
+    ids=["DDP", "DDP, checkpointing", "FSDP2, activation checkpointing"],
+)
+def test_two_processes_have_the_gradients_of_one(flags: tuple[str, ...], tmp_path: Path) -> None:
+    result = run_workers(tmp_path / "result.pt", *flags)
+    assert result["num_processes"] == 2
+    assert result["sharded"] == any(flag.startswith("fsdp2") for flag in flags)
+    assert result["sharded"] == ("FSDPCheckpointWrapper" in result["kinds"])
+    model = make_model(torch.float64)
+    alone = gradients(model, Samples(torch.float64).loss_alone(model))
+    packing = enable_packing(model, strip_length=4)
+    packs = [Samples(torch.float64, order=share) for share in SHARES]
+    losses = [samples.loss_packed(model, packing) * len(samples.latents) / 6 for samples in packs]
+    assert_same_gradients(gradients(model, *losses), result["gradients"], 1e-10)
+    assert_same_gradients(alone, result["gradients"], 1e-5)  # Wan's norms compute in float32 at all times
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_accelerate_reads_the_configurations(config: Path) -> None:
+    loaded = load_config_from_file(str(config))
+    assert (
+        loaded.distributed_type.value == {"ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}[config.stem]
+    )
+    assert loaded.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_activation_checkpointing_of_fsdp_sees_its_own_pack(in_flight: int) -> None:
+    model = make_model()
+    cases = [Samples(), Samples(seed=2, order=(5, 3, 0, 2))][:in_flight]
+    expected = gradients(model, *(samples.loss_alone(model) for samples in cases))
+    packing = enable_packing(model, strip_length=4)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in set(model.blocks))
+    found = gradients(model, *[samples.loss_packed(model, packing) for samples in cases])
+    found = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
+    assert_same_gradients(expected, found, 1e-4)

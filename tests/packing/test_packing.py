@@ -1,0 +1,123 @@
+"""A pack against the same samples one by one: outputs, losses, gradients, leaks, checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hf_bucketing import PackingError
+from hf_bucketing.models import enable_packing
+from hf_bucketing.packing import packed_forward
+from tests.packing.packing_cases import (
+    SIZES,
+    Samples,
+    assert_same_gradients,
+    gradients,
+    largest_difference,
+    make_model,
+)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("strip_length", [1, 4, 7, 64])
+def test_outputs_loss_and_gradients_equal_those_of_the_samples_alone(strip_length: int, checkpointing: bool) -> None:
+    model, samples = make_model(), Samples()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    outputs, loss = samples.alone(model), samples.loss_alone(model)
+    expected = gradients(model, loss)
+    packing = enable_packing(model, strip_length=strip_length)
+    batch = samples.pack(packing)
+    assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5
+    packed_loss = samples.loss_packed(model, packing)
+    assert abs(float((packed_loss - loss).detach())) <= 1e-6
+    assert_same_gradients(expected, gradients(model, packed_loss), 1e-4)
+
+
+def test_outputs_agree_in_float64() -> None:
+    model, samples = make_model(torch.float64), Samples(torch.float64)
+    outputs = samples.alone(model)
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-11
+
+
+def test_bfloat16_errs_no_more_than_running_the_samples_alone() -> None:
+    exact = [output.float() for output in Samples().alone(make_model())]
+    model, samples = make_model(), Samples()
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = samples.alone(model)
+        batch = samples.pack(enable_packing(model, strip_length=4))
+        packed = batch.unpack(packed_forward(model, batch))
+    assert 0 < largest_difference(exact, packed) <= 2 * largest_difference(exact, alone)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_two_micro_batches_in_flight_keep_their_own_layouts(checkpointing: bool) -> None:
+    model = make_model()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    first, second = Samples(), Samples(seed=2, order=(5, 3, 0, 2))
+    expected = gradients(model, first.loss_alone(model), second.loss_alone(model))
+    packing = enable_packing(model, strip_length=4)
+    losses = [first.loss_packed(model, packing), second.loss_packed(model, packing)]
+    assert_same_gradients(expected, gradients(model, *losses), 1e-4)
+
+
+def test_checkpointing_that_is_not_bound_to_its_pack_is_an_error_not_a_wrong_gradient() -> None:
+    model, samples = make_model(), Samples()
+    packing = enable_packing(model, strip_length=4)
+    block = model.blocks[0]
+    original = block.forward
+    block.forward = lambda *args: torch.utils.checkpoint.checkpoint(original, *args, use_reentrant=False)
+    loss = samples.loss_packed(model, packing)
+    with pytest.raises(PackingError, match="enable_gradient_checkpointing"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("change", [lambda x: x + 100, lambda x: x * torch.nan], ids=["plus 100", "NaN"])
+@pytest.mark.parametrize("victim", range(len(SIZES)))
+def test_nothing_of_a_sample_leaks_into_the_others(change: Callable, victim: int) -> None:
+    model, samples = make_model(), Samples()
+    packing = enable_packing(model, strip_length=4)
+
+    @torch.no_grad()
+    def run() -> list[torch.Tensor]:
+        batch = samples.pack(packing)
+        return batch.unpack(packed_forward(model, batch))
+
+    before = run()
+    samples.latents[victim] = change(samples.latents[victim])
+    samples.text[victim] = change(samples.text[victim])
+    after = run()
+    for sample, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(one, other) == (sample != victim)
+
+
+def test_the_order_of_the_samples_does_not_matter() -> None:
+    model = make_model()
+    packing = enable_packing(model, strip_length=4)
+    order = (4, 2, 5, 0, 3, 1)
+    one, other = (samples.pack(packing) for samples in (Samples(), Samples(order=order)))
+    outputs, shuffled = (batch.unpack(packed_forward(model, batch)) for batch in (one, other))
+    assert largest_difference([outputs[sample] for sample in order], shuffled) <= 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_packs_of_one_and_of_forty_samples(count: int) -> None:
+    model, samples = make_model(num_layers=1), Samples(order=tuple(i % len(SIZES) for i in range(count)))
+    outputs = samples.alone(model)
+    batch = samples.pack(enable_packing(model, strip_length=8))
+    assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5
+
+
+def test_fused_projections_are_used() -> None:
+    model, samples = make_model(), Samples()
+    model.fuse_qkv_projections()
+    outputs = samples.alone(model)
+    for block in model.blocks:
+        for name in ("to_k", "to_v"):
+            getattr(block.attn1, name).weight.data.zero_()
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5

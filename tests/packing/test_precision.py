@@ -1,0 +1,91 @@
+"""Half precision: autocast, models in it, and timesteps that stay exact up to their embedding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_bucketing import PackingError
+from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.packing import packed_forward
+from tests.packing.packing_cases import TIMESTEPS, Samples, gradients, largest_difference, make_model
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_autocast_errs_no_more_than_running_the_samples_alone(dtype: torch.dtype, checkpointing: bool) -> None:
+    model, samples = make_model(), Samples()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    exact_outputs, exact = samples.alone(model), gradients(model, samples.loss_alone(model))
+    with torch.autocast("cpu", dtype):
+        outputs, loss = samples.alone(model), samples.loss_alone(model)
+    alone = gradients(model, loss)
+    packing = enable_packing(model, strip_length=4)
+    with torch.autocast("cpu", dtype):
+        batch = samples.pack(packing)
+        packed, loss = batch.unpack(packed_forward(model, batch)), samples.loss_packed(model, packing)
+    by_pack = gradients(model, loss)
+    assert 0 < largest_difference(exact_outputs, packed) <= 2 * largest_difference(exact_outputs, outputs)
+    for name, gradient in exact.items():
+        assert (by_pack[name] - gradient).norm() <= 2 * (alone[name] - gradient).norm() + 1e-3 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_model_in_half_precision_errs_no_more_than_running_the_samples_alone(dtype: torch.dtype) -> None:
+    exact = Samples().alone(make_model())
+    model, samples = make_model(dtype), Samples(dtype)
+    alone = [output.float() for output in samples.alone(model)]
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    packed = [output.float() for output in batch.unpack(packed_forward(model, batch))]
+    assert 0 < largest_difference(exact, packed) <= 2 * largest_difference(exact, alone)
+
+
+class CastsInputs(torch.nn.parallel.DataParallel):
+    """Cast all inputs to half precision, as FSDP's mixed precision and DeepSpeed do."""
+
+    def forward(self, **kwargs):
+        halved = {
+            name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in kwargs.items()
+        }
+        return self.module(**halved)
+
+
+def seen_timesteps(model, run) -> torch.Tensor:
+    seen = []
+    handle = model.condition_embedder.timesteps_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    run()
+    handle.remove()
+    return seen[0]
+
+
+def test_timesteps_reach_their_embedding_in_float32_below_wrappers_that_cast() -> None:
+    model, samples = make_model(torch.bfloat16), Samples(torch.bfloat16)
+    samples.timesteps = torch.tensor([999.0, 500.25, 900.5, 0.123, 998.0, 333.3])
+    assert not torch.equal(samples.timesteps.bfloat16().float(), samples.timesteps)
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    wrapped = CastsInputs(model)
+    seen = seen_timesteps(model, lambda: packed_forward(wrapped, batch))
+    assert torch.equal(seen, samples.timesteps[batch.layout.row_segments])
+    assert torch.equal(packed_forward(wrapped, batch), packed_forward(model, batch))
+    disable_packing(model)
+    plain = seen_timesteps(
+        model, lambda: wrapped(hidden_states=samples.latents[0][None], timestep=samples.timesteps[:1],
+                               encoder_hidden_states=samples.text[0][None])
+    )  # fmt: skip
+    assert plain.dtype == torch.bfloat16, "without packing, inputs are as the wrapper leaves them"
+
+
+def test_whole_timesteps_become_float32_and_half_ones_are_refused() -> None:
+    model, samples = make_model(), Samples()
+    packing = enable_packing(model, strip_length=4)
+    samples.timesteps = TIMESTEPS.round().long()
+    batch = samples.pack(packing)
+    assert batch.timesteps.dtype == torch.float32
+    assert torch.equal(batch.timesteps, samples.timesteps.float())
+    samples.timesteps = TIMESTEPS.bfloat16()
+    with pytest.raises(PackingError, match=r"at least float32, got torch\.bfloat16"):
+        samples.pack(packing)

@@ -1,0 +1,179 @@
+"""What a report looks like: its text, its figures, and the script."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from PIL import Image
+
+from hf_bucketing import BucketTable, Size, novelai_ladder
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.report import SizeColumns, draw_figures, draw_occupancy, format_report, make_report
+from hf_bucketing.report.figures import MAX_BARS
+from hf_bucketing.report.files import complete_file
+from tests.conftest import run_script_here
+from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
+
+TEXT = """\
+17 samples: 12 in 3 of 4 buckets, 5 skipped
+skipped by reason: aspect 1, too_short 1, too_small 1, unreadable 1, empty 1
+aspect error                       mean  median     max
+  |ln(aspect ratio ÷ bucket's)|  0.0930  0.0000  0.2231
+  |aspect ratio − bucket's|      0.1875  0.0000  0.5000
+kept area 91.7% (mean), enlarged 0 samples
+
+Buckets by size, with batches of 2 on 2 processes: 4 steps, 1 of them mixed
+"""
+
+
+def test_the_text_shows_the_numbers() -> None:
+    text = format_report(make_report(SAMPLES, TABLE, spec=SPEC, config=TWO))
+    assert text.startswith(TEXT)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "1: 32×64 2.000 4 80.0% 100.0% 0.800 0 8 4.48e-07 2 0 0 0" in lines
+    assert "2: 9×32×32 1.000 1 80.0% 50.0% 1.000 0 12 8.64e-07 0 0 1 0" in lines
+    assert "1 buckets without a sample: 3: 9×32×64" in lines
+    assert "samples kept 14 12 14" in lines
+    assert any(line.startswith("real ÷ computed tokens") and " 100.0% " in line for line in lines)
+
+
+def web_like(number: int) -> SizeColumns:
+    rng = np.random.default_rng(0)
+    side, ratio = rng.lognormal(math.log(900), 0.4, number), rng.lognormal(0.1, 0.4, number)
+    heights, widths = (np.clip(side * ratio**power, 200, 4000).astype(int) for power in (-0.5, 0.5))
+    return SizeColumns(np.ones(number, int), heights, widths)
+
+
+def test_figures_are_complete_png_files(tmp_path: Path) -> None:
+    report = make_report(web_like(500), novelai_ladder(), spec=SPEC)
+    paths = draw_figures(report, tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == ["aspects.png", "occupancy.png", "tokens.png", "strategies.png"]
+    assert sorted(paths) == sorted((tmp_path / "new" / "folder").iterdir()), "and nothing half-written beside them"
+    for path in paths:
+        with Image.open(path) as image:
+            assert image.format == "PNG"
+            assert len(image.convert("RGB").getcolors(10**6)) > 20
+
+
+def test_the_occupancy_figure_names_the_fullest_buckets_alone(tmp_path: Path) -> None:
+    few, many = (
+        make_report(web_like(3000), novelai_ladder(max_size=(512, 512), step=step), spec=SPEC) for step in (64, 16)
+    )
+    assert len(few.buckets.used) < MAX_BARS < len(many.buckets.used)
+    heights = []
+    for name, report in (("few", few), ("many", many)):
+        draw_occupancy(report, tmp_path / f"{name}.png")
+        with Image.open(tmp_path / f"{name}.png") as image:
+            heights.append(image.height)
+    assert heights == [round((1.9 + 0.24 * bars) * 120) for bars in (len(few.buckets.used), MAX_BARS)]
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (1, 64, 64), (0, 0, 0)], ids=["rejected", "one bucket", "unusable"])
+def test_figures_and_text_of_the_smallest_data_warn_of_nothing(
+    sizes, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    report = make_report(SizeColumns(*([side] for side in sizes)), TABLE, spec=SPEC)
+    assert format_report(report)
+    assert all(path.stat().st_size for path in draw_figures(report, tmp_path))
+    assert not list(recwarn)
+
+
+def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+
+    def write_half() -> None:
+        with complete_file(path) as partial:
+            partial.write_text("ne")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_reports_need_neither_torch_nor_matplotlib(in_fresh_interpreter: Callable[[str], str]) -> None:
+    code = (
+        "import sys; from hf_bucketing import *; from hf_bucketing.report import *\n"
+        "spec = LatentSpec(temporal_stride=1, spatial_stride=8)\n"
+        "format_report(make_report(SizeColumns([1], [512], [512]), novelai_ladder(), spec=spec))\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    loaded = set(in_fresh_interpreter(code).split())
+    assert "hf_bucketing" in loaded
+    assert not loaded & {"torch", "datasets", "accelerate", "diffusers", "transformers", "matplotlib", "PIL", "av"}
+
+
+def report_buckets(dataset: Path, output: Path, *flags: object) -> dict:
+    run_script_here("report_buckets.py", dataset, "--json", output, *flags)
+    return json.loads(output.read_text())
+
+
+def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) -> None:
+    flags = ("--batch_size", 3, "--num_processes", 2, "--capacity", 640, "--strip_length", 16, "--seed", 4)
+    more = ("--json", tmp_path / "report.json", "--figures", tmp_path / "figures", "--width", 96, "--max_area", 9000)
+    result = run_script_here("report_buckets.py", prepared_dir, *flags, *more)
+    assert "20 samples: 20 in" in result.stdout
+    assert "packing 640 tokens" in result.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["config"] == {
+        **{"batch_size": 3, "num_processes": 2, "capacity": 640, "strip_length": 16, "seed": 4},
+        **{"width": 96, "max_area": 9000},
+        "rule": {"metric": "log", "max_aspect_error": None, "max_upscale": 1.0},
+    }
+    assert report["spec"] == {"temporal_stride": 4, "spatial_stride": 8, "patch": [1, 2, 2]}
+    prepared = PreparedDataset.load(prepared_dir)
+    entries = np.bincount(prepared.dataset["bucket_id"], minlength=len(prepared.table))
+    assert [bucket["entries"] for bucket in report["buckets"]["buckets"]] == entries.tolist()
+    assert len(list((tmp_path / "figures").glob("*.png"))) == 4
+
+
+def test_the_script_tries_other_tables(prepared_dir: Path, tmp_path: Path) -> None:
+    table = BucketTable(sizes=(Size(1, 96, 96), Size(17, 64, 112)))
+    (tmp_path / "table.json").write_text(table.to_json())
+    sizes = {}
+    for flags in (
+        ("--table", tmp_path / "table.json"),
+        ("--buckets", "96,96;64,112", "--bucket_frames", "1,17"),
+        ("--novelai", "--max_upscale", 5),
+    ):
+        report = report_buckets(prepared_dir, tmp_path / "report.json", *flags)
+        sizes[flags[0]] = [tuple(bucket["size"].values()) for bucket in report["buckets"]["buckets"]]
+    assert sizes["--table"] == list(table.sizes)
+    assert sizes["--buckets"] == [(1, 96, 96), (1, 64, 112), (17, 96, 96), (17, 64, 112)]
+    assert sizes["--novelai"] == list(novelai_ladder().sizes)
+    assert report["buckets"]["enlarged"] > 0, "under --max_upscale 5"
+
+
+def test_the_script_reads_images_and_rows_without_a_size(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"image": ["a"] * 3, "width": [64, 64, None], "height": [64, 32, 64]})
+    PreparedDataset(dataset=rows, table=TABLE, spec=SPEC, column="image", caption_column=None).save(tmp_path / "data")
+    report = report_buckets(tmp_path / "data", tmp_path / "report.json", "--num_processes", 1)
+    assert [bucket["entries"] for bucket in report["buckets"]["buckets"]] == [1, 1, 0, 0]
+    assert report["buckets"]["rejections"] == {"unreadable": 1}
+
+
+def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text("buckets")
+    cases = [
+        ((tmp_path,), "holds no bucketing.json"),
+        ((prepared_dir, "--table", tmp_path / "none.json"), "none.json is no file"),
+        ((prepared_dir, "--table", tmp_path / "text.json"), "as BucketTable.to_json writes it"),
+        ((prepared_dir, "--buckets", "50,50"), "the next valid size is"),
+        ((prepared_dir, "--capacity", 20), "Raise --capacity"),
+        ((prepared_dir, "--batch_size", 0), "--batch_size must be at least 1"),
+    ]
+    for arguments, message in cases:
+        result = run_script_here("report_buckets.py", *arguments, check=False)
+        assert result.returncode == 1, message
+        assert message in result.stderr.strip().splitlines()[-1], result.stderr[-2000:]
+    result = run_script_here("report_buckets.py", prepared_dir, "--novelai", "--buckets", "64,64", check=False)
+    assert result.returncode == 2
+    assert "not allowed with" in result.stderr

@@ -1,0 +1,182 @@
+"""Batches from streams: gathered, bounded, in equal steps, and resumed at every step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from datasets import Dataset, IterableDataset
+
+from hf_bucketing import BucketingError, BucketTable, LatentSpec, PlanError, Size
+from hf_bucketing.loaders import resume
+from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
+from tests.loaders.loader_worker import collate_rows, stream_rows
+from tests.loaders.test_resume_launch import launch
+
+TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
+SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+ROWS, SHARDS = 90, 6
+BUCKET = BucketGrouping(table=TABLE, batch_size=4)
+PACK = PackGrouping(capacity=120, spec=SPEC, open_packs=3)
+groupings = pytest.mark.parametrize("grouping", [BUCKET, PACK], ids=["bucket", "pack"])
+
+
+def make_stream(rows: int = ROWS, shards: int = SHARDS) -> IterableDataset:
+    return IterableDataset.from_generator(
+        partial(stream_rows, total=rows), gen_kwargs={"shard": list(range(shards)), "shards": [shards] * shards}
+    )
+
+
+def batcher(grouping=BUCKET, *, dataset=None, **options) -> StreamingBucketBatcher:
+    return StreamingBucketBatcher(dataset or make_stream(), grouping, collate_fn=collate_rows, **options)
+
+
+def loader(grouping=BUCKET, *, num_workers: int = 0, **options):
+    return resume(Accelerator(cpu=True), batcher(grouping, **options).make_loader(num_workers=num_workers))
+
+
+def rejected(index: int) -> bool:
+    return index % 10 == 9
+
+
+@groupings
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_row_comes_once_in_full_batches_but_for_the_tails(grouping, num_workers: int) -> None:
+    source = loader(grouping, num_workers=num_workers)
+    batches = list(source)
+    assert sorted(i for batch in batches for i in batch["index"]) == [i for i in range(ROWS) if not rejected(i)]
+    short = []
+    for batch in batches:
+        assert batch["weight"].tolist() == [1] * len(batch["index"])
+        if grouping is BUCKET:
+            assert len(set(batch["bucket_id"])) == 1
+            assert len(batch["index"]) <= 4
+            short += [batch["bucket_id"][0]] * (len(batch["index"]) < 4)
+        else:
+            assert sum(batch["num_tokens"]) <= 120
+    if grouping is BUCKET:
+        assert max(Counter(short).values(), default=0) <= max(1, num_workers), "one tail per bucket and worker"
+        if num_workers == 0:
+            assert short == sorted(short) == [b["bucket_id"][0] for b in batches[-len(short) :]]
+
+
+@groupings
+@pytest.mark.parametrize(("num_workers", "options"), [
+    (0, {}), (2, {}), (0, {"max_buffered": 5, "snapshot_every": 3}), (0, {"dataset": "shuffled"}),
+    pytest.param(2, {"snapshot_every": 4}, marks=pytest.mark.slow),
+    pytest.param(2, {"steps_per_epoch": 9}, marks=pytest.mark.slow),
+    pytest.param(3, {"dataset": "few shards"}, marks=pytest.mark.slow),
+    pytest.param(2, {"dataset": "shuffled"}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_state_of_any_step_yields_exactly_the_rest(grouping, num_workers: int, options) -> None:
+    def fresh():
+        dataset = {
+            "few shards": make_stream(shards=2),
+            "shuffled": make_stream().shuffle(seed=3, buffer_size=20),
+        }.get(options.get("dataset"))
+        return loader(grouping, num_workers=num_workers, **{**options, "dataset": dataset})
+
+    whole = fresh()
+    states, wanted = [whole.state_dict()], []
+    for _ in range(2):
+        for batch in whole:
+            wanted.append(batch["index"])
+            states.append(json.loads(json.dumps(whole.state_dict())))
+    assert len(wanted) > 16
+    for finished, state in list(enumerate(states))[:: 1 if num_workers == 0 else 4]:
+        again = fresh()
+        again.load_state_dict(state)
+        rest = [batch["index"] for epoch in range(again.epoch, 2) for batch in again]
+        assert rest == wanted[finished:]
+
+
+def test_rows_are_assigned_where_they_have_no_bucket_and_epochs_differ_where_the_stream_is_shuffled() -> None:
+    dataset = make_stream().remove_columns("bucket_id").shuffle(seed=1, buffer_size=30)
+    source = loader(dataset=dataset)
+    first, second = list(source), list(source)
+    for batch in first:
+        for index, bucket in zip(batch["index"], batch["bucket_id"], strict=True):
+            assert bucket == index % 3
+    indices = [[i for batch in epoch for i in batch["index"]] for epoch in (first, second)]
+    assert sorted(indices[0]) == sorted(indices[1])
+    assert indices[0] != indices[1]
+
+
+def test_memory_is_bounded_by_flushing_the_oldest_group() -> None:
+    stream = batcher(BucketGrouping(table=TABLE, batch_size=1000), max_buffered=10)
+    waiting = []
+    for batch in itertools.takewhile(lambda batch: not batch.ended, iter(stream)):
+        waiting.append(sum(len(ordinals) for *_, ordinals in batch.place["groups"]) + batch.size)
+    assert max(waiting) == 11
+    assert len(waiting) > 8
+
+
+def test_capacity_gives_each_bucket_as_many_samples_as_fit() -> None:
+    tokens = TABLE.num_tokens(np.arange(3), spec=SPEC)
+    sizes = Counter()
+    for batch in loader(BucketGrouping(table=TABLE, capacity=96, spec=SPEC)):
+        sizes[batch["bucket_id"][0]] = max(sizes[batch["bucket_id"][0]], len(batch["index"]))
+    assert sizes == {bucket: 96 // tokens[bucket] for bucket in range(3)}
+
+
+def test_rejected_rows_are_counted() -> None:
+    source = loader(num_workers=2)
+    for _batch in source:
+        counted = source.rejected
+    assert counted == sum(map(rejected, range(ROWS)))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_buffered": 7}, "max_buffered was 1024 and is 7"),
+    ({"dataset": make_stream(shards=3)}, "num_shards was 6 and is 3"),
+    ({"num_workers": 2}, "num_workers was 0 and is 2"),
+    ({"grouping": BucketGrouping(table=TABLE, batch_size=5)}, "batch_size was 4 and is 5"),
+])  # fmt: skip
+def test_a_state_that_does_not_fit_is_refused_by_name(options, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        loader(**options).load_state_dict(loader().state_dict())
+
+
+def test_a_stream_that_lost_rows_cannot_be_resumed() -> None:
+    source = loader()
+    for _batch in source:
+        state = source.state_dict()
+    again = loader(dataset=make_stream(rows=30))
+    again.load_state_dict(state)
+    with pytest.raises(BucketingError, match="stream ended after"):
+        list(again)
+
+
+def test_what_cannot_work_is_an_error() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(BucketingError, match=r"Expected a datasets\.IterableDataset"):
+        batcher(dataset=Dataset.from_dict({"a": [1]}))
+    with pytest.raises(BucketingError, match="values of 1 or more"):
+        batcher(max_buffered=0)
+    with pytest.raises(PlanError, match="without preparing"):
+        resume(accelerator, accelerator.prepare(batcher().make_loader()))
+    with pytest.raises(PlanError, match="Persistent workers"):
+        resume(accelerator, batcher().make_loader(num_workers=1, persistent_workers=True))
+    with pytest.raises(PlanError, match="process 1 of 2"):
+        resume(accelerator, batcher(num_processes=2, process_index=1).make_loader())
+    with pytest.raises(PlanError, match="takes 48 tokens and exceeds capacity=40"):
+        list(loader(PackGrouping(capacity=40, spec=SPEC)))
+    with pytest.raises(PlanError, match="no size of 1 or more for bucket 2"):
+        list(loader(BucketGrouping(table=TABLE, batch_size={0: 1, 1: 1})))
+    for wrong in ({}, {"batch_size": 1, "capacity": 9}, {"capacity": 9}):
+        with pytest.raises(PlanError):
+            BucketGrouping(table=TABLE, **wrong)
+    with pytest.raises(PlanError, match="open_packs"):
+        PackGrouping(capacity=10, open_packs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_take_equal_steps_and_resume_at_every_one(num_processes: int, tmp_path: Path) -> None:
+    launch("stream", tmp_path, [{"num_workers": 0}, {"num_workers": 2, "shards": 5}], num_processes=num_processes)

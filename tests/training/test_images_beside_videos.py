@@ -1,0 +1,177 @@
+"""Images at the sizes of videos: prepared folders, batches, caches and training."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+
+from hf_bucketing import AssignmentRule, BucketingError, BucketTable, open_table
+from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
+from hf_bucketing.loaders import PackCollator, RandomResize
+from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.streaming import PackGrouping, StreamingBucketBatcher
+from hf_bucketing.training.data import make_data
+from tests.buckets.test_image_sizes import WAN, shape_of
+from tests.conftest import run_script_here
+from tests.training.test_training_settings import in_process, run
+
+PACK = {"batching": "pack", "capacity": 640, "strip_length": 16}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def video_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo media, prepared with images at the sizes of videos."""
+    folder = tmp_path_factory.mktemp("images") / "prepared"
+    prepare(media_dir, pipeline_dir, folder, *TOKENS)
+    return folder
+
+
+TOKENS = ("--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25", "--image_sizes", "video")
+
+
+def prepare(media: Path, pipeline: Path, output: Path, *flags: object, **options):
+    return run_script_here(
+        "prepare_dataset.py",
+        *("--dataset", media, "--pretrained_model_name_or_path", pipeline, "--output_dir", output),
+        *("--target_fps", 8, *flags),
+        **options,
+    )
+
+
+def test_a_prepared_folder_keeps_the_choice_and_older_ones_have_none(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"width": [96, 200], "height": [64, 100], "num_frames": [9, 1], "file": ["a", "b"]})
+    table = BucketTable(sizes=((9, 64, 96),)).images_at_video_sizes()
+    sizes = open_table(WAN).images_at_video_sizes([9], [64], [96], rule=AssignmentRule(max_upscale=1.5)).image_sizes
+    prepared = PreparedDataset(dataset=map_columns(rows, BucketColumns(table, WAN)), table=table, spec=WAN,
+                               column="file", caption_column=None, image_sizes=sizes)  # fmt: skip
+    prepared.save(tmp_path / "data")
+    back = PreparedDataset.load(tmp_path / "data")
+    assert (back.table, back.image_sizes) == (table, sizes)
+    assert back.open_table.fingerprint == prepared.open_table.fingerprint
+    manifest = json.loads((tmp_path / "data" / "bucketing.json").read_text())
+    assert manifest.pop("image_sizes")
+    (tmp_path / "data" / "bucketing.json").write_text(json.dumps({**manifest, "version": 2}))
+    assert PreparedDataset.load(tmp_path / "data").open_table == open_table(WAN)
+
+
+def test_preparing_puts_images_into_buckets_of_video_sizes_and_leaves_videos(
+    video_dir: Path, prepared_dir: Path
+) -> None:
+    own, data = PreparedDataset.load(prepared_dir), PreparedDataset.load(video_dir)
+    assert own.image_sizes is None
+    shapes = {shape_of(size) for size in data.table.sizes if size.frames > 1}
+    images = 0
+    for before, after in zip(own.dataset, data.dataset, strict=True):
+        size = data.table.size(after["bucket_id"])
+        assert shape_of(size) in shapes
+        assert after["num_tokens"] == data.spec.num_tokens(size)
+        assert after["num_frames"] == 1 or size == own.table.size(before["bucket_id"])
+        images += size.frames == 1
+    assert images == 6
+
+
+def test_preparing_counts_rejected_images_and_needs_videos(media_dir, pipeline_dir, tmp_path: Path) -> None:
+    table = ("--buckets", "96,96;80,160;176,80", "--bucket_frames", "9", "--image_sizes", "video")
+    limits = ("--max_aspect_error", 0.3, "--max_upscale", 0.75)
+    result = prepare(media_dir, pipeline_dir, tmp_path / "near", *table, *limits)
+    reasons = PreparedDataset.load(tmp_path / "near").dataset["rejection"]
+    assert reasons[6:9] == ["aspect", "none", "none"]
+    assert re.search(rf"\b{reasons[:].count('aspect')} rows? rejected: aspect", result.stdout)
+    data = PreparedDataset.load(tmp_path / "near")
+    assert data.image_sizes.rule == AssignmentRule(max_aspect_error=0.3, max_upscale=0.75)
+    larger = prepare(media_dir, pipeline_dir, tmp_path / "small", *table, "--max_upscale", 0.5)
+    assert PreparedDataset.load(tmp_path / "small").dataset["rejection"][7:9] == ["too_small"] * 2
+    assert "rows rejected: too_small" in larger.stdout
+    for flags, message in (
+        (("--bucket_frames", "1"), "buckets of several frames"),
+        (("--split", "train[6:9]"), "no readable video"),
+    ):
+        result = prepare(media_dir, pipeline_dir, tmp_path / "no", *TOKENS, *flags, check=False)
+        assert result.returncode == 1
+        assert message in result.stderr.strip().splitlines()[-1]
+        assert not (tmp_path / "no").exists()
+
+
+def test_packs_decode_images_at_the_sizes_of_the_data_sets_videos(video_dir, pipeline_dir, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(video_dir)
+    config = in_process(pipeline_dir, video_dir, tmp_path, **PACK)
+    data = make_data(config, prepared.spec, width=96)
+    sizes = data.sizes(np.arange(20))
+    videos = {shape_of(size) for size, row in zip(sizes, prepared.dataset, strict=True) if row["num_frames"] > 1}
+    seen = {}
+    for batch in data.loader:
+        for index, size, pixels in zip(batch["index"], batch["size"], batch["pixel_values"], strict=True):
+            assert pixels.shape == (3, *size)
+            assert size == sizes[index]
+            assert data.num_tokens[index] == prepared.spec.num_tokens(size)
+            seen[index] = size
+    assert sorted(seen) == list(range(20))
+    assert {shape_of(size) for size in sizes} == videos
+    assert [shape_of(sizes[index]) for index in (6, 7, 8)] == [(128, 80), (96, 96), (64, 112)]
+
+
+def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
+    prepared = PreparedDataset.load(video_dir)
+    rows = prepared.dataset.remove_columns(["bucket_id", "num_tokens", "aspect_ratio", "rejection"])
+    stream = map_columns(rows.to_iterable_dataset(), BucketColumns(prepared.open_table, prepared.spec))
+    collator = PackCollator(prepared.open_table, column=prepared.column,
+                            root=prepared.root, random_crop=False)  # fmt: skip
+    loader = StreamingBucketBatcher(stream, PackGrouping(capacity=640), collate_fn=collator).make_loader()
+    shapes = set()
+    for message in loader:
+        if message.ended:
+            break
+        if message.batch is not None:
+            assert sum(map(prepared.spec.num_tokens, message.batch["size"])) <= 640
+            shapes |= {shape_of(size) for size in message.batch["size"]}
+    assert shapes == set(prepared.image_sizes.sizes)
+
+
+def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline_dir, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(video_dir)
+    with pytest.raises(BucketingError, match=r"--random_resize.*--image_sizes own"):
+        make_data(in_process(pipeline_dir, video_dir, tmp_path, **PACK, random_resize=32), prepared.spec, width=96)
+    with pytest.raises(BucketingError, match="leave resize"):
+        PackCollator(prepared.open_table, resize=RandomResize(spec=WAN))
+    collator = PackCollator(prepared.open_table)
+    with pytest.raises(BucketingError, match="rejected as too_small; leave out rows whose num_tokens is 0"):
+        collator.target([{"num_frames": 1, "height": 20, "width": 30}])
+
+
+@pytest.mark.parametrize("flags", [{"batching": "bucket"}, PACK], ids=["bucket", "pack"])
+def test_training_runs_with_images_at_the_sizes_of_videos(flags, video_dir, pipeline_dir, tmp_path: Path) -> None:
+    losses = run(in_process(pipeline_dir, video_dir, tmp_path, **flags))
+    assert len(losses) == 3
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_caches_hold_images_at_the_sizes_of_videos(batching, video_dir, pipeline_dir, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(video_dir)
+    prepared = replace(prepared, dataset=prepared.dataset.select(range(5, 9)))
+    recipe = recipe_of(str(pipeline_dir)).load(str(pipeline_dir))
+    cached, counts = CacheJob(recipe=recipe, folder=str(tmp_path / "cache"), batching=batching).run(prepared)
+    assert counts["encoded"] == 4
+    cached.save(tmp_path / "cached")
+    settings = {"train_batch_size": 1} if batching == "bucket" else PACK
+    data = make_data(in_process(pipeline_dir, tmp_path / "cached", tmp_path, **settings), prepared.spec, width=96)
+    expected = dict(zip(cached.dataset["index"], data.sizes(np.arange(4)), strict=True))
+    seen = {index: size for batch in data.loader for index, size in zip(batch["index"], batch["size"], strict=True)}
+    assert seen == expected
+    allowed = prepared.image_sizes.sizes if batching == "pack" else map(shape_of, prepared.table.sizes)
+    assert {shape_of(seen[index]) for index in (6, 7, 8)} <= set(allowed)

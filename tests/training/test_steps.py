@@ -1,0 +1,84 @@
+"""Bucketed and packed steps on the same samples: the same losses and gradients, and the text they get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.training.steps import BucketStep, PackStep
+
+OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
+
+
+def make_batch(frames: int, *, count: int = 3) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "pixel_values": torch.rand(count, 3, frames, 32, 64, generator=generator) * 2 - 1,
+        "caption": ["a red square", "blue", ""][:count],
+        "index": [4, 8, 6][:count],
+        "fps": [8.0] * count,
+    }
+
+
+def losses_and_gradients(step, batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    transformer = step.recipe.transformer
+    losses = step(transformer, batch, epoch=2)
+    gradients = torch.autograd.grad(losses.values.mean(), list(transformer.parameters()), materialize_grads=True,
+                                    allow_unused=True)  # fmt: skip
+    return losses.values.detach(), list(gradients)
+
+
+@pytest.mark.parametrize(("family", "frames"), [("wan", 5), ("ltx", 5), ("latte", 16), ("latte", 1), ("wan", 1)])
+def test_packed_and_bucketed_training_are_the_same(family: str, frames: int, pipeline_dirs: dict[str, Path]) -> None:
+    recipe = recipe_of(str(pipeline_dirs[family])).load(str(pipeline_dirs[family]))
+    for name in ("transformer", "text_encoder", "vae"):  # in float32, some gradients are mostly rounding
+        getattr(recipe.pipeline, name).double()
+    objective, batch = recipe.objective(**OPTIONS), make_batch(frames)
+    values, gradients = losses_and_gradients(BucketStep(recipe=recipe, objective=objective), batch)
+    packing = enable_packing(recipe.transformer, strip_length=8)
+    step = PackStep(recipe=recipe, objective=objective, packing=packing)
+    packed_values, packed = losses_and_gradients(step, {**batch, "pixel_values": list(batch["pixel_values"])})
+    assert torch.allclose(packed_values, values, atol=1e-5, rtol=1e-5)
+    compared = 0
+    for one, other in zip(gradients, packed, strict=True):
+        if one.norm() > 1e-6:
+            compared += 1
+            assert float((one - other).norm() / one.norm()) <= 1e-6
+    assert compared > 10
+
+
+def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> None:
+    recipe = recipe_of(str(pipeline_dirs["ltx"])).load(str(pipeline_dirs["ltx"]))
+    objective, batch = recipe.objective(**OPTIONS), make_batch(1)
+
+    def values(**options) -> torch.Tensor:
+        with torch.no_grad():
+            return BucketStep(recipe=recipe, objective=objective, **options)(recipe.transformer, batch, epoch=0).values
+
+    plain, empty = values(), values(caption_dropout=1.0)
+    assert torch.equal(plain[2], empty[2]), "its caption is empty anyway"
+    assert not torch.equal(plain[0], empty[0])
+    drawn = [values(caption_dropout=0.5, seed=seed) for seed in range(8)]
+    assert all(torch.equal(one, values(caption_dropout=0.5, seed=0)) for one in drawn[:1])
+    dropped = [torch.isclose(one, empty)[:2].tolist() for one in drawn]
+    assert 0 < sum(map(sum, dropped)) < 16
+
+
+def test_a_pipeline_can_use_its_transformer_while_packing_is_off(pipeline_dirs) -> None:
+    recipe = recipe_of(str(pipeline_dirs["wan"])).load(str(pipeline_dirs["wan"]))
+    step = PackStep(recipe=recipe, objective=recipe.objective(**OPTIONS),
+                    packing=enable_packing(recipe.transformer, strip_length=8))  # fmt: skip
+    batch = make_batch(1)
+    pack = {**batch, "pixel_values": list(batch["pixel_values"])}
+    with torch.no_grad():
+        before = step(recipe.transformer, pack, epoch=0)
+        with step.unpacked():
+            recipe.pipeline("red", height=32, width=32, num_frames=1, num_inference_steps=1, output_type="np")
+        after = step(recipe.transformer, pack, epoch=0)
+    assert torch.equal(before.values, after.values)
+    assert 0 <= float(before.noise_levels.min()) <= float(before.noise_levels.max()) <= 1
+    disable_packing(recipe.transformer)

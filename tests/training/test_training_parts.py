@@ -1,0 +1,185 @@
+"""The parts of a run that stand alone: adapters, optimizers, estimates, validation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from diffusers import DiffusionPipeline
+
+from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.adapters import add_lora, save_lora
+from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
+from hf_bucketing.training.estimate import estimate_memory, find_capacity
+from hf_bucketing.training.optimizers import make_optimizer
+from hf_bucketing.training.setup import make_accelerator
+from hf_bucketing.training.validation import Validation, parse_sizes
+
+WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8}
+
+
+def load(folder: Path) -> Recipe:
+    return recipe_of(str(folder)).load(str(folder))
+
+
+@pytest.mark.parametrize("family", ["wan", "ltx"])
+def test_adapters_are_saved_as_stock_diffusers_loads_them(family: str, pipeline_dirs, tmp_path: Path) -> None:
+    recipe = load(pipeline_dirs[family])
+    add_lora(recipe.pipeline, rank=3, alpha=6)
+    trained = {name for name, parameter in recipe.transformer.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    for name, parameter in recipe.transformer.named_parameters():
+        if name in trained:
+            torch.nn.init.normal_(parameter)
+    save_lora(recipe.pipeline, tmp_path)
+    pipeline = DiffusionPipeline.from_pretrained(pipeline_dirs[family])
+    plain = dataclasses.replace(recipe, pipeline=DiffusionPipeline.from_pretrained(pipeline_dirs[family]))
+    pipeline.load_lora_weights(str(tmp_path))
+    loaded = dataclasses.replace(recipe, pipeline=pipeline)
+    options = {"timesteps": torch.tensor([7.0]), "text": recipe.encode_text(["red"]), "fps": torch.tensor([8.0])}
+    latents = torch.randn(1, 4, 2, 4, 6)
+    with torch.no_grad():
+        outputs = [one.predict(one.transformer, latents, **options) for one in (recipe, loaded, plain)]
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
+    assert not torch.allclose(outputs[0], outputs[2], atol=1e-3)
+
+
+def test_adapters_that_cannot_be_are_errors(pipeline_dirs) -> None:
+    with pytest.raises(BucketingError, match="LattePipeline cannot load LoRA"):
+        add_lora(load(pipeline_dirs["latte"]).pipeline, rank=4)
+    with pytest.raises(BucketingError, match=r"lora_targets=\['nothing'\]"):
+        add_lora(load(pipeline_dirs["wan"]).pipeline, rank=4, targets=["nothing"])
+
+
+def test_the_optimizer_takes_what_is_trained_and_says_what_is_missing(monkeypatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    optimizer = make_optimizer(model.parameters(), name="adamw", **ADAMW)
+    assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(model.weight)]
+    assert optimizer.defaults["weight_decay"] == 0.1
+    with pytest.raises(BucketingError, match="nothing would be trained"):
+        make_optimizer([model.bias], name="adamw", **ADAMW)
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    with pytest.raises(BucketingError, match=r"pip install .hf_bucketing\[8bit\]"):
+        make_optimizer(model.parameters(), name="adamw_8bit", **ADAMW)
+
+
+def test_the_8_bit_optimizer_holds_bytes_and_takes_nearly_the_same_steps() -> None:
+    pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")
+    inputs, weights = torch.randn(32, 64), []
+    for name in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 128, bias=False)
+        first = model.weight.detach().clone()
+        optimizer = make_optimizer(model.parameters(), name=name, **ADAMW)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(inputs).pow(2).mean().backward()
+            optimizer.step()
+        weights.append(model.weight.detach() - first)
+    state = optimizer.state[model.weight]
+    assert (state["state1"].dtype, state["state2"].dtype) == (torch.uint8, torch.uint8)
+    difference = float((weights[1] - weights[0]).norm() / weights[0].norm())
+    assert 0 < difference < 0.05, difference
+
+
+def test_the_memory_estimate_counts_what_is_trained(pipeline_dirs) -> None:
+    recipe = load(pipeline_dirs["wan"])
+    options = {"num_tokens": 1000, "gradient_checkpointing": False, "half_precision": True}
+    full = estimate_memory(recipe.transformer, **options)
+    numbers = sum(parameter.numel() for parameter in recipe.transformer.parameters())
+    assert (full.weights, full.gradients, full.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
+    assert full.activations == 1000 * 96 * 34 * 4
+    assert full.total == full.weights + full.gradients + full.optimizer + full.activations
+    assert "total" in str(full)
+    assert f"optimizer {full.optimizer / 2**20:.2f} MiB" in str(full), "a tiny model's is not 0.00 GiB"
+    saving = estimate_memory(recipe.transformer, **{**options, "gradient_checkpointing": True})
+    assert full.activations / 4 < saving.activations < full.activations / 2
+    add_lora(recipe.pipeline, rank=2)
+    assert estimate_memory(recipe.transformer, **options).optimizer < full.optimizer / 10
+
+
+def test_the_capacity_is_the_largest_that_fits() -> None:
+    tried = []
+
+    def try_step(capacity: int) -> None:
+        tried.append(capacity)
+        if capacity > 700:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    assert find_capacity(try_step, largest=1000, smallest=100) == 656
+    assert tried == [1000, 900, 810, 729, 656]
+    with pytest.raises(BucketingError, match="largest sample takes 800"):
+        find_capacity(try_step, largest=1000, smallest=800)
+
+    def broken(capacity: int) -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        find_capacity(broken, largest=1000, smallest=1)
+
+
+def test_validation_sizes_are_read_and_checked() -> None:
+    assert parse_sizes("1,64,64; 9,64,112", WAN) == [Size(1, 64, 64), Size(9, 64, 112)]
+    with pytest.raises(BucketingError, match="frames,height,width"):
+        parse_sizes("64x64", WAN)
+    with pytest.raises(BucketingError, match="nearest"):
+        parse_sizes("8,64,64", WAN)
+
+
+@pytest.mark.parametrize(("family", "frames"), [("wan", 5), ("ltx", 5), ("latte", 16)])
+def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeline_dirs, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    shown = {}
+
+    class Tracker:
+        name = "tensorboard"
+
+        def log_images(self, values, step, dataformats):
+            shown.update({(name, step, dataformats): images for name, images in values.items()})
+
+    accelerator.trackers = [Tracker()]
+    recipe = load(pipeline_dirs[family])
+    recipe.transformer.train()
+    validation = Validation(prompts=["a red square!"], sizes=[Size(frames, 32, 64)], num_inference_steps=2,
+                            guidance_scale=2.0, fps=8, seed=0, folder=tmp_path)  # fmt: skip
+    validation.render(recipe, accelerator, step=3)
+    name = f"{frames}x32x64-a-red-square"
+    info = probe(MediaSource.from_cell(str(tmp_path / "step-3" / f"{name}.mp4")))
+    assert (info.num_frames, info.height, info.width, info.fps) == (frames, 32, 64, 8.0)
+    first = shown.pop((name, 3, "NHWC"))
+    assert first.shape == (min(frames, 8), 32, 64, 3)
+    assert not shown
+    assert recipe.transformer.training
+    validation.render(recipe, accelerator, step=4)
+    assert np.abs(first.astype(int) - shown[name, 4, "NHWC"]).max() <= 1, "the same noise"
+
+
+def test_a_sharded_model_is_saved_with_the_gathered_weights(pipeline_dirs, tmp_path: Path) -> None:
+    recipe = load(pipeline_dirs["wan"])
+    weights = {name: torch.full_like(value, 0.5) for name, value in recipe.transformer.state_dict().items()}
+    assert gather_weights(Accelerator(cpu=True), recipe.transformer) is None
+    save_pipeline(recipe.pipeline, tmp_path, weights=weights)
+    saved = load(tmp_path).transformer
+    assert all((value == 0.5).all() for value in saved.state_dict().values())
+
+
+@pytest.mark.parametrize("setting", [{"lora_rank": 2}, {"ema_decay": 0.9}, {"validation_prompts": ["red"]}])
+def test_what_needs_all_weights_is_refused_where_they_are_sharded(setting, tmp_path: Path, monkeypatch) -> None:
+    config = TrainingConfig(pretrained_model_name_or_path="m", dataset_dir="d", output_dir=str(tmp_path),
+                            report_to="none", **setting)  # fmt: skip
+    make_accelerator(config)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(BucketingError, match=f"{next(iter(setting))} need all weights"):
+        make_accelerator(config)

@@ -1,0 +1,57 @@
+"""A training that is killed at any moment goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hf_bucketing.training.history import losses_of
+from tests.training.training_cases import batching, train, train_until
+
+STEPS = 6
+
+
+@pytest.mark.slow
+@batching
+@pytest.mark.parametrize("weights", ["full", "adapters"])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_killed_and_resumed_run_repeats_the_losses_and_samples_of_an_uninterrupted_one(
+    flags, weights: str, num_processes: int, pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
+    common = [*flags, "--gradient_accumulation_steps", 2, "--checkpointing_steps", 2, "--checkpoints_total_limit", 1]
+    common += ["--max_train_steps", STEPS, "--ema_decay", 0.9]
+    common += ["--lora_rank", 2] if weights == "adapters" else []
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(pipeline_dir, prepared_dir, whole, *common, num_processes=num_processes)
+    at = random.randint(2, STEPS - 1)
+    log = parts / "logs" / "losses.jsonl"
+    train_until(
+        lambda: log.exists() and log.read_text().count("\n") >= at and any(parts.glob("checkpoint-*")),
+        *(pipeline_dir, prepared_dir, parts, *common),
+        num_processes=num_processes,
+    )
+    assert not (parts / "model_index.json").exists()
+    resume = (*common, "--resume_from_checkpoint", "latest")
+    result = train(pipeline_dir, prepared_dir, parts, *resume, num_processes=num_processes)
+    assert "Resumed after optimizer step" in result.stderr
+    assert losses_of(parts) == pytest.approx(losses_of(whole), abs=1e-6)
+    assert len(losses_of(parts)) == STEPS
+    for process in range(num_processes):
+        name = f"logs/samples-{process}.jsonl"
+        assert (parts / name).read_text() == (whole / name).read_text()
+    assert sorted(path.name for path in parts.glob("checkpoint-*")) == [f"checkpoint-{STEPS}"]
+    saved = "pytorch_lora_weights.safetensors" if weights == "adapters" else "model_index.json"
+    assert (parts / saved).exists()
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    result = train(
+        *(pipeline_dir, prepared_dir, tmp_path / "out", "--max_train_steps", 1),
+        *("--resume_from_checkpoint", "checkpoint-9"),
+        check=False,
+        num_processes=1,
+    )
+    assert result.returncode
+    assert "no complete checkpoint" in result.stderr

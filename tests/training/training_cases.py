@@ -1,0 +1,47 @@
+"""Training runs as a user launches them, small enough for tests."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import launch_training, start_training
+
+BATCHING = {
+    "bucket": ("--batching", "bucket", "--train_batch_size", 2),
+    "pack": ("--batching", "pack", "--capacity", 640, "--strip_length", 16),
+}
+batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
+
+
+def train(pipeline: Path, prepared: Path, output: Path, *flags: object, **options) -> subprocess.CompletedProcess[str]:
+    """Run a training to its end."""
+    return launch_training(*_common(pipeline, prepared, output), *flags, **options)
+
+
+def train_until(
+    done: Callable[[], bool], pipeline: Path, prepared: Path, output: Path, *flags: object, num_processes: int
+) -> None:
+    """Start a training, and kill all its processes at once when something is done."""
+    process = start_training(*_common(pipeline, prepared, output), *flags, num_processes=num_processes)
+    deadline = time.monotonic() + 240
+    while not done():
+        assert process.poll() is None, "the training ended before it could be killed"
+        assert time.monotonic() < deadline, "the training never came as far"
+        time.sleep(0.05)
+    for one in [process_tree := psutil.Process(process.pid), *process_tree.children(recursive=True)]:
+        one.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def _common(pipeline: Path, prepared: Path, output: Path) -> tuple[object, ...]:
+    return (
+        *("--pretrained_model_name_or_path", pipeline, "--dataset_dir", prepared, "--output_dir", output),
+        *("--max_sequence_length", 32, "--dataloader_num_workers", 1, "--report_to", "none", "--learning_rate", 5e-3),
+    )
