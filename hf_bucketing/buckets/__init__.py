@@ -1,6 +1,7 @@
 """Sizes, rounding, crops, bucket tables, ladders and the assignment of samples to buckets."""
 
 from .assignment import Assignment, AssignmentRule, Rejection
+from .cost import CostModel
 from .ladders import novelai_ladder, token_ladder
 from .open_table import ImageSizes, OpenTable, open_table
 from .sizes import CropBox, LatentSpec, Size, cover_resize, crop_box
@@ -10,6 +11,7 @@ __all__ = [
     "Assignment",
     "AssignmentRule",
     "BucketTable",
+    "CostModel",
     "CropBox",
     "ImageSizes",
     "LatentSpec",

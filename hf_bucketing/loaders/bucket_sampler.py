@@ -29,7 +29,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         capacity (`float`, *optional*): Tokens per process and step, instead of `batch_size`: each bucket gets as many
             samples as fit. With a `cost_model`, cost per process and step. Needs `spec`.
         spec ([`LatentSpec`], *optional*): Strides and patch, for `capacity` and `longest_first`.
-        cost_model ([`CostModel`][hf_bucketing.buckets.cost.CostModel], *optional*): What a sample costs, if not its tokens.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): What a sample costs, if not its tokens.
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): How often each row,
             or each row of a bucket, comes per epoch; see [`plan_buckets`][hf_bucketing.plans.plan_buckets].
         longest_first (`bool`): Start every epoch with its most expensive step, to run out of memory at once or never.

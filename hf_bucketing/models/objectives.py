@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from ..errors import BucketingError
@@ -15,6 +14,7 @@ from ..losses.variational import GaussianPosterior, batch_vlb, packed_vlb
 from ..losses.weights import min_snr_weights
 from ..packing.losses import packed_mse
 from ..packing.pack import PackedBatch
+from ..randomness import Purpose, integer_seed
 
 
 class Noised(NamedTuple):
@@ -52,8 +52,7 @@ class Objective(Protocol):
 
 def generator_of(*, seed: int, epoch: int, index: int) -> torch.Generator:
     """Return the generator of one sample's noise in one epoch, on the CPU: the same on every device and process."""
-    sequence = np.random.SeedSequence((seed, epoch, index, 1))
-    return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    return torch.Generator().manual_seed(integer_seed(Purpose.NOISE, seed, epoch, index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
