@@ -1,9 +1,9 @@
-"""What importing the package costs, and which floors may import what."""
+"""What importing the package costs, and which modules may import which."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,29 +12,39 @@ import hf_bucketing
 
 PACKAGE = Path(hf_bucketing.__file__).parent
 HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL", "torchcodec"}
-FLOORS = {
-    **dict.fromkeys(["errors", "geometry", "assignment", "nearest", "buckets", "image_sizes", "open_table"], 0),
-    **dict.fromkeys(["ladders", "cost", "shift", "units", "files", "flags"], 0),
-    **dict.fromkeys(["sampling", "script"], 1),
-    **dict.fromkeys(["media", "losses", "report", "tensor_cache", "hub"], 2),
-    **dict.fromkeys(["mapping", "loading", "packing"], 3),
-    **dict.fromkeys(["training", "testing"], 4),
+LEVELS = {
+    **dict.fromkeys(["errors", "units"], -1),
+    **dict.fromkeys(["buckets", "files", "hub", "randomness"], 0),
+    **dict.fromkeys(["command_line", "losses", "media", "plans"], 1),
+    **dict.fromkeys(["columns", "loaders", "packing"], 2),
+    **dict.fromkeys(["caching", "models", "report", "streaming"], 3),
+    **dict.fromkeys(["testing", "training"], 4),
 }
-TORCH_FREE = [name if (PACKAGE / name).is_dir() else f"{name}.py" for name, floor in FLOORS.items() if floor < 2]
+TORCH_FREE = [room for room, level in LEVELS.items() if level < 1] + ["plans", "report"]
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def modules(*rooms: str) -> list[Path]:
-    found = [
-        path
-        for room in rooms
-        for path in ([PACKAGE / room] if room.endswith(".py") else (PACKAGE / room).rglob("*.py"))
-    ]
-    assert found
-    return found
+def parts_of(path: Path) -> tuple[str, ...]:
+    """The dotted name of a module below the package, as parts; a package's own name for its `__init__`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
 
 
-def run_time_imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """Return the imports of a module, but for those that type checkers alone see."""
+def relative_imports(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield what a module imports of the package, also inside functions and for type checkers alone, and the line."""
+    folder = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = (*folder[: len(folder) - node.level + 1], *(node.module.split(".") if node.module else []))
+            for alias in node.names:
+                whole = (*base, alias.name)
+                submodule = PACKAGE.joinpath(*whole)
+                is_module = submodule.with_suffix(".py").exists() or (submodule / "__init__.py").exists()
+                yield (whole if is_module else base), node.lineno
+
+
+def run_time_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the first part of every absolute import that is not for type checkers alone, and its line."""
     tree = ast.parse(path.read_text())
     hidden = {
         id(node)
@@ -42,9 +52,33 @@ def run_time_imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
         if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
         for node in ast.walk(block)
     }
-    return [
-        node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in hidden
-    ]
+    for node in ast.walk(tree):
+        if id(node) not in hidden and isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif id(node) not in hidden and isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").partition(".")[0], node.lineno
+
+
+def circles(graph: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[set[tuple[str, ...]]]:
+    """Return the sets of modules that import each other, directly or by way of others."""
+
+    def reached(start: tuple[str, ...]) -> set[tuple[str, ...]]:
+        seen: set[tuple[str, ...]] = set()
+        waiting = list(graph[start])
+        while waiting:
+            module = waiting.pop()
+            if module in graph and module not in seen:
+                seen.add(module)
+                waiting += graph[module]
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    found: list[set[tuple[str, ...]]] = []
+    for module in graph:
+        circle = {other for other in reach[module] if module in reach[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
 
 
 def test_importing_the_package_and_planning_load_none_of_the_heavy_libraries(
@@ -56,24 +90,42 @@ def test_importing_the_package_and_planning_load_none_of_the_heavy_libraries(
     assert not loaded & HEAVY
 
 
-@pytest.mark.parametrize("path", modules(*TORCH_FREE), ids=lambda path: path.name)
-def test_torch_free_floors_import_no_heavy_library(path: Path) -> None:
-    for node in run_time_imports(path):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-        assert not {name.partition(".")[0] for name in names} & HEAVY, f"{path}:{node.lineno}"
+def test_every_exported_name_can_be_imported_and_is_seen_by_type_checkers() -> None:
+    for name in hf_bucketing.__all__:
+        assert getattr(hf_bucketing, name).__name__ == name
+    assert set(hf_bucketing.__all__) <= set(dir(hf_bucketing))
+    tree = ast.parse(Path(hf_bucketing.__file__).read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert set(hf_bucketing.__all__) <= imported
 
 
-@pytest.mark.parametrize("path", modules(*FLOORS.keys() & {p.name for p in PACKAGE.iterdir()}), ids=str)
-def test_imports_point_only_downward(path: Path) -> None:
-    relative = path.relative_to(PACKAGE).with_suffix("").parts
-    for node in run_time_imports(path):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = relative[: len(relative) - node.level]
-            target = [*base, *(node.module or "").split(".")][0]
-            if target and target != relative[0] and target in FLOORS:
-                assert FLOORS[target] < FLOORS[relative[0]], f"{path}:{node.lineno} imports {target}"
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'BucketSampler'"):
+        hf_bucketing.BucketSampler  # noqa: B018
 
 
-def test_every_room_has_a_floor() -> None:
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert rooms - {"__init__", "__pycache__"} == set(FLOORS)
+@pytest.mark.parametrize("path", [p for p in MODULES if parts_of(p)[:1] and parts_of(p)[0] in TORCH_FREE], ids=str)
+def test_torch_free_modules_import_no_heavy_library(path: Path) -> None:
+    for name, line in run_time_imports(path):
+        assert name not in HEAVY, f"{path}:{line}"
+
+
+def test_imports_point_only_downward_also_those_for_type_checkers() -> None:
+    upward = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {'.'.join(target)}"
+        for path in MODULES
+        if parts_of(path)
+        for target, line in relative_imports(path)
+        if target and target[0] != parts_of(path)[0] and LEVELS[target[0]] >= LEVELS[parts_of(path)[0]]
+    ]
+    assert not upward
+
+
+def test_no_more_than_three_modules_import_each_other() -> None:
+    graph = {parts_of(path): {target for target, _ in relative_imports(path)} for path in MODULES if parts_of(path)}
+    assert [circle for circle in circles(graph) if len(circle) > 3] == []
+
+
+def test_every_module_at_the_top_has_a_level() -> None:
+    top = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert top - {"__init__", "__pycache__"} == set(LEVELS)

@@ -31,7 +31,7 @@ class BucketBatchSampler(PlannedBatchSampler):
             samples as fit. With a `cost_model`, cost per process and step. Needs `spec`.
         spec ([`LatentSpec`], *optional*): Strides and patch, for `capacity` and `longest_first`; an open table has its
             own.
-        cost_model ([`CostModel`][hf_bucketing.buckets.cost.CostModel], *optional*): What a sample costs, if not its tokens.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): What a sample costs, if not its tokens.
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): How often each row,
             or each row of a bucket, comes per epoch; see [`plan_buckets`][hf_bucketing.plans.plan_buckets].
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError, ColumnError, MediaError
+from ..randomness import Purpose, generator
 
 IntArray = npt.NDArray[np.int64]
 
@@ -68,7 +69,7 @@ class StandIns:
     def choose(self, candidates: IntArray, *, index: int, seed: int, epoch: int) -> list[int]:
         """Return up to 32 of the candidate positions in random order, which depends on the arguments alone."""
         candidates = candidates[self.column("index")[candidates] != index]
-        rng = np.random.default_rng((seed, epoch, index, 2))
+        rng = generator(Purpose.REPLACEMENT, seed, epoch, index)
         return rng.choice(candidates, size=min(32, len(candidates)), replace=False).tolist() if len(candidates) else []
 
     def report(self, *, epoch: int, index: int, reason: str, stand_in: int) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
+from ..randomness import Purpose, generator
 
 IntArray = npt.NDArray[np.int64]
 
@@ -82,9 +83,9 @@ class RandomResize:
         """Return drawn heights and widths; the draws of index i are numbers 2i and 2i + 1 of the epoch's stream."""
         if not len(indices):
             return height, width
-        bits = np.random.PCG64((self.seed, epoch, 0, 3))
-        bits.advance(2 * int(indices.min()))
-        stream = np.random.Generator(bits).random((int(np.ptp(indices)) + 1, 2))
+        rng = generator(Purpose.RANDOM_RESIZE, self.seed, epoch)
+        rng.bit_generator.advance(2 * int(indices.min()))  # type: ignore[attr-defined]  # PCG64 has it
+        stream = rng.random((int(np.ptp(indices)) + 1, 2))
         draws = stream[indices - indices.min()].T
         lowest = (np.minimum(self.min_side, side) for side in (height, width))
         sides = zip((height, width), lowest, draws, strict=True)

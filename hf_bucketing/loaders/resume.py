@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from ..errors import BucketingError
 from ..plans.epoch import EpochPlan, IntArray
+from ..randomness import Purpose, integer_seed
 from ..streaming.batcher import StreamingBucketBatcher
 from ..streaming.resume import ResumableStream
 from .check import check_loader, planned_sampler
@@ -129,8 +129,7 @@ class ResumableLoader:
             self._reset({})  # what prepare() drew
             self._reset = None
         if self._generator is not None:
-            seed = np.random.SeedSequence((self.sampler.state_dict()["seed"], self.epoch))
-            self._generator.manual_seed(int(seed.generate_state(1, np.uint32)[0]))
+            self._generator.manual_seed(integer_seed(Purpose.LOADER, self.sampler.state_dict()["seed"], self.epoch))
         for batch in self._batches():
             if self.accelerator.sync_gradients:
                 self._window = self.step

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
 from ..errors import BucketingError, MediaError
+from ..randomness import Purpose, generator
 from .decoders import DecoderName, check_decoder
 
 FramePicking = Literal["start", "uniform", "random"]
@@ -119,4 +120,4 @@ class ViewRule:
 
 def seeded_draws(count: int, *, seed: int, epoch: int, index: int) -> npt.NDArray[np.float64]:
     """Return the first uniform numbers in [0, 1) of one sample in one epoch, `(count,)`."""
-    return np.random.default_rng((seed, epoch, index)).random(count)
+    return generator(Purpose.VIEW, seed, epoch, index).random(count)

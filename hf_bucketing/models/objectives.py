@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from ..errors import BucketingError
@@ -15,6 +14,7 @@ from ..losses.variational import GaussianPosterior, batch_vlb, packed_vlb
 from ..losses.weights import min_snr_weights
 from ..packing.losses import packed_mse
 from ..packing.pack import PackedBatch
+from ..randomness import Purpose, integer_seed
 
 
 class Noised(NamedTuple):
@@ -61,15 +61,14 @@ def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
         index (`int`): The sample's row, not negative: the `index` of a batch.
 
     Raises:
-        ValueError: On a negative number.
+        BucketingError: On a negative number.
 
     Example:
         >>> draws = [torch.rand(1, generator=sample_generator(seed=0, epoch=1, index=7)) for _ in range(2)]
         >>> draws[0].equal(draws[1])
         True
     """
-    sequence = np.random.SeedSequence((seed, epoch, index, 1))
-    return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    return torch.Generator().manual_seed(integer_seed(Purpose.NOISE, seed, epoch, index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

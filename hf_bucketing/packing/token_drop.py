@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from ..errors import PackingError
+from ..randomness import Purpose, generator
 from .layout import Grid
 
 Mode = Literal["random", "tube", "frames"]
@@ -180,8 +181,8 @@ def _lowered(kept: np.ndarray, factor: float) -> np.ndarray:
 def _generators(grids: Sequence[Grid], seeds: Sequence[Seed]) -> list[np.random.Generator]:
     if len(seeds) != len(grids):
         raise PackingError(f"Token drop needs one seed per sample, got {len(seeds)} seeds for {len(grids)} samples.")
-    purpose = 3  # beside crops and noise, which are drawn from the same seeds
-    return [np.random.default_rng((*(seed if isinstance(seed, Sequence) else (seed,)), purpose)) for seed in seeds]
+    keys = [seed if isinstance(seed, Sequence) else (seed,) for seed in seeds]
+    return [generator(Purpose.TOKEN_DROP, *key) for key in keys]
 
 
 def _check_rate(rate: float) -> None:

@@ -35,7 +35,7 @@ class PackPlanConfig:
         open_packs (`int`): For `"first_fit"`: packs held open at once; the fullest is closed when one more is needed.
         window (`int`): For `"best_fit_decreasing"`: samples at a time.
         max_samples (`int`, *optional*): Largest number of samples per pack.
-        cost_model ([`CostModel`][hf_bucketing.buckets.cost.CostModel], *optional*): For `max_cost` and `balance`.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): For `max_cost` and `balance`.
         max_cost (`float`, *optional*): Largest cost of a pack: the limit of time, in the units of the cost model.
             Packs filled to the same cost take the same time, if the capacity lets them get there.
         multiple (`int`): Each sample takes its tokens rounded up to this multiple, as a pack of strips does.

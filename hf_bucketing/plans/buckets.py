@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
+from ..randomness import Purpose, generator
 from .assemble import counted_plan, labels_of, lockstep_plan
 from .deal import Steps, TailPolicy, deal, group_rows, ranges, spread_order
-from .epoch import EpochPlan, IntArray, check_processes, rng_for
+from .epoch import EpochPlan, IntArray, check_processes
 from .rows import EpochRows, FloatArray, epoch_rows
 
 
@@ -143,7 +144,7 @@ def plan_buckets(
             "No row has a bucket: the data set is empty or every row was rejected. "
             "Look at the counts of its rejection column, and choose a table that fits the data."
         )
-    rng = rng_for(config.seed, epoch, "buckets", consumed=chosen.consumed)
+    rng = generator(Purpose.BUCKET_PLAN, config.seed, epoch, chosen.consumed)
     if config.lockstep:
         plan = plan_lockstep(ids, config, chosen=chosen, num_processes=num_processes, rng=rng)
     else:

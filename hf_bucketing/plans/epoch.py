@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,6 @@ import numpy.typing as npt
 from ..errors import PlanError
 
 IntArray = npt.NDArray[np.int64]
-Purpose = Literal["buckets", "packs", "lengths", "weights"]
-
-_STREAMS: dict[Purpose, int] = {"buckets": 1, "packs": 2, "lengths": 3, "weights": 4}
-
 MIXED = -1
 """The bucket id of a batch in a mixed step, whose processes hold different buckets."""
 
@@ -186,16 +182,6 @@ class EpochPlan:
     def samples_in_steps(self, start: int, stop: int) -> int:
         """Return how many samples all processes together take in steps `start` to `stop - 1`; `stop` may overshoot."""
         return len(self.rows_in_steps(start, stop))
-
-
-def rng_for(seed: int, epoch: int, purpose: Purpose, *, consumed: int = 0) -> np.random.Generator:
-    """Return the generator of one decision in one epoch; every process makes the same one.
-
-    A plan of the rest of an epoch has another order than the plan of the whole, by how much was `consumed`.
-    """
-    if seed < 0 or epoch < 0:
-        raise PlanError(f"Seed and epoch must not be negative, got seed={seed}, epoch={epoch}.")
-    return np.random.default_rng((seed, epoch, _STREAMS[purpose], *([consumed] if consumed else [])))
 
 
 def check_processes(num_processes: int) -> None:

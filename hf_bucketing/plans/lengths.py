@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
+from ..randomness import Purpose, generator
 from .assemble import counted_plan, take_segments
 from .balance import split_largest
 from .buckets import BucketPlanConfig, plan_lockstep
-from .epoch import MIXED, EpochPlan, IntArray, check_processes, rng_for
+from .epoch import MIXED, EpochPlan, IntArray, check_processes
 from .rows import BoolArray, EpochRows, FloatArray, epoch_rows
 
 LengthStrategy = Literal["bucket", "random", "sorted"]
@@ -156,7 +157,7 @@ def plan_lengths(
         raise PlanError(
             f"{len(chosen.rows)} of {len(values)} rows have a length, fewer than the {num_processes} processes."
         )
-    rng = rng_for(config.seed, epoch, "lengths", consumed=chosen.consumed) if config.shuffle else None
+    rng = generator(Purpose.LENGTH_PLAN, config.seed, epoch, chosen.consumed) if config.shuffle else None
     make = _in_buckets if config.strategy == "bucket" else _one_after_the_other
     plan = make(values, config, chosen=chosen, num_processes=num_processes, rng=rng)
     if not plan.num_steps and not chosen.consumed:

@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
+from ..randomness import Purpose, generator
 from .assemble import counted_plan, take_segments
 from .balance import like_costs_together, longest_first_to_least_loaded, split_largest
 from .bin_packing import PackPlanConfig, fill_packs
-from .epoch import MIXED, EpochPlan, IntArray, check_processes, rng_for
+from .epoch import MIXED, EpochPlan, IntArray, check_processes
 from .rows import BoolArray, FloatArray, epoch_rows
 
 
@@ -65,7 +66,7 @@ def plan_packs(
             f"{len(chosen.rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
             "Look at the counts of the data set's rejection column."
         )
-    rng = rng_for(config.seed, epoch, "packs", consumed=chosen.consumed)
+    rng = generator(Purpose.PACK_PLAN, config.seed, epoch, chosen.consumed)
     rows, offsets = _packs(rng.permutation(chosen.rows), spans, oversize, config=config)
     even = split_largest(offsets, num_processes)
     if even is None:  # fewer samples than packs wanted: all single ones but fewer than num_processes

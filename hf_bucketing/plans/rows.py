@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
-from .epoch import IntArray, rng_for
+from ..randomness import Purpose, generator
+from .epoch import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
@@ -110,7 +111,7 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     counts = whole.astype(np.int64)
     fraction = weights - whole
     rows = np.flatnonzero(fraction)
-    rng = rng_for(seed, 0, "weights")
+    rng = generator(Purpose.WEIGHTS, seed)
     rng.shuffle(rows)
     rows = rows[np.argsort(fraction[rows], kind="stable")]
     part = fraction[rows]

@@ -45,7 +45,7 @@ class TrainingData:
         bucket_ids (array of `int`, shape `(n,)`): Size of each row, in `table`.
         table ([`BucketTable`] or [`OpenTable`]): What the ids mean.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row at its own size or its bucket's.
-        cost_model ([`CostModel`][hf_bucketing.buckets.cost.CostModel]): What rows of so many tokens cost.
+        cost_model ([`CostModel`][hf_bucketing.CostModel]): What rows of so many tokens cost.
         reduction (`"sample"` or `"token"`): What counts alike in the loss.
         empty_text ([`TextEmbeddings`], *optional*): The empty caption, where dropped ones come from a cache.
     """

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..media.rates import frame_rates
@@ -16,6 +15,7 @@ from ..models.enable import disable_packing, enable_packing
 from ..models.objectives import Objective
 from ..models.recipe import Recipe, TextEmbeddings
 from ..packing.pack import Packing, packed_forward
+from ..randomness import Purpose, generator
 from .inputs import latents_of, text_of
 
 
@@ -64,7 +64,7 @@ class Step(ABC):
         return text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(dtype)
 
     def _drops_caption(self, index: int, epoch: int) -> bool:
-        return bool(np.random.default_rng((self.seed, epoch, index, 2)).random() < self.caption_dropout)
+        return bool(generator(Purpose.CAPTION_DROPOUT, self.seed, epoch, index).random() < self.caption_dropout)
 
 
 class BucketStep(Step):

@@ -1,7 +1,7 @@
 """What each of two processes runs in test_ddp.py: its share of the samples, and the gradients that come of it.
 
-Run by `accelerate launch … -m tests.packing.distributed_worker OUTPUT [checkpointing] [fsdp2=CONFIG]`; the first process
-writes the gradients and what it ran.
+Run by `accelerate launch … -m tests.packing.distributed_worker OUTPUT [checkpointing] [fsdp2=CONFIG]`; the first
+process writes the gradients and what it ran.
 """
 
 from __future__ import annotations

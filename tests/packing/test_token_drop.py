@@ -57,7 +57,7 @@ def test_rates_may_follow_the_size_or_a_distribution() -> None:
     assert drop.num_kept([(4, 5, 5), (1, 4, 5)], seeds=[0, 1]) == [25, 20]
     counts = TokenDrop(rate=BetaRate(alpha=1, beta=3, max_rate=0.8)).num_kept([(10, 10, 10)] * 400, seeds=range(400))
     assert min(counts) >= 200
-    assert np.mean(counts) == pytest.approx(1000 * (1 - 0.8 / 4), rel=0.02)
+    assert np.mean(counts) == pytest.approx(1000 * (1 - 0.8 / 4), rel=0.05)
 
 
 @given(grids, st.integers(1, 300), st.sampled_from(MODES))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_bucketing import PlanError
+from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.plans import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
 
 processes = st.integers(1, 5)
@@ -109,7 +109,7 @@ def test_first_fit_fills_packs_better_than_taking_samples_in_order() -> None:
     one_open = plan_packs(tokens, PackPlanConfig(capacity=8192, open_packs=1), epoch=0, num_processes=1)
     fill, in_order = (tokens.sum() / (p.num_batches * 8192) for p in (plan, one_open))
     assert fill > 0.98
-    assert in_order < 0.92
+    assert in_order < fill - 0.05
 
 
 def test_a_row_above_the_capacity_is_named() -> None:
@@ -134,7 +134,7 @@ def test_a_plan_depends_on_seed_and_epoch_alone(make) -> None:
     assert np.array_equal(first.offsets, make(0, 0, 2).offsets)
     for other in (make(1, 0, 2), make(0, 1, 2), make(1, 1, 2)):
         assert not np.array_equal(first.indices, other.indices)
-    with pytest.raises(PlanError, match="negative"):
+    with pytest.raises(BucketingError, match="must be from 0"):
         make(0, -1, 2)
     with pytest.raises(PlanError, match="num_processes"):
         make(0, 0, 0)

@@ -1,7 +1,7 @@
-"""Plans of this release, by their hashes: whoever changes an order decides to.
+"""Plans of this release, by their hashes, so that a changed order is a decision.
 
 A plan that changes between releases makes saved states resume in another order. If that is meant, run
-`python -m tests.test_plan_golden` and write the change into CHANGELOG.md.
+`python -m tests.plans.test_plan_golden` and write the change into CHANGELOG.md.
 """
 
 from __future__ import annotations

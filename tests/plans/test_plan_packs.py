@@ -79,7 +79,7 @@ def test_packs_are_numbered_without_gaps_nearly_in_the_order_of_their_samples() 
 def test_a_window_carries_its_emptiest_packs_on() -> None:
     tokens = np.tile([60, 39], 200)
     carried = plan_of(tokens, capacity=100, strategy="best_fit_decreasing", window=10)
-    assert carried.num_steps < 1.06 * 200
+    assert carried.num_steps < 1.07 * 200
     assert plan_of(tokens, capacity=100, strategy="best_fit_decreasing", window=400).num_steps == 200
 
 

@@ -1,0 +1,68 @@
+"""All random draws of the package: one registry of purposes, and one generator per purpose and key.
+
+Every draw is a function of what it is for and of a key of whole numbers, such as seed, epoch and sample index. Nothing
+reads or changes a global random state, so results depend on neither workers, processes nor restarts.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+
+import numpy as np
+
+from .errors import BucketingError
+
+
+@unique
+class Purpose(IntEnum):
+    """What random numbers are drawn for; a comment names the key that goes with each."""
+
+    BUCKET_PLAN = 1  # seed, epoch, consumed samples
+    PACK_PLAN = 2  # seed, epoch, consumed samples
+    LENGTH_PLAN = 3  # seed, epoch, consumed samples
+    WEIGHTS = 4  # seed
+    VIEW = 5  # seed, epoch, index: first frame, crop, flip
+    NOISE = 6  # seed, epoch, index: timestep and noise
+    CAPTION_DROPOUT = 7  # seed, epoch, index
+    REPLACEMENT = 8  # seed, epoch, index of the unreadable sample
+    RANDOM_RESIZE = 9  # seed, epoch
+    TOKEN_DROP = 10  # whatever key the caller gives each sample
+    LOADER = 11  # seed, epoch: base seed of DataLoader workers
+
+
+def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:
+    """Return the seed sequence of a purpose and a key.
+
+    numpy splits seeds into 32-bit words and pads them with zeros, so that `(s, e, i)` and `(s, e, i, 0)` start the
+    same stream. Here the purpose and the length of the key come first and every number takes two words, so that
+    different arguments never give the same words.
+
+    Args:
+        purpose ([`Purpose`]): What is drawn.
+        key (`int`): Numbers from 0 to 2**64 - 1.
+
+    Raises:
+        BucketingError: If a number of the key is out of range.
+    """
+    words = [int(purpose), len(key)]
+    for number in key:
+        if not 0 <= number < 2**64:
+            raise BucketingError(f"Seeds, epochs and indices must be from 0 to 2**64 - 1, got {number} in {key}.")
+        words += [int(number) & 0xFFFFFFFF, int(number) >> 32]
+    return np.random.SeedSequence(words)
+
+
+def generator(purpose: Purpose, *key: int) -> np.random.Generator:
+    """Return the numpy generator of a purpose and a key; arguments and errors as in [`seed_sequence`].
+
+    Example:
+        >>> a, b = generator(Purpose.VIEW, 0, 1), generator(Purpose.VIEW, 0, 1, 0)
+        >>> a.random() == b.random()
+        False
+    """
+    return np.random.Generator(np.random.PCG64(seed_sequence(purpose, *key)))
+
+
+def integer_seed(purpose: Purpose, *key: int) -> int:
+    """Return a seed from 0 to 2**63 - 1 for `torch.Generator.manual_seed`; arguments as in [`seed_sequence`]."""
+    return int(seed_sequence(purpose, *key).generate_state(1, np.uint64)[0] >> np.uint64(1))
