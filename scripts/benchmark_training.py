@@ -20,7 +20,7 @@ from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, 
 from hf_bucketing.errors import exit_with_message
 from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_options
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.training.inputs import latents_of, text_of
 from hf_bucketing.training.steps import BucketStep

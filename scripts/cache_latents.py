@@ -18,7 +18,7 @@ from hf_bucketing.caching.job import CacheJob
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.errors import exit_with_message
 from hf_bucketing.media import ViewRule
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -23,7 +23,7 @@ from hf_bucketing import (
 )
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_media_dataset, map_columns
 from hf_bucketing.errors import exit_with_message
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 
 
 def numbers(text: str) -> list[int]:

@@ -20,7 +20,7 @@ from ..errors import BucketingError
 from ..loaders.resume import resume
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
-from ..models.recipes import recipe_of
+from ..models.registry import recipe_of
 from .adapters import save_lora
 from .budget import describe, fill_capacity, out_of_memory
 from .checkpoint import gather_weights, load_checkpoint, save_checkpoint, save_pipeline
