@@ -9,13 +9,11 @@ import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from ..errors import PackingError
-from ..packing.attention.dispatch import Backend
 from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
 from ..packing.family import Family, Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates, over_grid, position_strips
-from ..packing.processors import PackedAttnProcessor
 from ..packing.strips import token_grid
 
 
@@ -29,14 +27,6 @@ class AllegroFamily(Family):
         """Refuse strips of one token, because the model's blocks squeeze an axis of one token away."""
         if strip_length == 1:
             raise PackingError("Allegro's blocks do not run strips of one token; use a strip_length of at least 2.")
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the channels of a caption."""
-        return int(transformer.config.caption_channels)
-
-    def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
-        """Attend inside a sample."""
-        return PackedAttnProcessor(backend)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass the transformer the rotary tables that its pipeline would pass."""

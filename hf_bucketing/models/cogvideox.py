@@ -33,6 +33,7 @@ class CogVideoXFamily(JointFamily):
     """Packing of `CogVideoXTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "CogVideoXTransformer3DModel"
+    text_channels = "text_embed_dim"
     text_rule = "encoded_padding"
     interpolates = True
 
@@ -65,10 +66,6 @@ class CogVideoXFamily(JointFamily):
     def longest_strip(self, transformer: Transformer) -> int:
         """Return no limit, because no positions are looked up for a strip."""
         return UNLIMITED
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.text_embed_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""

@@ -9,13 +9,11 @@ import torch
 from diffusers.utils import is_torchvision_available
 
 from ..errors import PackingError
-from ..packing.attention.dispatch import Backend
 from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
 from ..packing.family import Family, Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates, over_grid, position_strips, shape_only
-from ..packing.processors import PackedAttnProcessor
 
 
 class CosmosFamily(Family):
@@ -58,10 +56,6 @@ class CosmosFamily(Family):
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
         """Return 24 frames per second for all."""
         return {"fps": torch.full((len(grids),), 24.0)}
-
-    def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
-        """Attend inside a sample."""
-        return PackedAttnProcessor(backend)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `rope` and the learned positions."""

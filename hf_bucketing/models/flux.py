@@ -28,6 +28,7 @@ class FluxFamily(JointFamily):
     """Packing of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "FluxTransformer2DModel"
+    text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
 
@@ -52,10 +53,6 @@ class FluxFamily(JointFamily):
     def in_channels(self, transformer: Transformer) -> int:
         """Return the channels of a latent; a token holds those of a whole block."""
         return int(transformer.config.in_channels) // BLOCK**2
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.joint_attention_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and the distilled guidance, `(n,)`."""

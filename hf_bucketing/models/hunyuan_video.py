@@ -33,6 +33,7 @@ class HunyuanVideoFamily(JointFamily):
     """Packing of `HunyuanVideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "HunyuanVideoTransformer3DModel"
+    text_channels = "text_embed_dim"
     interpolates = True
     guidance = 6000.0  # a thousandfold, as its pipeline scales it
 
@@ -45,10 +46,6 @@ class HunyuanVideoFamily(JointFamily):
                 "text-to-video or 'latent_concat' model."
             )
         super().check(transformer, strip_length=strip_length)
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.text_embed_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and the distilled guidance, `(n,)`."""

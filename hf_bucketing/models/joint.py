@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import PackingError
-from ..packing.attention.dispatch import Backend
 from ..packing.batch import PackedBatch
 from ..packing.family import Family, Transformer
 from ..packing.layout import Grid, PackedLayout, best_text_slots
@@ -23,6 +22,7 @@ class JointFamily(Family):
         guidance (`float`): The distilled guidance that the pipeline passes by default.
     """
 
+    processor_class = PackedJointAttnProcessor
     guidance: ClassVar[float] = 3.5
 
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
@@ -33,10 +33,6 @@ class JointFamily(Family):
             "ofs": lambda: torch.full((len(grids),), 2.0),
         }
         return {name: draws[name]() for name in self.conditioning(transformer)}
-
-    def processor(self, name: str, backend: Backend) -> Any:
-        """Attend to tokens and text tokens jointly."""
-        return PackedJointAttnProcessor(backend)
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Raise PackingError if the model cannot run a sample or a text of the pack."""

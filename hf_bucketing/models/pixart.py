@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from ..packing.attention.dispatch import Backend
 from ..packing.batch import PackedBatch
 from ..packing.family import UNLIMITED, Family, Transformer
 from ..packing.layout import Grid
-from ..packing.processors import PackedAttnProcessor
 from .patch_embed import hook_patch_embed, sincos_table
 
 
@@ -41,10 +39,6 @@ class PixArtFamily(Family):
             return {}
         sides = torch.tensor([[h, w] for _, h, w in grids]) * 8.0 * transformer.config.patch_size
         return {"resolution": sides, "aspect_ratio": sides[:, :1] / sides[:, 1:]}
-
-    def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
-        """Attend inside a sample."""
-        return PackedAttnProcessor(backend)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding."""

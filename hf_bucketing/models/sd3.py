@@ -26,6 +26,7 @@ class SD3Family(JointFamily):
     """Packing of `SD3Transformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "SD3Transformer2DModel"
+    text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
 
@@ -45,10 +46,6 @@ class SD3Family(JointFamily):
         """Return one frame and the table's sides; the stock embedding looks strips up there before the hook runs."""
         side = int(transformer.pos_embed.pos_embed_max_size)
         return 1, side, side
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.joint_attention_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`."""

@@ -13,6 +13,7 @@ from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch
 from .layout import Grid, PackedLayout
+from .processors import PackedAttnProcessor, PackedJointAttnProcessor
 from .texts import TextRule
 
 Transformer: TypeAlias = Any
@@ -30,6 +31,8 @@ class Family(ABC):
 
     Attributes:
         transformer_class (`str`): Name of the class in `diffusers`.
+        processor_class (`type`): Packed processor of the attention modules.
+        text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
         shares_texts (`bool`): Whether samples of one caption can read one copy of it: texts are only ever attended to.
@@ -40,6 +43,8 @@ class Family(ABC):
     """
 
     transformer_class: ClassVar[str]
+    processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
+    text_channels: ClassVar[str] = "caption_channels"
     text_rule: ClassVar[TextRule] = "masked"
     shares_texts: ClassVar[bool] = True
     interpolates: ClassVar[bool] = False
@@ -82,9 +87,9 @@ class Family(ABC):
         """Return the channels of a latent."""
         return int(transformer.config.in_channels)
 
-    @abstractmethod
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding."""
+        return int(getattr(transformer.config, self.text_channels))
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the names of the per-sample tensors that the transformer's forward needs beside the text."""
@@ -94,9 +99,9 @@ class Family(ABC):
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
         return {}
 
-    @abstractmethod
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
+        return self.processor_class(backend)
 
     @abstractmethod
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:

@@ -85,7 +85,8 @@ def test_native_rotary_positions_are_those_of_the_sample_alone_bit_for_bit(case:
         alone = rotary_tables(model, lambda size=size: zeros(case, size).alone(model))
         packed = packed_rotary_tables(model, case, size)
         assert len(alone) == len(packed)
-        assert all(torch.equal(one, other) for one, other in zip(alone, packed, strict=True))
+        for one, other in zip(alone, packed, strict=True):
+            assert torch.equal(one[-len(other) :], other)  # Flux rotates its text, which comes first, by nothing
 
 
 @pytest.mark.parametrize("name", ADDED)
@@ -200,7 +201,7 @@ def test_wrong_choices_are_errors_that_say_what_to_use() -> None:
     cases = [
         ("pixart", stretch, "PixArtTransformer2DModel has no positions to stretch"),
         ("cosmos", stretch, "Learned positions cannot be stretched"),
-        ("cogvideox-learned", stretch, "Learned positions cannot be stretched"),
+        ("cogvideox-learned", {**stretch, "base_size": (1, 5, 6)}, "Learned positions cannot be stretched"),
         ("wan", {"positions": "interpolate"}, "with base_size"),
         ("wan", {"base_size": (3, 4, 4)}, "with base_size"),
         ("wan", {"positions": "nearest"}, "'nearest'"),

@@ -35,10 +35,6 @@ class LatteFamily(Family):
         """Return the frames that the model has positions for."""
         return int(transformer.config.video_length), UNLIMITED, UNLIMITED
 
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the channels of a caption."""
-        return int(transformer.config.caption_channels)
-
     def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
         """Attend inside frames, or over frames in the temporal blocks."""
         return PackedAttnProcessor(backend, scope="spatial_position" if name.startswith("temporal") else "frame")

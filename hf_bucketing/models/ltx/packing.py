@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...packing.attention.dispatch import Backend
 from ...packing.batch import PackedBatch
 from ...packing.context import active_layout
 from ...packing.family import Family, Transformer
@@ -35,16 +34,13 @@ class LTXFamily(Family):
     """
 
     transformer_class = "LTXVideoTransformer3DModel"
+    processor_class = PackedLTXVideoAttnProcessor
     interpolates = True
 
     def in_channels(self, transformer: Transformer) -> int:
         """Return the channels of a latent; the model's configuration counts those of a patch."""
         p_t, p_h, p_w = self.patch(transformer)
         return int(transformer.config.in_channels) // (p_t * p_h * p_w)
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the channels of a caption."""
-        return int(transformer.config.caption_channels)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return seconds per latent frame and pixels per latent row and column."""
@@ -53,10 +49,6 @@ class LTXFamily(Family):
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
         """Return 24 frames per second and LTX-Video's autoencoder for all."""
         return {"rope_interpolation_scale": torch.tensor([[8 / 24, 32.0, 32.0]]).repeat(len(grids), 1)}
-
-    def processor(self, name: str, backend: Backend) -> PackedLTXVideoAttnProcessor:
-        """Return LTX-Video's processor."""
-        return PackedLTXVideoAttnProcessor(backend)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass `rope` each token's own coordinates."""

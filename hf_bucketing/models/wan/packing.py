@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import PackingError
-from ...packing.attention.dispatch import Backend
 from ...packing.batch import PackedBatch
 from ...packing.context import active_layout
 from ...packing.family import Family, Transformer
@@ -70,6 +69,8 @@ class WanFamily(Family):
     """
 
     transformer_class = "WanTransformer3DModel"
+    processor_class = PackedWanAttnProcessor
+    text_channels = "text_dim"
     text_rule = "keep_padding"
     interpolates = True
 
@@ -77,10 +78,6 @@ class WanFamily(Family):
         """Return the rotary table's length, on each axis."""
         longest = int(transformer.rope.max_seq_len)
         return longest, longest, longest
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.text_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the image tokens of image-to-video models."""
@@ -93,10 +90,6 @@ class WanFamily(Family):
             name: torch.randn(len(grids), tokens, transformer.config.image_dim)
             for name in self.conditioning(transformer)
         }
-
-    def processor(self, name: str, backend: Backend) -> PackedWanAttnProcessor:
-        """Return Wan's processor."""
-        return PackedWanAttnProcessor(backend)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `rope` and the embedding of image tokens, which takes a row per sample; attention takes one row."""
