@@ -130,9 +130,9 @@ def measure_step(runs: int, layers: int, heads: int, strip_length: int) -> dict[
         "step_packed_s": times["packed"],
         "step_packed_times_faster_than_one_by_one": times["one_by_one"] / times["packed"],
         "step_packed_times_faster_than_padding": times["padded"] / times["packed"],
-        "modulation_mb_per_strip": modulation_bytes(model, layout.num_rows) / 2**20,
+        "modulation_mb_per_strip": modulation_bytes(model, layout.num_strips) / 2**20,
         "modulation_mb_per_token": modulation_bytes(model, layout.num_tokens) / 2**20,
-        "modulation_memory_divided_by": layout.num_tokens / layout.num_rows,
+        "modulation_memory_divided_by": layout.num_tokens / layout.num_strips,
     }
 
 

@@ -22,7 +22,7 @@ from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_options
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.training.inputs import latents_of, text_of
 from hf_bucketing.training.steps import BucketStep

@@ -20,7 +20,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.media import ViewRule
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -24,7 +24,7 @@ from hf_bucketing.command_line.flags import FlagParser, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import ColumnError, FlagError
 from hf_bucketing.files import check_folder_writable
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 
 
 def heights_and_widths(text: str) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Losses of padded batches `(B, …, T)` with lengths: per-sample values, padding left out."""
+"""Losses of padded batches `(B, …, T)` with lengths: per-sample values without the padding."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ..errors import BucketingError
 
 
 def masked_mse(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean squared error of each sample of a batch; padding has no part in it, even when it is NaN.
+    """Return the mean squared error of each sample of a batch; padding does not enter it, even when it is NaN.
 
     Args:
         output (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
-        target (`torch.Tensor` of shape `(B, …, T)`): As `output`.
-        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Real positions along the last dimension, from 1 to `T`;
-            without it all are.
+        target (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
+        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Real values along the last dimension, from 1 to `T`. By
+            default, `T`.
 
     Returns:
         `torch.Tensor` of shape `(B,)`.
@@ -34,14 +34,14 @@ def masked_mse(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor
 def masked_snr(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Return the signal-to-noise ratio of each sample of a batch, in dB; a loss is its negative.
 
-    `10·log10(Σ target² ÷ Σ (target − output)²)` over the real positions; padding has no part in it, even when it is
+    `10·log10(Σ target² ÷ Σ (target − output)²)` over the real values; padding does not enter it, even when it is
     NaN. A small constant keeps silent targets and perfect outputs finite.
 
     Args:
         output (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
-        target (`torch.Tensor` of shape `(B, …, T)`): As `output`.
-        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Real positions along the last dimension, from 1 to `T`;
-            without it all are.
+        target (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
+        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Real values along the last dimension, from 1 to `T`. By
+            default, `T`.
 
     Returns:
         `torch.Tensor` of shape `(B,)`.
@@ -64,7 +64,7 @@ def masked_snr(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor
 def _real(
     output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return output and target, at least float32 and zero where there is padding, and each sample's real values."""
+    """Return output and target in at least float32, zero in the padding, and each sample's number of real values."""
     if output.shape != target.shape or (lengths is not None and lengths.shape != output.shape[:1]):
         shape = None if lengths is None else tuple(lengths.shape)
         raise BucketingError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -19,16 +19,16 @@ def reduction_weights(num_tokens: torch.Tensor, reduction: Reduction) -> torch.T
 
     Args:
         num_tokens (`torch.Tensor` of shape `(n,)`): Tokens of each sample.
-        reduction (`"sample"` or `"token"`): Every sample counts alike, or every token does.
+        reduction (`"sample"` or `"token"`): Whether every sample has the same weight, or every token.
 
     Returns:
-        `torch.Tensor` of shape `(n,)`: float64, as sums of token counts go beyond what float32 holds exactly.
+        `torch.Tensor` of shape `(n,)`: In float64, because sums of token counts exceed what float32 holds exactly.
 
     Raises:
-        BucketingError: On another reduction.
+        BucketingError: If the reduction is unknown.
     """
-    if reduction not in ("sample", "token"):
-        raise BucketingError(f'reduction must be "sample" or "token", got {reduction!r}.')
+    if reduction not in get_args(Reduction):
+        raise BucketingError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}.")
     weights = num_tokens.to(torch.float64)
     return torch.ones_like(weights) if reduction == "sample" else weights
 
@@ -40,18 +40,19 @@ def global_mean(
     accelerator: Accelerator | None = None,
     total: float | None = None,
 ) -> torch.Tensor:
-    """Return a loss whose gradient is that of one weighted mean over all processes.
+    """Return a loss with the gradient of one weighted mean over all processes.
 
-    DDP averages gradients over processes and `accelerator.backward` divides by the accumulation steps; both are
-    undone here, so that a process or micro-batch of few samples does not weigh as much as one of many.
+    DDP averages gradients over processes and `accelerator.backward` divides by the accumulation steps. This function
+    cancels both, so that a process or micro-batch of few samples does not weigh as much as one of many.
 
     Args:
         values (`torch.Tensor` of shape `(n,)`): This process's per-sample losses.
-        weights (`torch.Tensor` of shape `(n,)`, *optional*): One per value; 1 without it.
-        accelerator (`Accelerator`, *optional*): Without it there is one process and no accumulation.
+        weights (`torch.Tensor` of shape `(n,)`, *optional*): One per value. By default, 1.
+        accelerator (`Accelerator`, *optional*): Source of the numbers of processes and accumulation steps. By default,
+            there is one process and no accumulation.
         total (`float`, *optional*): Sum of the weights over all processes and the accumulation window, for example
-            `plan.samples_in_steps(…)`. Without it, the weights of this micro-batch are summed over processes and the
-            micro-batches of a window count alike.
+            `plan.samples_in_steps(…)`. By default, the weights of this micro-batch are summed over processes, and the
+            micro-batches of a window have equal weight.
 
     Returns:
         `torch.Tensor`: A scalar for `accelerator.backward`.

@@ -1,23 +1,20 @@
 """The variational bound of models that predict their variance (Nichol & Dhariwal, 2021, "Improved DDPM").
 
-Their output has twice the latent's channels: first the prediction of the mean, then of the variance, split along the
-channels of every patch. With the mean detached, the bound trains the variance alone, beside the mean squared error
-that trains the mean: the hybrid loss.
+The output of such a model has twice the latent's channels: the prediction of the mean, then that of the variance,
+split along the channels of every patch. With the mean detached, the bound trains the variance alone; the mean squared
+error beside it trains the mean. The sum is the hybrid loss.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from ..errors import BucketingError
-from ..packing.losses import mean_per_sample, real_tokens
-
-if TYPE_CHECKING:
-    from ..packing.layout import PackedLayout
+from .weights import PredictionType, check_prediction_type
 
 VarianceType = Literal["learned_range", "learned"]
 
@@ -27,27 +24,24 @@ class GaussianPosterior:
     """`q(x_{t−1} | x_t, x_0)` of a discrete noise schedule, in float64.
 
     Args:
-        betas (`torch.Tensor` of shape `(T,)`): Variances of the noise that each step adds.
+        betas (`torch.Tensor` of shape `(T,)`): Variance of the noise that each step adds, between 0 and 1.
         prediction_type (`"epsilon"`, `"v_prediction"` or `"sample"`): What the first half of the channels predicts.
         variance_type (`"learned_range"` or `"learned"`): Whether the second half interpolates between the smallest and
-            the largest log-variance, or is the log-variance.
+            the largest log-variance, or is the log-variance itself.
 
     Raises:
-        BucketingError: On another prediction or variance type, or betas outside of (0, 1).
+        BucketingError: If a type is unknown, or a beta lies outside of (0, 1).
     """
 
     betas: torch.Tensor
-    prediction_type: str = "epsilon"
+    prediction_type: PredictionType = "epsilon"
     variance_type: VarianceType = "learned_range"
     _tables: dict[str, torch.Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.prediction_type not in ("epsilon", "v_prediction", "sample"):
-            raise BucketingError(
-                f'prediction_type must be "epsilon", "v_prediction" or "sample", got {self.prediction_type!r}.'
-            )
-        if self.variance_type not in ("learned_range", "learned"):
-            raise BucketingError(f'variance_type must be "learned_range" or "learned", got {self.variance_type!r}.')
+        check_prediction_type(self.prediction_type)
+        if self.variance_type not in get_args(VarianceType):
+            raise BucketingError(f"variance_type must be one of {get_args(VarianceType)}, got {self.variance_type!r}.")
         betas = self.betas.to(torch.float64)
         if betas.ndim != 1 or len(betas) < 2 or not bool(((betas > 0) & (betas < 1)).all()):
             raise BucketingError(f"Expected two or more betas between 0 and 1, got shape {tuple(betas.shape)}.")
@@ -58,9 +52,9 @@ class GaussianPosterior:
         tables = {
             "signal": after.sqrt(),
             "noise": (1 - after).sqrt(),
-            "of_clean": betas * before.sqrt() / (1 - after),
-            "of_noised": (1 - before) * alphas.sqrt() / (1 - after),
-            # The first step's variance is 0; the second's takes its place, as in the paper's code.
+            "clean_weight": betas * before.sqrt() / (1 - after),
+            "noised_weight": (1 - before) * alphas.sqrt() / (1 - after),
+            # The first step's variance is 0; the second step's replaces it, as in the paper's code.
             "smallest": torch.cat([variance[1:2], variance[1:]]).log(),
             "largest": betas.log(),
         }
@@ -70,7 +64,7 @@ class GaussianPosterior:
     def from_scheduler(cls, scheduler: Any) -> GaussianPosterior:
         """Read betas, prediction type and variance type of a diffusers scheduler, such as `DDPMScheduler`.
 
-        A scheduler whose configured variance is fixed is read as `"learned_range"`, as the model decides.
+        A scheduler with a fixed variance is read as `"learned_range"`, because the model decides.
 
         Raises:
             BucketingError: If the scheduler has no betas.
@@ -90,7 +84,7 @@ class GaussianPosterior:
         return len(self.betas)
 
     def at(self, name: str, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a coefficient for each timestep `(B,)`, of shape `(B, 1, …)` and of the dtype of `like`."""
+        """Return a coefficient for each timestep `(B,)`, of shape `(B, 1, …)` and in the dtype of `like`."""
         values = self._tables[name].to(like.device)[timesteps.to(like.device)]
         return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
@@ -107,82 +101,59 @@ def batch_vlb(
     """Return each sample's term of the variational bound, in bits per dimension.
 
     Args:
-        output (`torch.Tensor` of shape `(B, 2·C, …)`): The model's; no gradient reaches its first half.
+        output (`torch.Tensor` of shape `(B, 2·C, …)`): The model's output; no gradient reaches its first half.
         noised (`torch.Tensor` of shape `(B, C, …)`): `x_t`.
         clean (`torch.Tensor` of shape `(B, C, …)`): `x_0`.
         timesteps (`torch.Tensor` of shape `(B,)`): `int64`, from 0; at 0 the term is the decoder's likelihood of `x_0`
             in 256 bins over [−1, 1].
         posterior ([`GaussianPosterior`]): The schedule, and what the model predicts.
-        rescale (`bool`): Multiply by `T ÷ 1000`, the weight beside the mean squared error in the hybrid loss.
+        rescale (`bool`): Whether to multiply by `T ÷ 1000`, the weight beside the mean squared error in the hybrid
+            loss.
 
     Returns:
         `torch.Tensor` of shape `(B,)`.
 
     Raises:
-        BucketingError: If shapes do not fit.
+        BucketingError: If the shapes do not fit each other.
     """
-    _check(output, noised, clean)
+    mean, variance = split_variance(output, noised=noised, clean=clean)
     dtype = torch.promote_types(output.dtype, torch.float32)
-    mean, variance = output.to(dtype).chunk(2, dim=1)
-    terms = _terms(mean, variance, noised.to(dtype), clean.to(dtype), timesteps, posterior)
-    return terms.flatten(1).mean(1) * _scale(posterior, rescale)
+    mean, variance, noised, clean = (values.to(dtype) for values in (mean, variance, noised, clean))
+    terms = vlb_terms(
+        mean, variance, noised=noised, clean=clean, timesteps=timesteps, posterior=posterior, rescale=rescale
+    )
+    return terms.flatten(1).mean(1)
 
 
-def packed_vlb(
-    prediction: torch.Tensor,
-    layout: PackedLayout,
+def split_variance(
+    output: torch.Tensor, *, noised: torch.Tensor, clean: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split a model's output `(B, 2·C, …)` into the predictions of the mean and of the variance, `(B, C, …)` each.
+
+    Raises:
+        BucketingError: If the shapes do not fit each other.
+    """
+    expected = (noised.shape[0], 2 * noised.shape[1], *noised.shape[2:])
+    if noised.shape != clean.shape or tuple(output.shape) != expected:
+        raise BucketingError(
+            f"Expected x_t and x_0 of one shape and an output with twice their channels, got {tuple(noised.shape)}, "
+            f"{tuple(clean.shape)} and {tuple(output.shape)}."
+        )
+    mean, variance = output.chunk(2, dim=1)
+    return mean, variance
+
+
+def vlb_terms(
+    mean_output: torch.Tensor,
+    variance_output: torch.Tensor,
     *,
     noised: torch.Tensor,
     clean: torch.Tensor,
     timesteps: torch.Tensor,
     posterior: GaussianPosterior,
-    rescale: bool = True,
+    rescale: bool,
 ) -> torch.Tensor:
-    """Return each packed sample's term of the variational bound, in bits per dimension; see [`batch_vlb`].
-
-    Args:
-        prediction (`torch.Tensor` of shape `(rows, 2·C, p_t, p_h, strip_length·p_w)`): From `packed_forward`.
-        layout ([`PackedLayout`][hf_bucketing.packing.PackedLayout]): Of the pack.
-        noised (`torch.Tensor` of shape `(rows, C, p_t, p_h, strip_length·p_w)`): The pack's strips, `x_t`.
-        clean (`torch.Tensor`): `x_0` as [`PackedBatch.pack_like`][hf_bucketing.packing.PackedBatch] packs it.
-        timesteps (`torch.Tensor` of shape `(n,)`): `int64`, one per sample.
-        posterior ([`GaussianPosterior`]): The schedule, and what the model predicts.
-        rescale (`bool`): Multiply by `T ÷ 1000`.
-
-    Returns:
-        `torch.Tensor` of shape `(n,)`.
-
-    Raises:
-        BucketingError: If shapes do not fit each other or the layout.
-    """
-    _check(prediction, noised, clean)
-    mean, variance, noised, clean = real_tokens(*prediction.chunk(2, dim=1), noised, clean, layout=layout)
-    terms = _terms(mean, variance, noised, clean, timesteps.to(mean.device)[layout.row_segments], posterior)
-    return mean_per_sample(terms, layout) * _scale(posterior, rescale)
-
-
-def _check(output: torch.Tensor, noised: torch.Tensor, clean: torch.Tensor) -> None:
-    wanted = (noised.shape[0], 2 * noised.shape[1], *noised.shape[2:])
-    if noised.shape != clean.shape or tuple(output.shape) != wanted:
-        raise BucketingError(
-            f"Expected x_t and x_0 of one shape and an output with twice their channels, got {tuple(noised.shape)}, "
-            f"{tuple(clean.shape)} and {tuple(output.shape)}."
-        )
-
-
-def _scale(posterior: GaussianPosterior, rescale: bool) -> float:
-    return posterior.num_timesteps / 1000 if rescale else 1.0
-
-
-def _terms(
-    mean_output: torch.Tensor,
-    variance_output: torch.Tensor,
-    noised: torch.Tensor,
-    clean: torch.Tensor,
-    timesteps: torch.Tensor,
-    posterior: GaussianPosterior,
-) -> torch.Tensor:
-    """Return the bound's terms, one per number, in bits."""
+    """Return the terms of the variational bound, one per number of `noised`, in bits; see [`batch_vlb`]."""
 
     def at(name: str) -> torch.Tensor:
         return posterior.at(name, timesteps, noised)
@@ -193,8 +164,8 @@ def _terms(
         fraction = (variance_output + 1) / 2
         log_variance = fraction * largest + (1 - fraction) * smallest
     predicted = _predicted_clean(mean_output.detach(), noised, at("signal"), at("noise"), posterior.prediction_type)
-    mean = at("of_clean") * predicted + at("of_noised") * noised
-    true_mean = at("of_clean") * clean + at("of_noised") * noised
+    mean = at("clean_weight") * predicted + at("noised_weight") * noised
+    true_mean = at("clean_weight") * clean + at("noised_weight") * noised
     divergence = 0.5 * (
         log_variance
         - smallest
@@ -203,7 +174,9 @@ def _terms(
         + (true_mean - mean).square() / log_variance.exp()
     )
     first = (timesteps == 0).to(noised.device).view(-1, *[1] * (noised.ndim - 1))
-    return torch.where(first, _decoder_cost(clean, mean, 0.5 * log_variance), divergence) / math.log(2)
+    terms = torch.where(first, _decoder_cost(clean, mean, 0.5 * log_variance), divergence)
+    scale = posterior.num_timesteps / 1000 if rescale else 1.0
+    return terms * (scale / math.log(2))
 
 
 def _predicted_clean(
@@ -215,12 +188,12 @@ def _predicted_clean(
 
 
 def _decoder_cost(clean: torch.Tensor, mean: torch.Tensor, log_deviation: torch.Tensor) -> torch.Tensor:
-    """Return −log of the probability that a Gaussian puts into each value's bin, 1/255 to either side."""
+    """Return the negative log-probability that a Gaussian assigns to each value's bin, 1/255 to either side."""
     upper, lower = (_normal_cdf((clean - mean + side) * (-log_deviation).exp()) for side in (1 / 255, -1 / 255))
     inside = torch.where(clean > 0.999, 1 - lower, upper - lower)
     return -torch.where(clean < -0.999, upper, inside).clamp(min=1e-12).log()
 
 
 def _normal_cdf(x: torch.Tensor) -> torch.Tensor:
-    """Approximate the standard normal's cumulative distribution, as the paper's code does."""
+    """Approximate the standard normal's cumulative distribution function, as the paper's code does."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

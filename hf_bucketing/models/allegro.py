@@ -1,59 +1,49 @@
-"""Allegro: rotary positions over frames, rows and columns, which its pipeline makes."""
+"""Allegro: rotary positions over frames, rows and columns, made by its pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from ..errors import PackingError
-from ..packing.attention.dispatch import Backend
+from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
-from ..packing.family import Family, Transformer, texts_over_rows
+from ..packing.family import Family, Transformer
 from ..packing.layout import Grid
-from ..packing.positions import axis_coordinates, over_grid
-from ..packing.processors.attn import PackedAttnProcessor
-from ..packing.strips import position_rows, token_grid
-
-if TYPE_CHECKING:
-    from ..packing.pack import PackedBatch
+from ..packing.positions import axis_coordinates, over_grid, position_strips
+from ..packing.strips import token_grid
 
 
 class AllegroFamily(Family):
-    """Recipe of `AllegroTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family]."""
+    """Packing of `AllegroTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
+    transformer_class = "AllegroTransformer3DModel"
     interpolates = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
-        """Refuse strips of one token, whose dimension the model's blocks squeeze away."""
+        """Refuse strips of one token, because the model's blocks squeeze an axis of one token away."""
         if strip_length == 1:
-            raise PackingError("Allegro's blocks do not run rows of one token; use a strip_length of at least 2.")
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the channels of a caption."""
-        return int(transformer.config.caption_channels)
-
-    def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
-        """Attend inside a sample."""
-        return PackedAttnProcessor(backend)
+            raise PackingError("Allegro's blocks do not run strips of one token; use a strip_length of at least 2.")
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hand the transformer the rotary tables that its pipeline would hand it."""
+        """Pass the transformer the rotary tables that its pipeline would pass."""
 
-        def place(module: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        def add_rotary(module: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             def table(grid: Grid) -> tuple[torch.Tensor, ...]:
                 return _rotary(module.config, grid, base_size, device=module.proj_out.weight.device)
 
-            tables = position_rows(active_layout(), table)
+            tables = position_strips(active_layout(), table)
             rotary = tuple(zip(tables[::2], tables[1::2], strict=True))
             return args, {**kwargs, "image_rotary_emb": rotary}
 
-        return [transformer.register_forward_pre_hook(place, with_kwargs=True)]
+        return [transformer.register_forward_pre_hook(add_rotary, with_kwargs=True)]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Spread the texts over the rows, as the model views them."""
-        return {**super().forward_kwargs(batch), "encoder_hidden_states": texts_over_rows(batch)}
+        """Cut the texts into one row per strip, as the model views them."""
+        return {**super().forward_kwargs(batch), "encoder_hidden_states": batch.text_by_strip()}
 
     def run_alone(
         self,
@@ -87,8 +77,6 @@ def _scales(config: Any) -> tuple[float, float, float]:
 
 def _axis_rotary(config: Any, coordinates: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of one axis, `(count, head_dim / 3)` each."""
-    from diffusers.models.embeddings import get_1d_rotary_pos_embed
-
     dim = config.attention_head_dim // 3
     cosines, sines = get_1d_rotary_pos_embed(dim, coordinates / scale, use_real=True, repeat_interleave_real=False)
     return cosines, sines
@@ -100,3 +88,6 @@ def _rotary(config: Any, grid: Grid, base_size: Grid | None, *, device: torch.de
     pairs = [_axis_rotary(config, axis, scale) for axis, scale in zip(axes, _scales(config), strict=True)]
     cosines, sines = (over_grid(side) for side in zip(*pairs, strict=True))
     return tuple(table for pair in zip(cosines, sines, strict=True) for table in pair)
+
+
+FAMILY = AllegroFamily()

@@ -1,7 +1,6 @@
 """CogVideoX 2B, 5B and 1.5: sincos, rotary or learned positions; text before the video in one attention sequence.
 
-CogVideoX attends to the padding of its text (226 tokens) as encoded: hand over the embeddings as the pipeline makes
-them.
+CogVideoX attends to the padding of its text (226 tokens) as encoded: pass the embeddings as the pipeline makes them.
 """
 
 from __future__ import annotations
@@ -18,27 +17,28 @@ from diffusers.models.embeddings import (
 )
 
 from ..errors import PackingError
+from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
 from ..packing.family import UNLIMITED, Transformer
-from ..packing.joint_family import JointFamily, refuse_stale_fusion
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, over_grid
-from ..packing.strips import position_rows, token_grid
+from ..packing.positions import axis_coordinates, over_grid, position_strips
+from ..packing.strips import token_grid
+from .joint import JointFamily, refuse_stale_fusion
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
 
-    from ..packing.pack import PackedBatch
-
 
 class CogVideoXFamily(JointFamily):
-    """Recipe of `CogVideoXTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family]."""
+    """Packing of `CogVideoXTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
+    transformer_class = "CogVideoXTransformer3DModel"
+    text_channels = "text_embed_dim"
     text_rule = "encoded_padding"
     interpolates = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
-        """Refuse a table of positions for patches of several frames, which the model itself cannot add."""
+        """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
         refuse_stale_fusion(transformer)
         if _has_table(transformer) and transformer.config.patch_size_t is not None:
             raise PackingError(
@@ -47,7 +47,7 @@ class CogVideoXFamily(JointFamily):
         super().check(transformer, strip_length=strip_length)
 
     def check_grids(self, transformer: Transformer, grids: Sequence[Grid]) -> None:
-        """Refuse samples beyond the positions of CogVideoX 1.5, or of another size than learned ones are for."""
+        """Refuse samples that exceed the positions of CogVideoX 1.5, or do not have the size of learned positions."""
         super().check_grids(transformer, grids)
         height, width = base_grid(transformer)
         for sample, grid in enumerate(grids):
@@ -64,19 +64,15 @@ class CogVideoXFamily(JointFamily):
         return UNLIMITED, *base_grid(transformer)
 
     def longest_strip(self, transformer: Transformer) -> int:
-        """Return no limit: positions are not looked up for a strip."""
+        """Return no limit, because no positions are looked up for a strip."""
         return UNLIMITED
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.text_embed_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""
         return ("ofs",) if transformer.config.ofs_embed_dim else ()
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse texts of another length than a table of positions is for."""
+        """Refuse texts that do not have the length of the table of positions."""
         length = transformer.config.max_text_seq_length
         if _has_table(transformer) and set(layout.text_lengths) != {length}:
             raise PackingError(
@@ -85,25 +81,25 @@ class CogVideoXFamily(JointFamily):
             )
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Pass each sample's own rotary positions, and add its own table instead of the module's."""
+        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
         embed, handles = transformer.patch_embed, []
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
 
         def pass_rotary(module: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             layout = active_layout()
-            rotary = position_rows(layout, lambda grid: rotary_table(module, grid, base_size, device=layout.device))
+            rotary = position_strips(layout, lambda grid: rotary_table(module, grid, base_size, device=layout.device))
             return args, {**kwargs, "image_rotary_emb": rotary}
 
         def add_table(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             layout = active_layout()
-            (table,) = position_rows(layout, lambda grid: (sincos_table(module, grid, base_size, output.device),))
-            return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # text has none
+            (table,) = position_strips(layout, lambda grid: (sincos_table(module, grid, base_size, output.device),))
+            return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
 
         if transformer.config.use_rotary_positional_embeddings:
             handles.append(transformer.register_forward_pre_hook(pass_rotary, with_kwargs=True))
         if _has_table(transformer):
-            handles += [_Tableless(embed), embed.register_forward_hook(add_table)]
+            handles += [_WithoutTable(embed), embed.register_forward_hook(add_table)]
         return handles
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
@@ -137,8 +133,8 @@ class CogVideoXFamily(JointFamily):
         return output[0].transpose(0, 1)
 
 
-class _Tableless:
-    """Keep a patch embedding from adding positions, until removed: a strip's table does not fit its text slots."""
+class _WithoutTable:
+    """Keep a patch embedding from adding positions until removed: the table does not fit a strip's text slots."""
 
     def __init__(self, embed: CogVideoXPatchEmbed) -> None:
         self.embed = embed
@@ -146,22 +142,18 @@ class _Tableless:
         embed.use_positional_embeddings = embed.use_learned_positional_embeddings = False
 
     def remove(self) -> None:
-        """Let it add its positions again."""
+        """Let the patch embedding add its positions again."""
         self.embed.use_positional_embeddings, self.embed.use_learned_positional_embeddings = self.flags
 
 
 def _has_table(transformer: Transformer) -> bool:
-    """Return whether positions are added to the tokens, instead of or beside rotating queries and keys."""
+    """Return whether positions are added to the tokens, beside or instead of rotating queries and keys."""
     config = transformer.config
     return not config.use_rotary_positional_embeddings or bool(config.use_learned_positional_embeddings)
 
 
-if TYPE_CHECKING:
-    from diffusers.models.embeddings import CogVideoXPatchEmbed
-
-
 def base_grid(transformer: Transformer) -> tuple[int, int]:
-    """Return rows and columns of tokens of the size that the model is configured for."""
+    """Return rows and columns of tokens of the model's configured size."""
     config = transformer.config
     return config.sample_height // config.patch_size, config.sample_width // config.patch_size
 
@@ -176,7 +168,7 @@ def rotary_table(
         if transformer.config.patch_size_t is None:
             corners = zip(*centred(*base_size[1:], whole=whole), strict=True)
             for axis, (start, stop) in enumerate(corners, start=1):
-                last = max(base_size[axis] - 1, 1)  # the base's own tokens lie between start and stop·last/(last + 1)
+                last = max(base_size[axis] - 1, 1)  # the base size's tokens span start to stop·last/(last + 1)
                 axes[axis] = start + axes[axis] * (stop * last / (last + 1) - start) / last
         pairs = [
             get_1d_rotary_pos_embed(part, axis, use_real=True)
@@ -184,17 +176,17 @@ def rotary_table(
         ]
         return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
     frames, height, width = grid
-    places: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
+    crop: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
     if transformer.config.patch_size_t is not None:
-        places = {"crops_coords": None, "grid_type": "slice", "max_size": whole}
+        crop = {"crops_coords": None, "grid_type": "slice", "max_size": whole}
     cosines, sines = get_3d_rotary_pos_embed(
-        embed_dim=dim, grid_size=(height, width), temporal_size=frames, device=device, **places
+        embed_dim=dim, grid_size=(height, width), temporal_size=frames, device=device, **crop
     )
     return cosines, sines
 
 
 def centred(height: int, width: int, *, whole: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the corners of a grid scaled to fit into the middle of the whole, as CogVideoX 1.0 places it."""
+    """Return the corners of a grid scaled to fit into the middle of the whole, as in CogVideoX 1.0."""
     scale = min(whole[0] / height, whole[1] / width)
     fitted = round(scale * height), round(scale * width)
     top, left = (round((side - part) / 2.0) for side, part in zip(whole, fitted, strict=True))
@@ -202,21 +194,24 @@ def centred(height: int, width: int, *, whole: tuple[int, int]) -> tuple[tuple[i
 
 
 def sincos_table(embed: CogVideoXPatchEmbed, grid: Grid, base_size: Grid | None, device: torch.device) -> torch.Tensor:
-    """Return what the patch embedding adds to the tokens of a sample, `(t·h·w, dim)`."""
+    """Return the positions that the patch embedding adds to the tokens of a sample, `(t·h·w, dim)`."""
     if base_size is not None:
         scales = (embed.temporal_interpolation_scale, *[embed.spatial_interpolation_scale] * 2)
         dims = (embed.embed_dim // 4, *[3 * embed.embed_dim // 8] * 2)
         axes = axis_coordinates(grid, base_size, device=device)
-        of_frames, of_rows, of_columns = over_grid(
+        frame_part, row_part, column_part = over_grid(
             [
                 get_1d_sincos_pos_embed_from_grid(dim, axis / scale, output_type="pt")
                 for dim, axis, scale in zip(dims, axes, scales, strict=True)
             ]
         )
-        return torch.cat([of_frames, of_columns, of_rows], -1)
+        return torch.cat([frame_part, column_part, row_part], -1)
     height, width = grid[1] * embed.patch_size, grid[2] * embed.patch_size
     frames = (grid[0] - 1) * embed.temporal_compression_ratio + 1
     joint: torch.Tensor = embed.pos_embedding
     if (height, width, frames) != (embed.sample_height, embed.sample_width, embed.sample_frames):
         joint = embed._get_positional_embeddings(height, width, frames, device=device)
     return joint[0, embed.max_text_seq_length :]
+
+
+FAMILY = CogVideoXFamily()

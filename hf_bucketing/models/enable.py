@@ -8,6 +8,7 @@ import torch
 
 from ..errors import PackingError
 from ..packing.attention.dispatch import resolve_backend
+from ..packing.family import Family
 from ..packing.layout import Grid
 from ..packing.pack import ATTRIBUTE, Packing, packing_of, unwrap
 from ..packing.precision import keep_scalars_exact
@@ -24,28 +25,29 @@ def enable_packing(
 ) -> Packing:
     """Swap the attention processors of a diffusers transformer and hook its positions, so that it runs packs.
 
-    The module stays the stock one: LoRA, gradient checkpointing, DDP and `save_pretrained` keep working. Source of
-    the idea of packing: NaViT (Dehghani et al., 2023), and Open-Sora-Plan's use of it for video.
+    The module stays the stock one: LoRA, gradient checkpointing, DDP and `save_pretrained` keep working. The idea of
+    packing comes from NaViT (Dehghani et al., 2023), its use for video from Open-Sora-Plan.
 
     Args:
-        transformer (`torch.nn.Module`): Of a family that packing knows.
-        backend (`"auto"`, `"segments"`, `"varlen"`, `"flex"` or `"dense"`): How attention is computed, see
-            [`packed_attention`][hf_bucketing.packing.packed_attention]. `"auto"` chooses at the first forward, as the
-            model may be moved until then, and says so in the log.
-        strip_length (`int`): Tokens per strip, which is one batch row of the model. Each sample is padded to whole
-            strips; per-row modulation takes memory in proportion to the rows.
-        positions (`"native"` or `"interpolate"`): Each token placed as the model places it in its sample alone, or
-            every sample stretched over the positions of one base size, so that no sample is beyond those that the
-            model was trained with (NaViT's fractional positions, which Open-Sora-Plan takes over).
-        base_size (`(t, h, w)`, *optional*): Token grid of the base size; goes with `"interpolate"`. A token at `i` on
-            an axis of `n` is placed where `i·base/n` lies natively.
+        transformer (`torch.nn.Module`): A transformer of a known model family, bare or wrapped: the diffusers class
+            itself, or a subclass that keeps its `forward`.
+        backend (`"auto"`, `"segments"`, `"varlen"`, `"flex"` or `"dense"`): Backend of attention, see
+            [`packed_attention`][hf_bucketing.packing.packed_attention]. `"auto"` chooses at the first forward, because
+            the model may be moved until then, and logs its choice.
+        strip_length (`int`): Tokens per strip. Each sample is padded to whole strips; the memory of per-row modulation
+            is proportional to the number of strips.
+        positions (`"native"` or `"interpolate"`): Whether each token has the position that the model gives it in its
+            sample alone, or every sample is stretched over the positions of one base size, so that no sample exceeds
+            those that the model was trained with (NaViT's fractional positions, as in Open-Sora-Plan).
+        base_size (`(t, h, w)`, *optional*): Token grid of the base size, for `"interpolate"`. Token `i` of an axis of
+            `n` tokens gets the native position `i·base/n`.
 
     Returns:
-        [`Packing`]: Its `pack` makes packs for [`packed_forward`].
+        [`Packing`]: Its `pack` makes packs for [`packed_forward`][hf_bucketing.packing.packed_forward].
 
     Raises:
-        PackingError: If the family is unknown or the model cannot run such strips, the backend is unknown or not to
-            be had on this machine, or packing is enabled already.
+        PackingError: If no model family claims the class, the model cannot run such strips, the backend is unknown or
+            not available on this machine, or packing is enabled already.
     """
     model = unwrap(transformer)
     family = family_of(model)
@@ -54,7 +56,7 @@ def enable_packing(
     if strip_length < 1:
         raise PackingError(f"strip_length must be at least 1, got {strip_length}.")
     family.check(model, strip_length=strip_length)
-    _check_positions(model, positions, base_size)
+    _check_positions(model, family, positions, base_size)
     resolved = resolve_backend(backend)
     detach_family = family.attach(model, resolved, base_size=base_size)
     handle = keep_scalars_exact(model)
@@ -75,7 +77,7 @@ def enable_packing(
     return packing
 
 
-def _check_positions(model: torch.nn.Module, positions: str, base_size: Grid | None) -> None:
+def _check_positions(model: torch.nn.Module, family: Family, positions: str, base_size: Grid | None) -> None:
     if positions not in ("native", "interpolate") or (positions == "interpolate") != (base_size is not None):
         raise PackingError(
             "Use positions='native', or positions='interpolate' with base_size=(frames, rows, columns) in tokens; got "
@@ -83,7 +85,6 @@ def _check_positions(model: torch.nn.Module, positions: str, base_size: Grid | N
         )
     if base_size is None:
         return
-    family = family_of(model)
     if not family.interpolates:
         raise PackingError(f"{type(model).__name__} has no positions to stretch to a base size; use 'native'.")
     if len(base_size) != 3 or min(base_size) < 1:
@@ -92,7 +93,7 @@ def _check_positions(model: torch.nn.Module, positions: str, base_size: Grid | N
 
 
 def disable_packing(transformer: torch.nn.Module) -> None:
-    """Put the original attention processors and positions back.
+    """Restore the original attention processors and positions.
 
     Raises:
         PackingError: If packing is not enabled.

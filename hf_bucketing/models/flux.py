@@ -1,39 +1,39 @@
 """Flux: images in 2×2 blocks, rotary positions over rows and columns; text in joint attention.
 
-Its pipeline masks no text: hand over the embeddings with their padding. Timesteps are the scheduler's, up to 1000, as
-for the other families; the model is given a thousandth, as its pipeline does.
+The pipeline masks no text: pass the embeddings with their padding. Timesteps are the scheduler's, up to 1000, as for
+the other families; the model gets a thousandth of them, as from its pipeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import PackingError
+from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
 from ..packing.family import UNLIMITED, Transformer
-from ..packing.joint_family import JointFamily, refuse_videos
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, over_grid
-from ..packing.strips import from_strips, position_rows, to_strips, token_grid
-
-if TYPE_CHECKING:
-    from ..packing.pack import PackedBatch
+from ..packing.positions import axis_coordinates, over_grid, position_strips
+from ..packing.strips import from_strips, to_strips, token_grid
+from .joint import JointFamily, refuse_videos
 
 BLOCK = 2
 """Latent rows and columns that the pipelines put into one token."""
 
 
 class FluxFamily(JointFamily):
-    """Recipe of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.models.registry.Family]."""
+    """Packing of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
+    transformer_class = "FluxTransformer2DModel"
+    text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
-        """Refuse channels that are not those of blocks of four latent pixels."""
+        """Refuse channel counts that are not a block of four latent pixels."""
         channels, patch = transformer.config.in_channels, transformer.config.patch_size
         if channels % BLOCK**2 or patch != 1:
             raise PackingError(
@@ -47,36 +47,32 @@ class FluxFamily(JointFamily):
         return 1, UNLIMITED, UNLIMITED
 
     def patch(self, transformer: Transformer) -> Grid:
-        """Return the block that is a token."""
+        """Return the block of latent pixels that makes a token."""
         return 1, BLOCK, BLOCK
 
     def in_channels(self, transformer: Transformer) -> int:
-        """Return the channels of a latent, of which a token holds a block."""
+        """Return the channels of a latent; a token holds those of a whole block."""
         return int(transformer.config.in_channels) // BLOCK**2
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.joint_attention_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and the distilled guidance, `(n,)`."""
         return ("pooled_projections", *(("guidance",) if transformer.config.guidance_embeds else ()))
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse videos also where positions are stretched."""
+        """Refuse videos, also where positions are stretched."""
         refuse_videos(transformer, layout.grids)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `pos_embed`. Text stands at place zero, where nothing is rotated: the processor leaves it alone."""
+        """Hook `pos_embed`. Text has position zero, which does not rotate, so the processor leaves it alone."""
 
         def rotate(embed: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
-            layout = active_layout()  # embed.forward and not embed(…), which would come back here
-            return position_rows(layout, lambda grid: embed.forward(_ids(grid, base_size, device=layout.device)))
+            layout = active_layout()  # embed.forward instead of embed(…), which would call this hook again
+            return position_strips(layout, lambda grid: embed.forward(_ids(grid, base_size, device=layout.device)))
 
         return [transformer.pos_embed.register_forward_hook(rotate)]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Flatten each block of latent pixels into a token; places are the hook's."""
+        """Flatten each block of latent pixels into a token; positions come from the hook."""
         kwargs = super().forward_kwargs(batch)
         text = kwargs["encoder_hidden_states"]
         return {
@@ -88,7 +84,7 @@ class FluxFamily(JointFamily):
         }
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
-        """Put the channels of each token back into a block."""
+        """Unflatten the channels of each token into a block."""
         return _strips(output)
 
     def run_alone(
@@ -126,5 +122,8 @@ def _strips(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _ids(grid: Grid, base_size: Grid | None, *, device: torch.device | str) -> torch.Tensor:
-    """Return the place of each token as the pipelines number it: `(h·w, 3)` of zero, row and column."""
+    """Return the position of each token as the pipelines number it: `(h·w, 3)` of zero, row and column."""
     return torch.stack(over_grid(axis_coordinates(grid, base_size, device=device)), 1)
+
+
+FAMILY = FluxFamily()

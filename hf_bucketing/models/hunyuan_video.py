@@ -1,7 +1,7 @@
 """HunyuanVideo: rotary positions over frames, rows and columns; text refined by itself, then in joint attention.
 
-Its pipeline masks the padding of a text: hand over what the mask keeps. Text is refined before the blocks, by
-attention over a whole text and by its mean: that runs once per sample, and its result is dealt to the sample's strips.
+The pipeline masks the padding of a text: pass what the mask keeps. Text is refined before the blocks, by attention
+over a whole text and by its mean. That runs once per sample, and the result fills the text slots of its strips.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PackingError
 from ..packing.attention.dispatch import Backend
+from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
 from ..packing.family import Transformer
-from ..packing.joint_family import JointFamily
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, over_grid
-from ..packing.strips import position_rows
+from ..packing.positions import axis_coordinates, over_grid, position_strips
+from .joint import JointFamily
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_hunyuan_video import (
@@ -28,59 +28,55 @@ if TYPE_CHECKING:
         HunyuanVideoTokenRefiner,
     )
 
-    from ..packing.pack import PackedBatch
-
 
 class HunyuanVideoFamily(JointFamily):
-    """Recipe of `HunyuanVideoTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family]."""
+    """Packing of `HunyuanVideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
+    transformer_class = "HunyuanVideoTransformer3DModel"
+    text_channels = "text_embed_dim"
     interpolates = True
     guidance = 6000.0  # a thousandfold, as its pipeline scales it
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
-        """Refuse models that modulate the first frame otherwise than the rest of a batch row."""
+        """Refuse models that modulate the first frame differently from the other frames of a batch row."""
         if transformer.config.image_condition_type == "token_replace":
             raise PackingError(
-                "This HunyuanVideo transformer modulates the tokens of the first frame otherwise than the rest "
-                "(image_condition_type='token_replace'), which packing cannot tell apart in a strip; use a "
+                "This HunyuanVideo transformer modulates the tokens of the first frame differently from the others "
+                "(image_condition_type='token_replace'), and packing cannot tell them apart in a strip; use a "
                 "text-to-video or 'latent_concat' model."
             )
         super().check(transformer, strip_length=strip_length)
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.text_embed_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and the distilled guidance, `(n,)`."""
         return ("pooled_projections", *(("guidance",) if transformer.config.guidance_embeds else ()))
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse empty texts, whose mean is not a number."""
+        """Refuse empty texts, whose mean is NaN."""
         if min(layout.text_lengths) == 0:
             raise PackingError(
                 f"HunyuanVideo takes the mean of a text's tokens; text {layout.text_lengths.index(0)} has none."
             )
 
     def processor(self, name: str, backend: Backend) -> Any:
-        """Leave the text refiner its own: it attends inside one text."""
+        """Keep the text refiner's own processor, which attends inside one text."""
         return None if name.startswith("context_embedder.") else super().processor(name, backend)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `rope`, and the refiner before and after."""
+        """Hook `rope`, and the input and output of the text refiner."""
 
         def rotate(rope: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
             layout = active_layout()
-            return position_rows(layout, lambda grid: _rotary(rope, grid, base_size, device=layout.device))
+            return position_strips(layout, lambda grid: _rotary(rope, grid, base_size, device=layout.device))
 
         return [
             transformer.rope.register_forward_hook(rotate),
             transformer.context_embedder.register_forward_pre_hook(_gather_texts),
-            transformer.context_embedder.register_forward_hook(_deal_texts),
+            transformer.context_embedder.register_forward_hook(_fill_slots),
         ]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Add the mask that the model asks for; the layout takes its place."""
+        """Add the text mask that the model expects; the layout takes its place."""
         kwargs = super().forward_kwargs(batch)
         return {**kwargs, "encoder_attention_mask": torch.ones_like(kwargs["encoder_hidden_states"][..., 0])}
 
@@ -110,20 +106,23 @@ def _rotary(
     return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
 
 
-@torch.compiler.disable  # loops over the texts of the pack, as position_rows over its samples
+@torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples
 def _gather_texts(refiner: HunyuanVideoTokenRefiner, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Turn text slots `(rows, text_slots, dim)`, timesteps and mask by strip into one row per sample."""
+    """Turn text slots `(strips, text_slots, dim)`, timesteps and mask by strip into one row per sample."""
     layout, (slots, timesteps, mask) = active_layout(), args
-    texts = layout.joint.collect(slots).split(layout.text_lengths)
+    texts = layout.joint.read_slots(slots).split(layout.text_lengths)
     kept = pad_sequence([mask.new_ones(length) for length in layout.text_lengths], batch_first=True)
-    return pad_sequence(list(texts), batch_first=True), timesteps[layout.joint.first_rows], kept
+    return pad_sequence(list(texts), batch_first=True), timesteps[layout.joint.first_strips], kept
 
 
 @torch.compiler.disable
-def _deal_texts(
+def _fill_slots(
     refiner: HunyuanVideoTokenRefiner, args: tuple[torch.Tensor, ...], output: torch.Tensor
 ) -> torch.Tensor:
-    """Deal the refined texts `(n, length, dim)` to the text slots of the samples' strips."""
+    """Put the refined texts `(n, length, dim)` into the text slots of the samples' strips."""
     layout = active_layout()
     texts = [text[:length] for text, length in zip(output, layout.text_lengths, strict=True)]
-    return layout.joint.deal(torch.cat(texts))
+    return layout.joint.fill_slots(torch.cat(texts))
+
+
+FAMILY = HunyuanVideoFamily()

@@ -1,30 +1,36 @@
-"""What every objective does: noise drawn from a sample's own seed, and per-sample losses of stacks and packs."""
+"""Training objectives: noise drawn from each sample's own seed, and per-sample losses of stacks and packs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from ..errors import BucketingError
 from ..losses.masked import masked_mse
-from ..losses.variational import GaussianPosterior, batch_vlb, packed_vlb
+from ..losses.variational import GaussianPosterior, batch_vlb
 from ..losses.weights import min_snr_weights
-from ..packing.losses import packed_mse
-from ..packing.pack import PackedBatch
+from ..packing.batch import PackedBatch
+from ..packing.losses import packed_mse, packed_vlb
 from ..randomness import Purpose, integer_seed
+
+WeightingScheme: TypeAlias = Literal["logit_normal", "uniform"]
+"""Distribution of noise levels in flow matching, before the shift."""
+
+Shift: TypeAlias = "float | Callable[[tuple[int, ...]], float]"
+"""Shift of noise levels: one for all samples, or a function of a latent's `(F, H, W)`."""
 
 
 class Noised(NamedTuple):
-    """Noisy latents, what the model is to predict, and its timesteps.
+    """Noisy latents, their targets and their timesteps.
 
     Attributes:
-        latents (list of `(C, F, H, W)`): What the model gets.
-        targets (list of `(C, F, H, W)`): What it is to predict.
-        timesteps (`torch.Tensor` of shape `(n,)`): As the model takes them.
-        clean (list of `(C, F, H, W)`): What the noise was added to.
+        latents (list of `(C, F, H, W)`): Noisy latents, the model's input.
+        targets (list of `(C, F, H, W)`): What the model is trained to predict.
+        timesteps (`torch.Tensor` of shape `(n,)`): Timesteps as the model takes them.
+        clean (list of `(C, F, H, W)`): Latents without noise.
     """
 
     latents: list[torch.Tensor]
@@ -38,16 +44,16 @@ class Objective(Protocol):
 
     @property
     def num_train_timesteps(self) -> int:
-        """The timestep of pure noise, or one more."""
+        """Length of the schedule: the timestep of pure noise, or one more."""
 
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
-        """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
+        """Add noise to each latent `(C, F, H, W)`; a sample gets the same noise whenever it occurs in an epoch."""
 
     def losses(self, prediction: torch.Tensor, noised: Noised) -> torch.Tensor:
         """Return the loss of each sample of a stack `(B, C_out, F, H, W)`: `(B,)`."""
 
     def packed_losses(self, prediction: torch.Tensor, noised: Noised, pack: PackedBatch) -> torch.Tensor:
-        """Return the loss of each sample of a pack, from what `packed_forward` returned: `(n,)`."""
+        """Return the loss of each sample of a pack, from the output of `packed_forward`: `(n,)`."""
 
 
 def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
@@ -76,12 +82,13 @@ class Denoising:
     """DDPM (Ho et al., 2020) on a discrete schedule, with the hybrid loss for models that predict their variance.
 
     The noisy latent is `√ᾱ_t·x + √(1 − ᾱ_t)·noise`. A model whose output has twice the latent's channels predicts its
-    variance in the second half, which the variational bound trains (Nichol & Dhariwal, 2021).
+    variance in the second half, trained by the variational bound (Nichol & Dhariwal, 2021).
 
     Args:
-        posterior ([`GaussianPosterior`][hf_bucketing.losses.GaussianPosterior]): The schedule, and what is predicted.
-        snr_gamma (`float`, *optional*): Weigh the squared error by min-SNR with this gamma.
-        seed (`int`): With epoch and index, the only source of noise and timesteps.
+        posterior ([`GaussianPosterior`][hf_bucketing.losses.GaussianPosterior]): The schedule, and what the model
+            predicts.
+        snr_gamma (`float`, *optional*): Gamma of min-SNR weights of the squared error.
+        seed (`int`): Seed of noise and timesteps, together with epoch and index.
     """
 
     posterior: GaussianPosterior
@@ -94,15 +101,15 @@ class Denoising:
         return self.posterior.num_timesteps
 
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
-        """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
+        """Add noise to each latent `(C, F, H, W)`."""
         noised, targets, steps = [], [], []
         for latent, index in zip(latents, indices, strict=True):
             generator = sample_generator(seed=self.seed, epoch=epoch, index=index)
             step = torch.randint(self.posterior.num_timesteps, (1,), generator=generator)
             noise = torch.randn(latent.shape, generator=generator).to(latent)
-            signal, spread = (self.posterior.at(name, step, latent) for name in ("signal", "noise"))
-            noised.append((signal * latent[None] + spread * noise)[0])
-            velocity = (signal * noise - spread * latent[None])[0]
+            signal, spread = (self.posterior.at(name, step, latent[None])[0] for name in ("signal", "noise"))
+            noised.append(signal * latent + spread * noise)
+            velocity = signal * noise - spread * latent
             targets.append({"epsilon": noise, "v_prediction": velocity}.get(self.posterior.prediction_type, latent))
             steps.append(step)
         return Noised(noised, targets, torch.cat(steps).to(latents[0].device), list(latents))
@@ -139,7 +146,7 @@ class Denoising:
         )
 
     def _split(self, prediction: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the prediction of the mean, and whether one of the variance comes after it."""
+        """Return the prediction of the mean, and whether a prediction of the variance follows it."""
         channels = targets.shape[1]
         if prediction.shape[1] not in (channels, 2 * channels):
             raise BucketingError(
@@ -164,28 +171,28 @@ class FlowMatching:
 
     Args:
         num_train_timesteps (`int`): Timestep at σ = 1.
-        shift (`float`, or callable of a latent's `(F, H, W)`): `σ → shift·σ / (1 + (shift − 1)·σ)`.
+        shift (`float`, or callable of a latent's `(F, H, W)`): Shift of σ: `σ → shift·σ / (1 + (shift − 1)·σ)`.
         weighting_scheme (`"logit_normal"` or `"uniform"`): Distribution of σ before the shift.
-        sigmas (`tuple[float, float]`): Noise levels that are trained, after the shift: from the first to the second.
-            Others are drawn anew.
-        seed (`int`): With epoch and index, the only source of noise and σ.
+        sigmas (`tuple[float, float]`): Lowest and highest noise level to train, after the shift; levels outside are
+            drawn again.
+        seed (`int`): Seed of noise and σ, together with epoch and index.
 
     Raises:
-        BucketingError: If `sigmas` are not two rising levels from 0 to 1.
+        BucketingError: If `sigmas` are not two ascending levels from 0 to 1.
     """
 
     num_train_timesteps: int = 1000
-    shift: float | Callable[[tuple[int, ...]], float] = 1.0
-    weighting_scheme: Literal["logit_normal", "uniform"] = "logit_normal"
+    shift: Shift = 1.0
+    weighting_scheme: WeightingScheme = "logit_normal"
     sigmas: tuple[float, float] = (0.0, 1.0)
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigmas[0] < self.sigmas[1] <= 1:
-            raise BucketingError(f"Noise levels go from 0 to 1, and up, got {self.sigmas}.")
+            raise BucketingError(f"sigmas must be two ascending noise levels from 0 to 1, got {self.sigmas}.")
 
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
-        """Add noise to each latent `(C, F, H, W)`; the same sample in the same epoch always gets the same."""
+        """Add noise to each latent `(C, F, H, W)`."""
         noised, targets, sigmas = [], [], []
         for latent, index in zip(latents, indices, strict=True):
             generator = sample_generator(seed=self.seed, epoch=epoch, index=index)

@@ -1,50 +1,48 @@
-"""What a recipe provides: how a pipeline's own components turn media and captions into what its transformer takes."""
+"""The class that trains a pipeline: encoding media and captions, predicting, and the training objective."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from diffusers import DiffusionPipeline
 
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
-from .objectives import FlowMatching, Objective
+from .objectives import FlowMatching, Objective, Shift, WeightingScheme
 
 
 class TextEmbeddings(NamedTuple):
     """Captions as the transformer takes them.
 
     Attributes:
-        values (`torch.Tensor` of shape `(n, length, text_dim)`): The embeddings, padded.
-        mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for real tokens; None where the model attends
-            to padding as well.
+        values (`torch.Tensor` of shape `(n, length, text_dim)`): Padded embeddings.
+        mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for real tokens; None where the model also
+            attends to padding.
     """
 
     values: torch.Tensor
     mask: torch.Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> TextEmbeddings:
-        """Return the same with embeddings of another dtype."""
+        """Cast the embeddings to another dtype."""
         return TextEmbeddings(self.values.to(dtype), self.mask)
 
     def pack_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of [`Packing.pack`][hf_bucketing.packing.Packing] that say what these say."""
+        """Return these embeddings as arguments of [`Packing.pack`][hf_bucketing.packing.Packing]."""
         return {"text": self.values} if self.mask is None else {"text": self.values, "text_mask": self.mask}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """A loaded pipeline, of which only one transformer is trained.
+    """A loaded pipeline with one transformer to train, and everything that training needs to know about it.
 
     Args:
-        pipeline (`DiffusionPipeline`): From [`load`][Recipe.load].
+        pipeline (`DiffusionPipeline`): The pipeline, loaded by [`load`][Recipe.load].
         max_sequence_length (`int`): Text tokens per caption.
-        trained (`str`): Component that is trained.
+        trained (`str`): Name of the component to train.
     """
 
     pipeline: Any
@@ -52,9 +50,9 @@ class Recipe(ABC):
     trained: str = "transformer"
 
     pipeline_class: ClassVar[str]
-    """The class in the pipeline's `model_index.json`."""
+    """Class name in the pipeline's `model_index.json`."""
     default_sequence_length: ClassVar[int]
-    """Text tokens per caption where the pipeline's own call has no other setting."""
+    """Text tokens per caption by default, as in the pipeline's own call."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
     """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
 
@@ -62,11 +60,13 @@ class Recipe(ABC):
     def load(
         cls, name_or_path: str, *, max_sequence_length: int | None = None, trained: str = "transformer"
     ) -> Recipe:
-        """Load a pipeline from the hub or a folder, in float32, and freeze all but the transformer that is trained.
+        """Load a pipeline from the hub or a folder, in float32, and freeze all but the transformer to train.
 
         Raises:
-            BucketingError: If it is a pipeline that this recipe cannot train.
+            BucketingError: If the pipeline has no such transformer.
         """
+        from diffusers import DiffusionPipeline
+
         with from_hub(name_or_path):
             pipeline = DiffusionPipeline.from_pretrained(name_or_path)
         length = max_sequence_length or cls.default_sequence_length
@@ -85,11 +85,11 @@ class Recipe(ABC):
 
     @property
     def transformer(self) -> Any:
-        """The model that is trained."""
+        """The model to train."""
         return getattr(self.pipeline, self.trained)
 
     def frozen_transformers(self) -> list[torch.nn.Module]:
-        """Return the transformers that are not trained, which only sampling needs."""
+        """Return the transformers that are not trained; only sampling needs them."""
         named = self.pipeline.components.items()
         return [
             component
@@ -98,36 +98,40 @@ class Recipe(ABC):
         ]
 
     def to(self, device: torch.device, *, dtype: torch.dtype) -> None:
-        """Move the frozen components: the text encoder in `dtype`, the VAE in float32, which many need."""
+        """Move the frozen components: the text encoder in `dtype`, the VAE in float32, which many VAEs need."""
         self.pipeline.text_encoder.to(device, dtype=dtype)
         self.pipeline.vae.to(device)
 
     @abstractmethod
-    def objective(
-        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
-    ) -> Objective:
-        """Return what the model is trained to do, from the pipeline's scheduler.
+    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
+        """Return the training objective that fits the pipeline's scheduler.
+
+        Args:
+            weighting_scheme (`"logit_normal"` or `"uniform"`, *optional*): Distribution of noise levels, for flow
+                matching.
+            snr_gamma (`float`, *optional*): Gamma of min-SNR weights, for denoising.
+            seed (`int`): Seed of noise and timesteps.
 
         Raises:
-            BucketingError: On a setting that this model's objective does not have.
+            BucketingError: If a setting does not apply to this model's objective.
         """
 
     def flow_matching(
         self,
-        shift: float | Callable[[tuple[int, ...]], float],
+        shift: Shift,
         *,
-        weighting_scheme: Literal["logit_normal", "uniform"] | None,
+        weighting_scheme: WeightingScheme | None,
         snr_gamma: float | None,
         seed: int,
     ) -> FlowMatching:
-        """Return the objective of a model that is trained by flow matching, at the noise levels that it serves.
+        """Return the objective of flow matching at the noise levels that the trained model serves; see [`objective`].
 
         Raises:
-            BucketingError: If a weight for denoising losses is given.
+            BucketingError: If `snr_gamma` is given, which applies to denoising only.
         """
         if snr_gamma is not None:
             raise BucketingError(
-                f"`snr_gamma` weighs denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
+                f"`snr_gamma` weights denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
             )
         steps = int(self.pipeline.scheduler.config.num_train_timesteps)
         scheme = weighting_scheme or "logit_normal"
@@ -136,7 +140,7 @@ class Recipe(ABC):
         )
 
     def sigmas(self) -> tuple[float, float]:
-        """Return the noise levels, from the first to the second, at which the pipeline calls what is trained."""
+        """Return the lowest and the highest noise level at which the pipeline calls the trained transformer."""
         return 0.0, 1.0
 
     @abstractmethod
@@ -160,8 +164,8 @@ class Recipe(ABC):
         """Run a stack of samples of one size.
 
         Args:
-            transformer (`torch.nn.Module`): This recipe's, as it is or wrapped.
-            latents (`torch.Tensor` of shape `(B, C, f, h, w)`): Noisy.
+            transformer (`torch.nn.Module`): This recipe's transformer, bare or wrapped.
+            latents (`torch.Tensor` of shape `(B, C, f, h, w)`): Noisy latents.
             timesteps (`torch.Tensor` of shape `(B,)`): One per sample.
             text ([`TextEmbeddings`]): One per sample.
             fps (`torch.Tensor` of shape `(B,)`): Frames per second of each sample; 0 for images.
@@ -171,11 +175,11 @@ class Recipe(ABC):
         """
 
     def duration(self, frames: int) -> dict[str, int]:
-        """Return the argument of the pipeline's own call that asks for so many frames."""
+        """Return the argument of the pipeline's call that sets the number of frames."""
         return {"num_frames": frames}
 
     def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what else a pack of this model needs per sample, each `(n, …)`.
+        """Return the conditioning that a pack of this model needs, each `(n, …)`.
 
         Args:
             fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample; 0 for images.
@@ -183,14 +187,17 @@ class Recipe(ABC):
         return {}
 
 
-def read_configs(name_or_path: str, vae: Any, transformer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configurations of a pipeline's VAE and transformer.
+def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configurations of a pipeline's VAE and transformer, without loading their classes.
 
     Raises:
         BucketingError: If there is no pipeline with a VAE and a transformer.
     """
+    from diffusers.configuration_utils import ConfigMixin
+
+    class AnyModel(ConfigMixin):
+        config_name = "config.json"
+
     with from_hub(name_or_path):
-        return (
-            vae.load_config(name_or_path, subfolder="vae"),
-            transformer.load_config(name_or_path, subfolder="transformer"),
-        )
+        vae, transformer = (AnyModel.load_config(name_or_path, subfolder=name) for name in ("vae", "transformer"))
+    return vae, transformer

@@ -1,51 +1,99 @@
-"""The model families that packing knows: one small recipe each, by the name of the transformer class."""
+"""Find the model family of a transformer and the training recipe of a pipeline.
+
+Every folder or file beside this one that has a `FAMILY` is a model family; a folder whose `recipe.py` has a `RECIPE`
+can be trained. Nothing else lists them, and nothing is imported before the first look-up.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 import torch
 
-from ..errors import PackingError
+from ..errors import BucketingError, HubError, PackingError
+from ..hub import from_hub
 from ..packing.family import Family
-from ..packing.joint_family import JointFamily
-from .allegro import AllegroFamily
-from .cogvideox import CogVideoXFamily
-from .cosmos import CosmosFamily
-from .flux import FluxFamily
-from .hunyuan_video import HunyuanVideoFamily
-from .latte.packing import LatteFamily
-from .ltx.packing import LTXFamily
-from .pixart import PixArtFamily
-from .sd3 import SD3Family
-from .wan.packing import WanFamily
 
-FAMILIES: dict[str, Family] = {
-    "AllegroTransformer3DModel": AllegroFamily(),
-    "CogVideoXTransformer3DModel": CogVideoXFamily(),
-    "CosmosTransformer3DModel": CosmosFamily(),
-    "FluxTransformer2DModel": FluxFamily(),
-    "HunyuanVideoTransformer3DModel": HunyuanVideoFamily(),
-    "LTXVideoTransformer3DModel": LTXFamily(),
-    "LatteTransformer3DModel": LatteFamily(),
-    "PixArtTransformer2DModel": PixArtFamily(),
-    "SD3Transformer2DModel": SD3Family(),
-    "WanTransformer3DModel": WanFamily(),
-}
-"""Add a family by adding its recipe here."""
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Return the model families by the name of their transformer class in diffusers."""
+    found = [module.FAMILY for module in _modules() if hasattr(module, "FAMILY")]
+    return {family.transformer_class: family for family in found}
+
+
+@functools.cache
+def recipes() -> dict[str, type[Recipe]]:
+    """Return the training recipes by the name of their pipeline class in diffusers."""
+    names = [f"{module.__name__}.recipe" for module in _modules() if hasattr(module, "__path__")]
+    found = [importlib.import_module(name).RECIPE for name in names if importlib.util.find_spec(name) is not None]
+    return {recipe.pipeline_class: recipe for recipe in found}
+
+
+def _modules() -> Iterator[ModuleType]:
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        yield importlib.import_module(f"{__package__}.{module.name}")
 
 
 def family_of(transformer: torch.nn.Module) -> Family:
-    """Return the recipe of a transformer's class or of the nearest one that it inherits from.
+    """Return the model family of a diffusers transformer, or of a subclass that keeps the stock `forward`.
 
     Raises:
-        PackingError: If packing does not know the family.
+        PackingError: If no family claims the class, or a subclass has a `forward` of its own, which may do across
+            tokens what packing does not see.
     """
-    for cls in type(transformer).__mro__:
-        if cls.__name__ in FAMILIES:
-            return FAMILIES[cls.__name__]
-    raise PackingError(
-        f"Packing does not know {type(transformer).__name__}; it knows {', '.join(sorted(FAMILIES))}. "
-        "Train this model with bucketed batches, which need nothing of it."
-    )
+    cls = type(transformer)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    stock: Any = next((base for base in cls.__mro__ if _is_stock(base)), None)
+    if stock is None:
+        known = ", ".join(sorted(families()))
+        disguised = (
+            f" (diffusers has a {cls.__name__}, but this is another class)" if cls.__name__ in families() else ""
+        )
+        raise PackingError(
+            f"Packing does not know {name}{disguised}; it knows the diffusers classes {known}. Train this model with "
+            "bucketed batches, which work with any model."
+        )
+    if cls.forward is not stock.forward:
+        raise PackingError(
+            f"{name} overrides the forward of diffusers' {stock.__name__}, so packing cannot know how it treats the "
+            "tokens of several samples. Use the stock class, or train this model with bucketed batches."
+        )
+    return families()[stock.__name__]
 
 
-__all__ = ["FAMILIES", "Family", "JointFamily", "family_of"]
+def _is_stock(cls: type[Any]) -> bool:
+    """Return whether a class is the one of that name in diffusers, and a model family claims it."""
+    return cls.__name__ in families() and cls is getattr(importlib.import_module("diffusers"), cls.__name__)
+
+
+def recipe_of(name_or_path: str) -> type[Recipe]:
+    """Return the recipe of a pipeline on the hub or in a folder, by the class that its `model_index.json` names.
+
+    Raises:
+        BucketingError: If there is no pipeline, or no recipe for it.
+    """
+    from diffusers import DiffusionPipeline
+
+    try:
+        with from_hub(name_or_path):
+            name = DiffusionPipeline.load_config(name_or_path)["_class_name"]
+    except HubError:
+        raise
+    except (BucketingError, OSError, KeyError) as error:
+        raise BucketingError(f"{name_or_path} is no diffusers pipeline: {error}") from error
+    if name not in recipes():
+        raise BucketingError(
+            f"{name_or_path} is a {name}; there are training recipes for {', '.join(sorted(recipes()))}."
+        )
+    return recipes()[name]

@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5: images, with positions cropped from the middle of one table; text in joint attention.
 
-Its pipeline masks no text: hand over the embeddings with their padding, as the pipeline makes them.
+The pipeline masks no text: pass the embeddings with their padding, as the pipeline makes them.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PackingError
-from ..packing.context import active_layout
+from ..packing.batch import PackedBatch
 from ..packing.family import Transformer
-from ..packing.joint_family import JointFamily, refuse_stale_fusion, refuse_videos
 from ..packing.layout import Grid, PackedLayout
 from ..packing.positions import axis_coordinates
-from ..packing.strips import position_rows
+from .joint import JointFamily, refuse_stale_fusion, refuse_videos
+from .patch_embed import hook_patch_embed
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import PatchEmbed
 
-    from ..packing.pack import PackedBatch
-
 
 class SD3Family(JointFamily):
-    """Recipe of `SD3Transformer2DModel`; see [`Family`][hf_bucketing.models.registry.Family]."""
+    """Packing of `SD3Transformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
+    transformer_class = "SD3Transformer2DModel"
+    text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
-        """Refuse models without a table of positions, and fused projections that skip a norm."""
+        """Refuse models without a table of positions, and models whose fused projections skip a norm."""
         if transformer.config.pos_embed_max_size is None:
             raise PackingError("Packing needs an SD3 transformer with a table of positions (pos_embed_max_size).")
         refuse_stale_fusion(transformer)
@@ -43,39 +43,28 @@ class SD3Family(JointFamily):
         super().check(transformer, strip_length=strip_length)
 
     def limits(self, transformer: Transformer) -> Grid:
-        """Return one frame, and the table's sides: a strip is looked up there too before the hook replaces it."""
+        """Return one frame and the table's sides; the stock embedding looks strips up there before the hook runs."""
         side = int(transformer.pos_embed.pos_embed_max_size)
         return 1, side, side
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.joint_attention_dim)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`."""
         return ("pooled_projections",)
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse videos also where positions are stretched."""
+        """Refuse videos, also where positions are stretched."""
         refuse_videos(transformer, layout.grids)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `pos_embed`."""
-
-        def embed_strips(embed: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            (positions,) = position_rows(active_layout(), lambda grid: (_table(embed, grid, base_size),))
-            tokens = embed.proj(args[0]).flatten(2).transpose(1, 2)
-            embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
-            return embedded
-
-        return [transformer.pos_embed.register_forward_hook(embed_strips)]
+        """Hook the patch embedding."""
+        return [hook_patch_embed(transformer.pos_embed, lambda embed, grid, _: _table(embed, grid, base_size))]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Drop the frames of the strips, which are images."""
+        """Drop the axis of frames, because the strips are images."""
         return {**super().forward_kwargs(batch), "hidden_states": batch.strips.squeeze(2)}
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
-        """Return the images with one frame."""
+        """Restore the axis of frames."""
         return output.unsqueeze(2)
 
     def run_alone(
@@ -93,20 +82,23 @@ class SD3Family(JointFamily):
 
 
 def _table(embed: PatchEmbed, grid: Grid, base_size: Grid | None) -> torch.Tensor:
-    """Return a sample's positions, `(h·w, dim)`: the middle of the table, or that of the base size interpolated."""
+    """Return a sample's positions, `(h·w, dim)`: the middle of the table, interpolated if there is a base size."""
     _, height, width = base_size or grid
     middle: torch.Tensor = embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]
     if base_size is None:
         return middle
     table = middle.unflatten(0, (height, width))
-    for axis, places in enumerate(axis_coordinates(grid, base_size, device=table.device)[1:]):
-        table = _between(table, places, axis)
+    for axis, coordinates in enumerate(axis_coordinates(grid, base_size, device=table.device)[1:]):
+        table = _interpolate(table, coordinates, axis)
     return table.flatten(0, 1)
 
 
-def _between(table: torch.Tensor, places: torch.Tensor, axis: int) -> torch.Tensor:
-    """Interpolate a table linearly at fractional places of an axis; beyond its last entry lies that one."""
+def _interpolate(table: torch.Tensor, coordinates: torch.Tensor, axis: int) -> torch.Tensor:
+    """Interpolate a table linearly at fractional coordinates of an axis; its last entry continues beyond the end."""
     last = table.shape[axis] - 1
-    below = places.long().clamp(max=last)
-    share = (places - below).to(table.dtype).view(-1, *[1] * (table.ndim - 1 - axis))
+    below = coordinates.long().clamp(max=last)
+    share = (coordinates - below).to(table.dtype).view(-1, *[1] * (table.ndim - 1 - axis))
     return table.index_select(axis, below).lerp(table.index_select(axis, (below + 1).clamp(max=last)), share)
+
+
+FAMILY = SD3Family()

@@ -1,4 +1,4 @@
-"""How far the noise schedule of flow matching is shifted for a sample of many tokens."""
+"""Shift of flow matching's noise schedule by the number of tokens."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def shift_for_tokens(
 ) -> float:
     """Return the shift of a sample's noise levels, `σ → shift·σ / (1 + (shift − 1)·σ)`, by its number of tokens.
 
-    More tokens show more of the same picture, so that it takes more noise to hide it (Esser et al., 2024, section
-    5.3.2). As Flux does, the logarithm of the shift is linear in the tokens; the defaults are those of its schedule
-    (`calculate_shift` in diffusers), and further tokens go on along the line.
+    More tokens show more of the same picture, so more noise is needed to hide it (Esser et al., 2024, section 5.3.2).
+    The logarithm of the shift is linear in the tokens, also beyond the two given points. The defaults are those of
+    Flux's schedule (`calculate_shift` in diffusers).
 
     Args:
         num_tokens (`int`): Tokens of the sample, at least 1.
-        base_tokens (`int`): Where the logarithm of the shift is `base_shift`.
-        max_tokens (`int`): Where it is `max_shift`; another number than `base_tokens`.
-        base_shift (`float`): See above.
-        max_shift (`float`): See above.
+        base_tokens (`int`): Tokens at which the logarithm of the shift is `base_shift`, at least 1.
+        max_tokens (`int`): Tokens at which the logarithm of the shift is `max_shift`, at least 1.
+        base_shift (`float`): Logarithm of the shift at `base_tokens`.
+        max_shift (`float`): Logarithm of the shift at `max_tokens`.
 
     Returns:
-        `float`: Above 0; 1 leaves the noise levels as they are.
+        `float`: Above 0; 1 leaves the noise levels unchanged.
 
     Raises:
-        BucketingError: If a number of tokens is below 1, or both are the same.
+        BucketingError: If a number of tokens is below 1, or `base_tokens` equals `max_tokens`.
 
     Example:
         >>> round(shift_for_tokens(256), 3), round(shift_for_tokens(4096), 3)

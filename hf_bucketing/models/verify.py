@@ -1,4 +1,4 @@
-"""Prove on a model that packing computes what running the samples one by one computes."""
+"""Compare a model's packed runs with running the samples one by one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .enable import disable_packing, enable_packing
 from .registry import family_of
 
 _LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-4)}
-"""Largest difference of outputs and losses, and of gradients relative to their norm, by dtype."""
+"""By dtype: the largest difference of outputs and losses, and of gradients relative to their norm."""
 _HALF_LIMITS = (5e-2, 2e-1)
 _MASKED = ("dense", "flex")
-"""Backends that give foreign tokens a weight of 0, which a NaN passes: 0 · NaN is NaN. Real data has none."""
+"""Backends that weight other samples' tokens with 0; a NaN passes such a weight, because 0 · NaN is NaN."""
 
 
 class VerificationCheck(NamedTuple):
-    """One comparison: what, the largest difference seen, and the largest allowed."""
+    """One comparison: its name, the largest difference found, and the largest allowed."""
 
     name: str
     difference: float
@@ -31,12 +31,12 @@ class VerificationCheck(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is within its limit; NaN is not."""
+        """Whether the difference is within its limit; a NaN is not."""
         return self.difference <= self.limit
 
 
 class VerificationReport(NamedTuple):
-    """The checks of [`verify_packing`]; as text, a table."""
+    """The checks of [`verify_packing`]; `str` makes a table of them."""
 
     checks: tuple[VerificationCheck, ...]
 
@@ -84,24 +84,25 @@ def verify_packing(
 ) -> VerificationReport:
     """Compare packed with one-by-one runs of a transformer: outputs, loss, gradients, leaks, order, strips.
 
-    The model is left as it was: packing is switched off again, and no `.grad` is written. The loss is the mean squared
-    error against the latents themselves, their channels rolled by one, over the channels that both have: models may
-    predict a variance beside, or be given a condition beside.
+    The model is left unchanged: packing is switched off again, and no `.grad` is written. The loss is the mean squared
+    error against the latents with their channels rolled by one, over the channels that outputs and latents share:
+    models may predict a variance too, or take a condition as channels.
 
     Args:
-        transformer (`torch.nn.Module`): Of a family that packing knows, packing not enabled; also with LoRA layers.
-        latents (sequence of `(channels, frames, height, width)`): At least two, best of different sizes.
+        transformer (`torch.nn.Module`): A transformer of a known family, packing not enabled; may have LoRA layers.
+        latents (sequence of `(channels, frames, height, width)`): At least two samples, preferably of different
+            sizes.
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
         text (sequence of `(length, text_dim)` or `torch.Tensor` of shape `(n, length, text_dim)`): One per sample.
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): See `Packing.pack`.
         strip_length (`int`): Tokens per strip; a second run uses twice as many.
-        backend (`str`): See `enable_packing`.
+        backend (`str`): Backend of attention, see [`enable_packing`].
 
     Returns:
-        [`VerificationReport`]: Differences of outputs are relative to the largest output if that is above 1.
+        [`VerificationReport`]: Differences of outputs are relative to the largest output if that exceeds 1.
 
     Raises:
-        PackingError: If the family is unknown, packing is enabled already, or the inputs do not make a pack.
+        PackingError: If no model family claims the class, packing is enabled already, or the inputs make no pack.
     """
     model = unwrap(transformer)
     samples = _Samples(
@@ -109,7 +110,7 @@ def verify_packing(
     )
     output_limit, gradient_limit = _LIMITS.get(samples.latents[0].dtype, _HALF_LIMITS)
     with _packing(model, strip_length, backend):
-        pass  # refuses what cannot run before the samples run alone
+        pass  # refuses what cannot be packed before running the samples alone
     outputs, loss, gradients = _one_by_one(model, samples)
     scale = max(1.0, *(float(output.abs().max()) for output in outputs))
     order = [*range(1, len(samples.latents)), 0]
@@ -177,7 +178,7 @@ def _outputs(model: torch.nn.Module, packing: Packing, samples: _Samples) -> lis
 
 
 def _leak(model: torch.nn.Module, packing: Packing, samples: _Samples, poison: float) -> float:
-    """Return how many numbers of the others change in any bit when one sample after the other is poisoned."""
+    """Count the output values of other samples that change in any bit when one sample after another is poisoned."""
     before, changed = _outputs(model, packing, samples), 0
     for victim, latent in enumerate(samples.latents):
         poisoned = list(samples.latents)
@@ -198,9 +199,9 @@ def _largest(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> fl
 
 
 def _largest_relative(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference relative to the own norm, or to a thousandth of the largest norm if that is more.
+    """Return the largest difference relative to its own norm, or to a thousandth of the largest norm if that is more.
 
-    Some gradients are nothing but rounding: of a bias that all keys of an attention share, which softmax cannot see.
+    Some gradients are pure rounding: softmax cannot see a bias that all keys of an attention share.
     """
     norms = [float(one.norm()) for one in ones]
     floor = max(1e-3 * max(norms), 1e-30)

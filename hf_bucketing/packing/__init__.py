@@ -1,12 +1,15 @@
-"""Run samples of different sizes as one packed sequence through a stock diffusers transformer."""
+"""Run samples of different sizes as one packed sequence through a stock diffusers transformer.
+
+No model family is known here; those are in `hf_bucketing.models`, with `enable_packing`.
+"""
 
 from .attention.dispatch import packed_attention
+from .batch import PackedBatch
 from .context import active_layout, use_layout
 from .layout import PackedLayout
-from .losses import packed_mse
-from .pack import PackedBatch, Packing, packed_forward
-from .processors.attn import PackedAttnProcessor
-from .processors.joint import PackedJointAttnProcessor
+from .losses import packed_mse, packed_vlb
+from .pack import Packing, packed_forward
+from .processors import PackedAttnProcessor, PackedJointAttnProcessor
 from .segments import SegmentSpans
 from .token_drop import BetaRate, TokenDrop
 
@@ -23,5 +26,6 @@ __all__ = [
     "packed_attention",
     "packed_forward",
     "packed_mse",
+    "packed_vlb",
     "use_layout",
 ]

@@ -1,8 +1,8 @@
 """The layout of the pack that is being computed.
 
-A layout kept on the module would belong to another pack when gradient checkpointing computes a block again during
-backward: so it is bound into the checkpointed call, and read from a variable of the thread, set for that call alone.
-The variable is no `ContextVar`, at which torch.compile breaks its graph.
+Gradient checkpointing computes a block again during backward. A layout kept on the module would then belong to another
+pack, so the layout is bound into the checkpointed call and read from a thread-local variable that is set for that call
+alone. It is not a `ContextVar`, at which torch.compile breaks its graph.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def active_layout() -> PackedLayout:
     """Return the layout of the pack that is being computed.
 
     Raises:
-        PackingError: If none is: the model was called without `packed_forward`, or its blocks are computed again by
-            something that `packed_forward` does not know (see [`bind_checkpoints`]).
+        PackingError: If no pack is being computed: the model was called without `packed_forward`, or its blocks are
+            recomputed by something that `packed_forward` does not know (see [`bind_checkpoints`]).
     """
     layout = _active.layout
     if layout is None:
         raise PackingError(
-            "This transformer has packing enabled, but no pack is being computed. Call it by packed_forward(…), or "
+            "This transformer has packing enabled, but no pack is being computed. Call packed_forward(…), or "
             "disable_packing(transformer) first. For gradient checkpointing use "
             "transformer.enable_gradient_checkpointing() or the activation checkpointing of FSDP, which "
             "packed_forward binds to its pack."
@@ -46,7 +46,7 @@ def active_layout() -> PackedLayout:
 
 @contextmanager
 def use_layout(layout: PackedLayout) -> Iterator[None]:
-    """Make `layout` the active one inside a `with` block, for people who drive their own forward."""
+    """Make `layout` the active one inside a `with` block, for callers of the transformer's own forward."""
     before, _active.layout = _active.layout, layout
     try:
         yield
@@ -58,27 +58,27 @@ def use_layout(layout: PackedLayout) -> Iterator[None]:
 def bind_checkpoints(model: torch.nn.Module, layout: PackedLayout) -> Iterator[None]:
     """Bind `layout` into every gradient-checkpointed call that `model` makes inside a `with` block.
 
-    Those are the calls of diffusers' `enable_gradient_checkpointing`, and of the wrappers that FSDP's activation
+    Such calls come from diffusers' `enable_gradient_checkpointing`, and from the wrappers that FSDP's activation
     checkpointing puts around blocks.
     """
-    places: list[tuple[Any, str]] = []
+    attributes: list[tuple[Any, str]] = []
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            places.append((module, "_gradient_checkpointing_func"))
+            attributes.append((module, "_gradient_checkpointing_func"))
         elif isinstance(module, CheckpointWrapper):
-            places.append((module, "checkpoint_fn"))
-    originals = [getattr(module, name) for module, name in places]
-    for (module, name), original in zip(places, originals, strict=True):
+            attributes.append((module, "checkpoint_fn"))
+    originals = [getattr(module, name) for module, name in attributes]
+    for (module, name), original in zip(attributes, originals, strict=True):
         setattr(module, name, _bound(original, layout))
     try:
         yield
     finally:
-        for (module, name), original in zip(places, originals, strict=True):
+        for (module, name), original in zip(attributes, originals, strict=True):
             setattr(module, name, original)
 
 
 class _WithLayout:
-    """A block and the layout of its pack. A class, as torch.compile follows calls of its objects into checkpoints."""
+    """A block and its pack's layout, as an object: torch.compile follows calls of objects into checkpoints."""
 
     def __init__(self, block: Callable[..., Any], layout: PackedLayout) -> None:
         self.block = block
@@ -86,7 +86,7 @@ class _WithLayout:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and _active.layout is not None:
-            return self.block(*args, **kwargs)  # in a graph, which has its layout's tensors also in the backward
+            return self.block(*args, **kwargs)  # the graph holds its layout's tensors in the backward too
         with use_layout(self.layout):
             return self.block(*args, **kwargs)
 

@@ -1,4 +1,7 @@
-"""Where each sample's tokens lie in a pack: the value that attention, positions, targets and losses read."""
+"""Where each sample's tokens lie in a pack: the value that attention, positions, targets and losses read.
+
+The latents of a pack are cut into strips, and each strip is one batch row of the model.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from ..buckets.sizes import IntOrArray
 from ..errors import PackingError
 from .attention.dispatch import Backend, prepare_segments
-from .segments import SegmentSpans
+from .segments import SegmentSpans, Span
 
 Grid = tuple[int, int, int]
+"""Frames, rows and columns of tokens, or of latent pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """The strips of a pack: each holds `strip_length` tokens of one sample, the last of a sample padded.
+    """The strips of a pack: each holds `strip_length` tokens of one sample; the last strip of a sample is padded.
 
     Args:
-        grids (tuple of `(t, h, w)`): Token grid of each sample, at least one.
-        text_lengths (tuple of `int`): Text tokens of each sample, one after the other without padding.
-        strip_length (`int`): Tokens per strip, which is one batch row of the model.
+        grids (tuple of `(t, h, w)`): Token grid of each sample; at least one.
+        text_lengths (tuple of `int`): Text tokens of each sample. The texts follow one another without padding.
+        strip_length (`int`): Tokens per strip.
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
             the same sequence; a sample then has as many strips as its text needs. 0 where text lies apart.
-        device (`torch.device`): Where the tensors below live.
-        caption_ids (tuple of `int`, *optional*): Which stored text each sample reads, numbered by first use; without
-            it, each sample's own.
+        device (`torch.device`): Device of the tensors below.
+        caption_ids (tuple of `int`, *optional*): The stored text that each sample reads, numbered by first use. By
+            default, each sample has a text of its own.
         kept (tuple of `torch.Tensor`, *optional*): The tokens of each sample that are in the pack, as ascending
-            positions in its grid; all of them without it.
-        empty_rows (`int`): Strips of padding at the end, for packs of one fixed shape.
+            indices into its grid. By default, all tokens.
+        padding_strips (`int`): Strips of padding at the end, for packs of one fixed shape.
         text_padding (`int`): Text tokens of padding at the end.
 
     Raises:
@@ -46,7 +51,7 @@ class PackedLayout:
         >>> layout = PackedLayout(grids=((1, 2, 3), (1, 1, 1)), text_lengths=(2, 1), strip_length=4)
         >>> layout.segment_ids.tolist()
         [0, 0, 0, 0, 0, 0, -1, -1, 1, -1, -1, -1]
-        >>> layout.row_segments.tolist()
+        >>> layout.strip_segments.tolist()
         [0, 0, 1]
     """
 
@@ -57,7 +62,7 @@ class PackedLayout:
     device: torch.device | str = "cpu"
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
-    empty_rows: int = 0
+    padding_strips: int = 0
     text_padding: int = 0
 
     def __post_init__(self) -> None:
@@ -67,15 +72,17 @@ class PackedLayout:
                 f"{len(self.grids)} samples, {self.strip_length} and {self.text_slots}."
             )
         if len(self.text_lengths) != len(self.grids):
-            raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts: {len(self.text_lengths)}.")
+            raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts, got {self.text_lengths}.")
         if self.caption_ids is not None and len(self.caption_ids) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many caption_ids: {self.caption_ids}.")
         if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
             raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
         if self.text_index is not None and self.text_padding:
             raise PackingError("Texts that samples share (caption_ids) are not padded: use text_padding without them.")
-        if min(self.empty_rows, self.text_padding) < 0:
-            raise PackingError(f"Padding must be at least 0: {self.empty_rows} rows, {self.text_padding} text tokens.")
+        if min(self.padding_strips, self.text_padding) < 0:
+            raise PackingError(
+                f"Padding must be at least 0: {self.padding_strips} strips, {self.text_padding} text tokens."
+            )
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -87,57 +94,59 @@ class PackedLayout:
         return tuple(map(math.prod, self.grids)) if self.kept is None else tuple(map(len, self.kept))
 
     @cached_property
-    def rows(self) -> tuple[int, ...]:
+    def strips_per_sample(self) -> tuple[int, ...]:
         """Strips of each sample."""
         return tuple(
-            max(-(-length // self.strip_length), -(-text // self.text_slots) if self.text_slots else 0)
+            max(_ceil_div(length, self.strip_length), _ceil_div(text, self.text_slots) if self.text_slots else 0)
             for length, text in zip(self.lengths, self.text_lengths, strict=True)
         )
 
     @property
-    def num_rows(self) -> int:
+    def num_strips(self) -> int:
         """Strips of the pack, those of padding included."""
-        return sum(self.rows) + self.empty_rows
+        return sum(self.strips_per_sample) + self.padding_strips
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the pack, padding included: rows × strip_length."""
-        return self.num_rows * self.strip_length
+        """Tokens of the pack, padding included: `num_strips · strip_length`."""
+        return self.num_strips * self.strip_length
 
     @cached_property
     def num_text_tokens(self) -> int:
-        """Text tokens of the pack, padding included."""
+        """Text tokens of all samples, padding included."""
         return sum(self.text_lengths) + self.text_padding
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, int], ...]:
+    def spans(self) -> tuple[Span, ...]:
         """Where the real tokens of each sample start and stop in the pack."""
-        starts = _starts([rows * self.strip_length for rows in self.rows])
+        starts = _starts([strips * self.strip_length for strips in self.strips_per_sample])
         return tuple((start, start + length) for start, length in zip(starts, self.lengths, strict=True))
 
     @cached_property
-    def text_spans(self) -> tuple[tuple[int, int], ...]:
+    def text_spans(self) -> tuple[Span, ...]:
         """Where the text tokens of each sample start and stop."""
-        starts = _starts(self.text_lengths)
-        return tuple((start, start + length) for start, length in zip(starts, self.text_lengths, strict=True))
+        return tuple(itertools.pairwise([0, *itertools.accumulate(self.text_lengths)]))
 
     @cached_property
     def self_segments(self) -> SegmentSpans:
-        """Each sample's tokens attend to each other."""
+        """Attention of each sample's tokens to each other."""
         return SegmentSpans(queries=self.spans, keys=self.spans, num_queries=self.num_tokens, num_keys=self.num_tokens)
 
     @cached_property
     def cross_segments(self) -> SegmentSpans:
-        """Each sample's tokens attend to its own text."""
+        """Attention of each sample's tokens to its own text."""
         return SegmentSpans(
             queries=self.spans, keys=self.text_spans, num_queries=self.num_tokens, num_keys=self.num_text_tokens
         )
 
     def even_segments(self, num_keys: int) -> SegmentSpans:
-        """Each sample's tokens attend to as many keys of its own, such as image tokens; kept for the next layer."""
+        """Return the attention of each sample's tokens to an equal share of `num_keys` keys, such as image tokens.
+
+        The value is kept for the next layer.
+        """
         if num_keys not in self._even_segments:
-            per_sample = num_keys // len(self)
-            keys = tuple((sample * per_sample, (sample + 1) * per_sample) for sample in range(len(self)))
+            share = num_keys // len(self)
+            keys = tuple((sample * share, (sample + 1) * share) for sample in range(len(self)))
             self._even_segments[num_keys] = SegmentSpans(
                 queries=self.spans, keys=keys, num_queries=self.num_tokens, num_keys=num_keys
             )
@@ -149,8 +158,13 @@ class PackedLayout:
 
     @cached_property
     def by_frame(self) -> FrameLayout:
-        """The frames, and the places in them, for models that attend inside frames and over them in turn."""
-        return frame_layout(self)
+        """Attention inside frames and over frames, for models that alternate between the two."""
+        return FrameLayout.of(self)
+
+    @cached_property
+    def joint(self) -> JointLayout:
+        """Each sample's tokens and its text tokens as one sequence, where strips carry both."""
+        return JointLayout.of(self)
 
     @cached_property
     def _stored_lengths(self) -> tuple[int, ...]:
@@ -159,12 +173,12 @@ class PackedLayout:
 
     @cached_property
     def num_stored_text_tokens(self) -> int:
-        """Text tokens of the pack, those of a shared caption counted once, padding included."""
+        """Text tokens that the pack holds: a shared caption counts once, padding is included."""
         return sum(self._stored_lengths) + self.text_padding
 
     @cached_property
     def text_index(self) -> torch.Tensor | None:
-        """Where each sample's text tokens lie among the stored ones; `int64`, `(num_text_tokens,)`; none: in order."""
+        """Index of each sample's text tokens among the stored ones, `(num_text_tokens,)`; None if in order."""
         if self.caption_ids is None or len(self._stored_lengths) == len(self):
             return None
         starts = _starts(self._stored_lengths)
@@ -172,14 +186,9 @@ class PackedLayout:
         return torch.cat([torch.arange(starts[one], starts[one] + length) for one, length in pieces]).to(self.device)
 
     @cached_property
-    def joint(self) -> JointLayout:
-        """Each sample's tokens and its text tokens as one sequence, where strips carry both."""
-        return joint_layout(self)
-
-    @cached_property
-    def row_segments(self) -> torch.Tensor:
-        """The sample that each strip belongs to, −1 for padding; `int64`, shape `(rows,)`."""
-        return _repeat([*range(len(self)), -1], [*self.rows, self.empty_rows]).to(self.device)
+    def strip_segments(self) -> torch.Tensor:
+        """The sample that each strip belongs to, −1 for padding; `int64`, shape `(num_strips,)`."""
+        return _repeat([*range(len(self)), -1], [*self.strips_per_sample, self.padding_strips]).to(self.device)
 
     @cached_property
     def segment_ids(self) -> torch.Tensor:
@@ -199,9 +208,9 @@ class PackedLayout:
 
         Args:
             backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
-            by_frame (`bool`): Whether tokens attend inside their frame and over the frames, and not to their sample.
+            by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
         """
-        segments = [self.by_frame.frames, self.by_frame.places] if by_frame else [self.self_segments]
+        segments = [self.by_frame.frames, self.by_frame.spatial_positions] if by_frame else [self.self_segments]
         for one in (*segments, self.joint.segments if self.text_slots else self.cross_segments):
             prepare_segments(one, backend, torch.device(self.device))
         _ = self.text_index, self.num_text_tokens, self.num_stored_text_tokens
@@ -219,62 +228,165 @@ class PackedLayout:
         return (ids[:, None] == key_ids[None]) & (ids >= 0)[:, None]
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return [0, *itertools.accumulate(lengths)][:-1]
-
-
-def _repeat(values: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(list(values)).repeat_interleave(torch.tensor(list(counts)))
-
-
-if TYPE_CHECKING:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class FrameLayout:
-    """The frames of a pack, and the places in them; `layout.by_frame` of a [`PackedLayout`].
+    """Attention inside frames and over frames; `layout.by_frame` of a [`PackedLayout`].
+
+    A spatial position is one row and column; its tokens are those of all frames of a sample.
 
     Attributes:
-        frames ([`SegmentSpans`]): The tokens of each frame attend to each other.
-        places ([`SegmentSpans`]): The tokens of one row and column attend to each other over the frames of a sample,
-            laid out by `order`.
+        frames ([`SegmentSpans`]): Attention of the tokens of each frame to each other.
+        spatial_positions ([`SegmentSpans`]): Attention of the tokens of each spatial position to each other, over
+            tokens sorted by `order`.
         order (`torch.Tensor` of shape `(num_tokens,)`): The tokens of the pack with each sample's frames innermost.
-        inverse (`torch.Tensor` of shape `(num_tokens,)`): What puts them back.
+        inverse (`torch.Tensor` of shape `(num_tokens,)`): The inverse permutation of `order`.
     """
 
     frames: SegmentSpans
-    places: SegmentSpans
+    spatial_positions: SegmentSpans
     order: torch.Tensor
     inverse: torch.Tensor
 
+    @classmethod
+    def of(cls, layout: PackedLayout) -> FrameLayout:
+        """Return the frames of a pack from which no token was dropped.
 
-def frame_layout(layout: PackedLayout) -> FrameLayout:
-    """Return the frames of a pack of which no token was dropped.
+        Example:
+            Two frames of three tokens:
+
+            >>> by_frame = FrameLayout.of(PackedLayout(grids=((2, 1, 3),), text_lengths=(1,), strip_length=6))
+            >>> by_frame.frames.queries, by_frame.spatial_positions.queries
+            (((0, 3), (3, 6)), ((0, 2), (2, 4), (4, 6)))
+            >>> by_frame.order.tolist()
+            [0, 3, 1, 4, 2, 5]
+        """
+        order = torch.arange(layout.num_tokens)
+        for (start, stop), (t, h, w) in zip(layout.spans, layout.grids, strict=True):
+            order[start:stop] = order[start:stop].view(t, h * w).t().flatten()
+        return cls(
+            frames=_cut_samples(layout, [h * w for _, h, w in layout.grids]),
+            spatial_positions=_cut_samples(layout, [t for t, _, _ in layout.grids]),
+            order=order.to(layout.device),
+            inverse=order.argsort().to(layout.device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointLayout:
+    """Each sample's tokens and its text tokens as one sequence; `layout.joint` of a [`PackedLayout`].
+
+    Below, `entries` counts the tokens and text slots of all strips: `strips · (strip_length + text_slots)`.
+
+    Attributes:
+        text_slots (`int`): Text tokens that each strip carries.
+        strip_length (`int`): Tokens that each strip carries.
+        strips (`int`): Strips of the pack.
+        order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all
+            strips followed by their text slots. Padding comes last.
+        inverse (`torch.Tensor` of shape `(entries,)`): The inverse permutation of `order`.
+        segments ([`SegmentSpans`]): Attention of each sample's part of the sequence to itself.
+        text_source (`torch.Tensor` of shape `(num_text_tokens,)`, *optional*): Index of each sample's text tokens
+            among the stored ones; None where they lie in order.
+        text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
+        first_strips (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
+    """
+
+    text_slots: int
+    strip_length: int
+    strips: int
+    order: torch.Tensor
+    inverse: torch.Tensor
+    segments: SegmentSpans
+    text_source: torch.Tensor | None
+    text_target: torch.Tensor
+    first_strips: torch.Tensor
+
+    @classmethod
+    def of(cls, layout: PackedLayout) -> JointLayout:
+        """Return where the tokens of joint attention lie in a pack.
+
+        Raises:
+            PackingError: If the layout's strips carry no text.
+        """
+        if not layout.text_slots:
+            raise PackingError("The strips of this layout carry no text; make one with text_slots of at least 1.")
+        strips, slots = layout.num_strips, layout.text_slots
+        firsts = _starts(layout.strips_per_sample)
+        targets = [first * slots + np.arange(n) for first, n in zip(firsts, layout.text_lengths, strict=True)]
+        pieces = [
+            np.concatenate([np.arange(*span), layout.num_tokens + target])
+            for span, target in zip(layout.spans, targets, strict=True)
+        ]
+        spans = tuple(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
+        entries, real = strips * (layout.strip_length + slots), np.concatenate(pieces)
+        order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
+
+        def on_device(index: npt.NDArray[np.int64]) -> torch.Tensor:
+            return torch.from_numpy(index).to(layout.device)
+
+        return cls(
+            text_slots=slots,
+            strip_length=layout.strip_length,
+            strips=strips,
+            order=on_device(order),
+            inverse=on_device(np.argsort(order)),
+            segments=SegmentSpans(queries=spans, keys=spans, num_queries=entries, num_keys=entries),
+            text_source=layout.text_index,
+            text_target=on_device(np.concatenate(targets)),
+            first_strips=on_device(np.array(firsts)),
+        )
+
+    def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Gather tokens and text slots of strips into the sequence `(entries, …)`.
+
+        Args:
+            tokens (`torch.Tensor` of shape `(strips, strip_length, …)`): The strips' tokens.
+            text (`torch.Tensor` of shape `(strips, text_slots, …)`): The strips' text slots.
+        """
+        return torch.cat([tokens.flatten(0, 1), text.flatten(0, 1)]).index_select(0, self.order)
+
+    def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scatter a sequence back into tokens and text slots of strips: the inverse of [`gather`]."""
+        entries = sequence.index_select(0, self.inverse)
+        tokens, text = entries.split([self.strips * self.strip_length, self.strips * self.text_slots])
+        return tokens.unflatten(0, (self.strips, -1)), text.unflatten(0, (self.strips, -1))
+
+    def text_by_strip(self, text: torch.Tensor) -> torch.Tensor:
+        """Put a pack's stored texts into the strips of the samples that read them: `(strips, text_slots, …)`."""
+        return self.fill_slots(text if self.text_source is None else text.index_select(0, self.text_source))
+
+    def fill_slots(self, texts: torch.Tensor) -> torch.Tensor:
+        """Put the samples' text tokens, one sample after another, into the text slots; zeros as padding."""
+        slots = texts.new_zeros(self.strips * self.text_slots, *texts.shape[1:])
+        return slots.index_copy(0, self.text_target, texts).unflatten(0, (self.strips, -1))
+
+    def read_slots(self, text: torch.Tensor) -> torch.Tensor:
+        """Take the samples' text tokens out of `(strips, text_slots, …)`: the inverse of [`fill_slots`]."""
+        return text.flatten(0, 1).index_select(0, self.text_target)
+
+
+def best_text_slots(layout: PackedLayout) -> int:
+    """Return the text slots per strip with which a pack has the fewest entries, tokens and text slots together.
+
+    One slot per strip suits a long video; a small image with a long text needs many slots, or more strips than its
+    tokens fill. All strips of a pack have the same number, so it is a compromise over the samples.
 
     Example:
-        Two frames of three tokens:
+        One token with a text of 12 beside a sample of 40 tokens with the same text, in strips of four. With two
+        slots the first takes six strips and the second ten, `16·6 = 96` entries; with twelve slots they would take one
+        and ten, `11·16 = 176`:
 
-        >>> from hf_bucketing.packing import PackedLayout
-        >>> by_frame = frame_layout(PackedLayout(grids=((2, 1, 3),), text_lengths=(1,), strip_length=6))
-        >>> by_frame.frames.queries, by_frame.places.queries
-        (((0, 3), (3, 6)), ((0, 2), (2, 4), (4, 6)))
-        >>> by_frame.order.tolist()
-        [0, 3, 1, 4, 2, 5]
+        >>> best_text_slots(PackedLayout(grids=((1, 1, 1), (1, 5, 8)), text_lengths=(12, 12), strip_length=4))
+        2
     """
-    order = torch.arange(layout.num_tokens)
-    for (start, stop), (t, h, w) in zip(layout.spans, layout.grids, strict=True):
-        order[start:stop] = order[start:stop].view(t, h * w).t().flatten()
-    return FrameLayout(
-        frames=_segments(layout, [h * w for _, h, w in layout.grids]),
-        places=_segments(layout, [t for t, _, _ in layout.grids]),
-        order=order.to(layout.device),
-        inverse=order.argsort().to(layout.device),
-    )
+    for_tokens = _ceil_div(np.array(layout.lengths), layout.strip_length)
+    slots = np.arange(1, max(1, *layout.text_lengths) + 1)
+    strips = np.maximum(for_tokens, _ceil_div(np.array(layout.text_lengths), slots[:, None])).sum(1)
+    return int(slots[np.argmin(strips * (layout.strip_length + slots))])
 
 
-def _segments(layout: PackedLayout, lengths: Sequence[int]) -> SegmentSpans:
-    """Cut the tokens of each sample into segments of its length."""
+def _cut_samples(layout: PackedLayout, lengths: Sequence[int]) -> SegmentSpans:
+    """Cut the tokens of each sample into segments of its entry in `lengths`, which attend to themselves."""
     spans = tuple(
         (first, first + length)
         for (start, stop), length in zip(layout.spans, lengths, strict=True)
@@ -283,119 +395,13 @@ def _segments(layout: PackedLayout, lengths: Sequence[int]) -> SegmentSpans:
     return SegmentSpans(queries=spans, keys=spans, num_queries=layout.num_tokens, num_keys=layout.num_tokens)
 
 
-if TYPE_CHECKING:
-    pass
+def _ceil_div(count: IntOrArray, size: IntOrArray | int) -> IntOrArray:
+    return -(-count // size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JointLayout:
-    """Each sample's tokens and its text tokens as one sequence; `layout.joint` of a [`PackedLayout`].
-
-    Attributes:
-        text_slots (`int`): Text tokens that each strip carries.
-        strip_length (`int`): Tokens that each strip carries.
-        rows (`int`): Strips of the pack.
-        order (`torch.Tensor` of shape `(places,)`): For each token of the sequence its place among the tokens of all
-            strips, `rows·strip_length`, followed by their text slots, `rows·text_slots`. Padding comes last.
-        inverse (`torch.Tensor` of shape `(places,)`): For each place its token of the sequence.
-        segments ([`SegmentSpans`]): Each sample's part of the sequence attends to itself.
-        text_source (`torch.Tensor` of shape `(num_text_tokens,)`, *optional*): Place of each sample's text tokens
-            among the stored ones; none where they lie in order.
-        text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
-        first_rows (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
-    """
-
-    text_slots: int
-    strip_length: int
-    rows: int
-    order: torch.Tensor
-    inverse: torch.Tensor
-    segments: SegmentSpans
-    text_source: torch.Tensor | None
-    text_target: torch.Tensor
-    first_rows: torch.Tensor
-
-    def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Return the sequence `(places, …)` of what lies in strips.
-
-        Args:
-            tokens (`torch.Tensor` of shape `(rows, strip_length, …)`): Of the strips.
-            text (`torch.Tensor` of shape `(rows, text_slots, …)`): Their text slots.
-        """
-        return torch.cat([tokens.flatten(0, 1), text.flatten(0, 1)]).index_select(0, self.order)
-
-    def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put a sequence back into strips: the inverse of [`gather`]."""
-        places = sequence.index_select(0, self.inverse)
-        tokens, text = places.split([self.rows * self.strip_length, self.rows * self.text_slots])
-        return tokens.unflatten(0, (self.rows, -1)), text.unflatten(0, (self.rows, -1))
-
-    def text_rows(self, text: torch.Tensor) -> torch.Tensor:
-        """Put a pack's stored texts into the strips of the samples that read them: `(rows, text_slots, …)`."""
-        return self.deal(text if self.text_source is None else text.index_select(0, self.text_source))
-
-    def deal(self, texts: torch.Tensor) -> torch.Tensor:
-        """Put the samples' text tokens, one sample after the other, into strips; zeros as padding."""
-        slots = texts.new_zeros(self.rows * self.text_slots, *texts.shape[1:])
-        return slots.index_copy(0, self.text_target, texts).unflatten(0, (self.rows, -1))
-
-    def collect(self, text: torch.Tensor) -> torch.Tensor:
-        """Take the samples' text tokens out of strips `(rows, text_slots, …)` again: the inverse of [`deal`]."""
-        return text.flatten(0, 1).index_select(0, self.text_target)
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)][:-1]
 
 
-def joint_layout(layout: PackedLayout) -> JointLayout:
-    """Return where the tokens of joint attention lie in a pack.
-
-    Raises:
-        PackingError: If the layout's strips carry no text.
-    """
-    if not layout.text_slots:
-        raise PackingError("The strips of this layout carry no text; make one with text_slots of at least 1.")
-    rows, width = layout.num_rows, layout.text_slots
-    first_rows = [0, *itertools.accumulate(layout.rows)][:-1]
-    targets = [row * width + np.arange(length) for row, length in zip(first_rows, layout.text_lengths, strict=True)]
-    pieces = [
-        np.concatenate([np.arange(*span), layout.num_tokens + slots])
-        for span, slots in zip(layout.spans, targets, strict=True)
-    ]
-    stops = list(itertools.accumulate(map(len, pieces)))
-    spans = tuple(zip([0, *stops[:-1]], stops, strict=True))
-    places, real = rows * (layout.strip_length + width), np.concatenate(pieces)
-    order = np.concatenate([real, np.setdiff1d(np.arange(places), real)])
-
-    def on_device(index: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(index).to(layout.device)
-
-    return JointLayout(
-        text_slots=width,
-        strip_length=layout.strip_length,
-        rows=rows,
-        order=on_device(order),
-        inverse=on_device(np.argsort(order)),
-        segments=SegmentSpans(queries=spans, keys=spans, num_queries=places, num_keys=places),
-        text_source=layout.text_index,
-        text_target=on_device(np.concatenate(targets)),
-        first_rows=on_device(np.array(first_rows)),
-    )
-
-
-def fewest_places(layout: PackedLayout) -> int:
-    """Return the text slots per strip with which a pack takes fewest places, tokens and text slots together.
-
-    One slot per strip suits a long video; a small image with a long text needs many slots, or more strips than its
-    tokens fill. The number is the same in all strips of a pack, so it is a compromise over its samples.
-
-    Example:
-        One token with a text of 12 beside a sample of 40 tokens with the same text, in strips of four. With two
-        slots the first takes six strips and the second ten, `16·6 = 96` places; with twelve slots they would take one
-        and ten, `11·16 = 176`:
-
-        >>> from hf_bucketing.packing import PackedLayout
-        >>> fewest_places(PackedLayout(grids=((1, 1, 1), (1, 5, 8)), text_lengths=(12, 12), strip_length=4))
-        2
-    """
-    strips = -(-np.array(layout.lengths) // layout.strip_length)
-    slots = np.arange(1, max(1, *layout.text_lengths) + 1)
-    rows = np.maximum(strips, -(-np.array(layout.text_lengths) // slots[:, None])).sum(1)
-    return int(slots[np.argmin(rows * (layout.strip_length + slots))])
+def _repeat(values: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(values)).repeat_interleave(torch.tensor(list(counts)))

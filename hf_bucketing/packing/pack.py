@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,13 @@ from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
 from .attention.dispatch import Backend
+from .batch import PackedBatch
 from .context import bind_checkpoints, use_layout
 from .family import Family
-from .joint_family import JointFamily
 from .layout import Grid, PackedLayout
 from .precision import exact_scalars, exact_timesteps
-from .strips import from_strips, to_strips, token_grid
-from .texts import distinct, padded_as
+from .strips import to_strips, token_grid
+from .texts import apply_text_mask, deduplicate
 from .token_drop import Seed, TokenDrop
 
 ATTRIBUTE = "_hf_bucketing_packing"
@@ -26,59 +26,8 @@ ATTRIBUTE = "_hf_bucketing_packing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedBatch:
-    """A pack: what one process runs as one sequence.
-
-    Attributes:
-        strips (`torch.Tensor` of shape `(rows, channels, p_t, p_h, strip_length·p_w)`): The latents.
-        timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
-        text (`torch.Tensor` of shape `(stored text tokens, text_dim)`): All texts, one after the other; a text that
-            several samples share is there once (`layout.text_index`), where the family only attends to it.
-        layout ([`PackedLayout`]): Where each sample lies.
-        patch (`tuple` of three `int`): Latent frames, rows and columns per token.
-        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): What else the model is told per sample.
-    """
-
-    strips: torch.Tensor
-    timesteps: torch.Tensor
-    text: torch.Tensor
-    layout: PackedLayout
-    patch: tuple[int, int, int]
-    conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def row_timesteps(self) -> torch.Tensor:
-        """The timestep of each strip; shape `(rows,)`."""
-        return self.timesteps[self.layout.row_segments]
-
-    def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
-        """Return one `(channels, frames, height, width)` tensor per sample, zero where a token was dropped.
-
-        Raises:
-            PackingError: If the prediction is not of this pack.
-        """
-        return from_strips(prediction, self.layout)
-
-    def pack_like(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Pack targets, noise or masks as the latents are packed: `(rows, channels, p_t, p_h, strip_length·p_w)`.
-
-        The same tokens are dropped.
-
-        Args:
-            tensors (sequence of `(channels, frames, height, width)`): Sized as the latents; any number of channels.
-
-        Raises:
-            PackingError: If their number or a size differs.
-        """
-        grids = tuple(token_grid(tensor, self.patch, sample=sample) for sample, tensor in enumerate(tensors))
-        if grids != self.layout.grids:
-            raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
-        return to_strips(tensors, self.patch, layout=self.layout)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Packing:
-    """A transformer's packing, as [`enable_packing`] returns it."""
+    """A transformer's packing, as [`enable_packing`][hf_bucketing.models.enable_packing] returns it."""
 
     transformer: torch.nn.Module
     family: Family
@@ -103,34 +52,34 @@ class Packing:
         """Pack samples of any sizes.
 
         Args:
-            latents (sequence of `(channels, frames, height, width)`): On one device, of one dtype.
-            timesteps (`torch.Tensor` of shape `(n,)`): One per sample, whole numbers or at least `float32`: half
-                precision takes 999 for 1000.
-            text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): Every token
-                is attended to, also padding: leave out what the model must not see. One tensor given for several
-                samples is stored once.
+            latents (sequence of `(channels, frames, height, width)`): The samples, on one device and of one dtype.
+            timesteps (`torch.Tensor` of shape `(n,)`): One per sample, integers or at least `float32`: half precision
+                rounds 999 to 1000.
+            text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): The samples'
+                texts. The model attends to every token, padding included: leave out what it must not see. One tensor
+                given for several samples is stored once.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
-                then treated as the family's pipeline does: left out (`text_rule` `"masked"`), attended to as zeros
-                (`"keep_padding"`, such as Wan), or attended to as it is (`"encoded_padding"`, such as SD3).
+                then treated as the family's pipeline treats it: left out (`text_rule` `"masked"`), attended to as
+                zeros (`"keep_padding"`, such as Wan), or attended to as it is (`"encoded_padding"`, such as SD3).
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
-                of the transformer's own forward, under its names; those that the family needs, and no others.
-            token_drop ([`TokenDrop`], *optional*): Leaves tokens out of the pack; in training only.
-            seeds (sequence of `int`, or of tuples of them, *optional*): One per sample; what token drop draws from.
-            pad_to (`int`, *optional*): Strips of the pack: padding is added, so that all packs have one shape and
+                of the transformer's forward, under its names; exactly those that the model needs.
+            token_drop ([`TokenDrop`], *optional*): Rule by which tokens are left out of the pack; in training only.
+            seeds (sequence of `int`, or of tuples of them, *optional*): Seeds of token drop, one per sample.
+            pad_to (`int`, *optional*): Strips of the pack, reached by padding, so that all packs have one shape and
                 `torch.compile` makes one graph of them.
-            pad_text_to (`int`, *optional*): Text tokens of the pack, likewise; where text rides in the strips, a
-                multiple of `pad_to`: the text slots of all strips.
+            pad_text_to (`int`, *optional*): Text tokens of the pack, likewise. Where strips carry the text, the text
+                slots of all strips: a multiple of `pad_to`.
 
         Returns:
             [`PackedBatch`].
 
         Raises:
-            PackingError: If counts or channels differ, a latent does not divide into patches, a sample is beyond the
+            PackingError: If counts or channels differ, a latent does not divide into patches, a sample exceeds the
                 model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
         conditioning = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
-        patch, channels = self.family.patch(self.transformer), self.family.in_channels(self.transformer)
-        texts = padded_as(self.family.text_rule, text, mask=text_mask)
+        patch = self.family.patch(self.transformer)
+        texts = apply_text_mask(self.family.text_rule, text, mask=text_mask)
         if not isinstance(timesteps, torch.Tensor) or timesteps.ndim != 1:
             got = f"shape {tuple(timesteps.shape)}" if isinstance(timesteps, torch.Tensor) else repr(timesteps)
             raise PackingError(
@@ -143,18 +92,11 @@ class Packing:
                 f"and timesteps of shape {tuple(timesteps.shape)}."
             )
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
-        for sample, (latent, words) in enumerate(zip(latents, texts, strict=True)):
-            if latent.shape[0] != channels:
-                raise PackingError(f"Latent {sample} has {latent.shape[0]} channels; the model takes {channels}.")
-            if words.ndim != 2 or words.shape[1] != self.family.text_dim(self.transformer):
-                raise PackingError(
-                    f"Text {sample} has shape {tuple(words.shape)}; expected (length, "
-                    f"{self.family.text_dim(self.transformer)})."
-                )
+        self._check_channels(latents, texts)
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
         shared = self.family.shares_texts and pad_text_to is None
-        stored, caption_ids = distinct(texts) if shared else (texts, None)
+        stored, caption_ids = deduplicate(texts) if shared else (texts, None)
         layout = PackedLayout(
             grids=grids,
             text_lengths=tuple(map(len, texts)),
@@ -163,12 +105,10 @@ class Packing:
             caption_ids=caption_ids,
             kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
         )
-        if isinstance(self.family, JointFamily):
-            layout = self.family.with_text_slots(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
-            pad_text_to = None
+        layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
         layout = replace(
             layout,
-            empty_rows=_padding("strips", layout.num_rows, pad_to),
+            padding_strips=_padding("strips", layout.num_strips, pad_to),
             text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
         )
         return PackedBatch(
@@ -179,6 +119,14 @@ class Packing:
             patch=patch,
             conditioning=conditioning,
         )
+
+    def _check_channels(self, latents: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> None:
+        channels, text_dim = self.family.in_channels(self.transformer), self.family.text_dim(self.transformer)
+        for sample, (latent, words) in enumerate(zip(latents, texts, strict=True)):
+            if latent.shape[0] != channels:
+                raise PackingError(f"Latent {sample} has {latent.shape[0]} channels; the model takes {channels}.")
+            if words.ndim != 2 or words.shape[1] != text_dim:
+                raise PackingError(f"Text {sample} has shape {tuple(words.shape)}; expected (length, {text_dim}).")
 
     def _kept(
         self, grids: Sequence[Grid], drop: TokenDrop | None, seeds: Sequence[Seed] | None, *, device: torch.device
@@ -223,11 +171,11 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
     """Run a pack through the transformer's own forward.
 
     Args:
-        transformer (`torch.nn.Module`): One with packing enabled, as it is or wrapped by `accelerator.prepare`.
-        batch ([`PackedBatch`]): From that transformer's packing.
+        transformer (`torch.nn.Module`): A transformer with packing enabled, bare or wrapped by `accelerator.prepare`.
+        batch ([`PackedBatch`]): A pack made by that transformer's packing.
 
     Returns:
-        `torch.Tensor` of shape `(rows, out_channels, p_t, p_h, strip_length·p_w)`: See [`PackedBatch.unpack`].
+        `torch.Tensor` of shape `(num_strips, out_channels, p_t, p_h, strip_length·p_w)`; see [`PackedBatch.unpack`].
 
     Raises:
         PackingError: If packing is not enabled.
@@ -255,12 +203,14 @@ def packing_of(transformer: torch.nn.Module) -> Packing:
 def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
     """Return the transformer inside the wrappers of accelerate, torch.compile and peft."""
     model = extract_model_from_parallel(transformer, keep_torch_compile=False)
-    # peft's PeftModel, told by what it offers, as peft need not be installed
+    # A PeftModel is recognised by its method, because peft need not be installed.
     base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base
 
 
 def _padding(what: str, count: int, fixed: int | None) -> int:
     if fixed is not None and fixed < count:
-        raise PackingError(f"The pack has {count} {what}, more than the {fixed} to pad to; raise them or pack less.")
+        raise PackingError(
+            f"The pack has {count} {what}, more than the {fixed} to pad to; pad to more, or pack fewer samples."
+        )
     return 0 if fixed is None else fixed - count

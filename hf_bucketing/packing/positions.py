@@ -1,12 +1,13 @@
-"""Where tokens lie on the axes of their grid, natively or stretched to a base size."""
+"""Positions of tokens on the axes of their grid, native or stretched to a base size, and as tables by strip."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .layout import Grid
+from .layout import Grid, PackedLayout
+from .strips import by_strip
 
 
 def axis_coordinates(
@@ -15,11 +16,11 @@ def axis_coordinates(
     """Return the coordinates of frames, rows and columns, in tokens.
 
     Args:
-        grid (`(t, h, w)`): Of the sample.
-        base_size (`(t, h, w)` or `None`): Coordinate `i` of an axis of `n` tokens becomes `i·base/n`, so that every
-            sample spans the base grid (fractional positions: NaViT, Dehghani et al., 2023). `None` leaves `i`.
-        device (`torch.device`): Of the result.
-        dtype (`torch.dtype`): Of the result.
+        grid (`(t, h, w)`): The sample's token grid.
+        base_size (`(t, h, w)` or `None`): Token grid over which every sample is stretched: coordinate `i` of an axis
+            of `n` tokens becomes `i·base/n` (fractional positions: NaViT, Dehghani et al., 2023). `None` keeps `i`.
+        device (`torch.device`): Device of the result.
+        dtype (`torch.dtype`): Dtype of the result.
 
     Returns:
         `tuple` of three `torch.Tensor`, of lengths t, h and w.
@@ -42,3 +43,28 @@ def over_grid(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         table.view(*shape, *table.shape[1:]).expand(t, h, w, *table.shape[1:]).flatten(0, 2)
         for table, shape in zip(tables, shapes, strict=True)
     )
+
+
+@torch.compiler.disable  # its loops follow the composition of the pack: a graph of them would serve no other pack
+def position_strips(
+    layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, ...]:
+    """Lay out position tables as the tokens of a pack lie, with zeros for padding.
+
+    Args:
+        layout ([`PackedLayout`]): The pack's layout.
+        table (callable): Function of a token grid that returns the tables of such a sample, each `(t·h·w, …)`; called
+            once per distinct grid.
+
+    Returns:
+        `tuple` of `torch.Tensor` of shape `(num_strips, strip_length, …)`: One per table.
+    """
+    tables = {grid: table(grid) for grid in dict.fromkeys(layout.grids)}
+    by_table = zip(*(tables[grid] for grid in layout.grids), strict=True)
+    return tuple(by_strip(samples, layout) for samples in by_table)
+
+
+def shape_only(like: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+    """Return a latent of a grid that takes no memory, for position modules that read nothing but its shape."""
+    sides = (count * part for count, part in zip(grid, patch, strict=True))
+    return like.new_empty(()).expand(1, 1, *sides)

@@ -1,7 +1,7 @@
-"""Timesteps in float32 up to their embedding.
+"""Exact timesteps up to their embedding.
 
-FSDP's mixed precision and DeepSpeed cast all inputs of a model to half precision, in which 999 is 1000 and 0.5 steps
-are lost. The models compute the embedding in float32, so what they are given there must still be exact.
+FSDP's mixed precision and DeepSpeed cast all inputs of a model to half precision, in which 999 becomes 1000 and half
+steps are lost. The models compute the embedding in float32, so its input must still be exact.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _active = _Active()
 
 
 def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
-    """Return timesteps as they reach their embedding, which computes in float32.
+    """Return timesteps in at least float32, in which their embedding is computed.
 
     Raises:
-        PackingError: If they are in half precision.
+        PackingError: If the timesteps are in half precision.
     """
     if timesteps.is_floating_point() and timesteps.dtype.itemsize < 4:
         raise PackingError(f"Timesteps must be whole numbers or at least float32, got {timesteps.dtype}.")
@@ -49,7 +49,7 @@ def exact_scalars(kwargs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def keep_scalars_exact(transformer: torch.nn.Module) -> RemovableHandle:
-    """Give a transformer the inputs that [`exact_scalars`] remembers, whatever wrappers have cast them to."""
+    """Hook a transformer so that it gets the inputs that [`exact_scalars`] remembers, even if wrappers cast them."""
 
     def restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         exact = _active.scalars

@@ -1,4 +1,4 @@
-"""Which tokens attend to which: the value that attention backends read."""
+"""Segments of a pack, which say which tokens attend to which: the value that attention backends read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class KeyBounds(NamedTuple):
-    """The keys of each query.
+    """The range of keys that each query attends to.
 
     Attributes:
         start (`torch.Tensor` of shape `(num_queries,)`): `int32`, the first key of each query.
-        stop (`torch.Tensor` of shape `(num_queries,)`): `int32`, the key after its last; `start` where it has none.
+        stop (`torch.Tensor` of shape `(num_queries,)`): `int32`, the key after each query's last; `start` for none.
     """
 
     start: torch.Tensor
@@ -27,15 +27,15 @@ class KeyBounds(NamedTuple):
 
 
 class VarlenOffsets(NamedTuple):
-    """Segments as offsets, as kernels for variable lengths take them; padding forms segments of its own.
+    """Segments as offsets, for kernels of variable lengths; padding forms segments of its own.
 
     Attributes:
         cu_seqlens_q (`torch.Tensor` of shape `(n + 1,)`): `int32`, from 0 to `num_queries`.
         cu_seqlens_k (`torch.Tensor` of shape `(n + 1,)`): `int32`, from 0 to the number of keys.
         max_q (`int`): Queries of the longest segment, rounded up to a power of two.
-        max_k (`int`): Keys of the longest segment, rounded likewise.
-        key_index (`torch.Tensor`, *optional*): Which keys to take first, where segments share keys or take them in
-            another order than they lie; else they are taken as they lie.
+        max_k (`int`): Keys of the longest segment, rounded up to a power of two.
+        key_index (`torch.Tensor`, *optional*): Keys in the order of the segments, where segments share keys or order
+            them differently; None where the keys lie in that order.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -52,8 +52,8 @@ class SegmentSpans:
     What backends derive from it is made once per device and kept, so that no layer waits for a copy to the device.
 
     Args:
-        queries (tuple of `(start, stop)`): Ascending, without overlap.
-        keys (tuple of `(start, stop)`): As many as queries.
+        queries (tuple of `(start, stop)`): Queries of each segment, ascending and without overlap.
+        keys (tuple of `(start, stop)`): Keys of each segment.
         num_queries (`int`): Tokens on the query side, padding included.
         num_keys (`int`): Tokens on the key side, padding included.
     """
@@ -65,11 +65,11 @@ class SegmentSpans:
 
     @cached_property
     def keys_ascend(self) -> bool:
-        """Whether the keys of a segment lie after those of the segment before it."""
+        """Whether the keys of each segment lie after those of the segment before."""
         return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(self.keys))
 
     def key_bounds(self, device: torch.device) -> KeyBounds:
-        """Return the keys of each query; padding has none."""
+        """Return the range of keys of each query; empty for padding."""
 
         def make() -> KeyBounds:
             bounds = torch.zeros(2, self.num_queries, dtype=torch.int32)
@@ -91,8 +91,8 @@ class SegmentSpans:
     def varlen(self, device: torch.device) -> VarlenOffsets:
         """Return the segments as offsets.
 
-        Padding of queries becomes segments without keys, and padding of keys segments without queries, for which
-        kernels write zeros: it costs no attention, and no copy without it is made.
+        Padding of queries becomes segments without keys, and padding of keys segments without queries. Kernels write
+        zeros for them, so padding costs no attention and no copy to remove it.
 
         Example:
             Two samples of three and one tokens in strips of four:
@@ -142,7 +142,7 @@ class SegmentSpans:
 
 
 def _round_up(length: int) -> int:
-    """Return a power of two: kernels need an upper bound, and compiled models few values of it."""
+    """Round up to a power of two: kernels need an upper bound, and compiled models need few values of it."""
     return 1 << (length - 1).bit_length() if length else 0
 
 

@@ -1,13 +1,13 @@
 """Latents to strips and back.
 
-C channels, F latent frames, H and W latent rows and columns, L tokens, R strips (batch rows), S strip_length;
-p_t, p_h, p_w are the sides of a patch.
+C channels, F latent frames, H and W latent rows and columns, L tokens, R strips, S strip_length; p_t, p_h, p_w are the
+sides of a patch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -36,63 +36,8 @@ def token_grid(latent: torch.Tensor, patch: Grid, *, sample: int) -> Grid:
     return t, h, w
 
 
-def to_rows(tokens: torch.Tensor, strip_length: int, *, rows: int) -> torch.Tensor:
-    """Cut `(L, …)` into `(rows, S, …)`, padded with zeros."""
-    padding = rows * strip_length - tokens.shape[0]
-    return F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding]).unflatten(0, (-1, strip_length))
-
-
-@torch.compiler.disable  # its loops follow the composition of the pack: a graph of them would serve no other pack
-def position_rows(layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """Lay out position tables as the tokens of a pack lie, with zeros for padding.
-
-    Args:
-        layout ([`PackedLayout`]): Of the pack.
-        table (callable): Returns the tables of one sample, each `(L, …)`, for its grid; called once per distinct grid.
-
-    Returns:
-        `tuple` of `torch.Tensor` of shape `(R, S, …)`: As many as `table` returns.
-    """
-    tables = {grid: table(grid) for grid in dict.fromkeys(layout.grids)}
-    samples = [
-        [to_rows(_keep(part, kept), layout.strip_length, rows=rows) for part in tables[grid]]
-        for grid, rows, kept in zip(layout.grids, layout.rows, _kept(layout), strict=True)
-    ]
-    return tuple(_with_empty_rows(torch.cat(parts), layout.empty_rows) for parts in zip(*samples, strict=True))
-
-
-def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, layout: PackedLayout) -> torch.Tensor:
-    """Cut latents of shape `(C, F, H, W)` into the strips of a pack, `(R, C, p_t, p_h, S·p_w)`.
-
-    Tokens come in the order in which a patch embedding over frames, rows and columns makes them.
-    """
-    samples = [
-        _strips_of(latent, patch, layout.strip_length, rows=rows, kept=kept)
-        for latent, rows, kept in zip(latents, layout.rows, _kept(layout), strict=True)
-    ]
-    return _with_empty_rows(torch.cat(samples), layout.empty_rows)
-
-
-def _strips_of(
-    latent: torch.Tensor, patch: Grid, strip_length: int, *, rows: int, kept: torch.Tensor | None
-) -> torch.Tensor:
-    return tokens_to_strips(to_rows(_keep(patchify(latent, patch), kept), strip_length, rows=rows))
-
-
-def _kept(layout: PackedLayout) -> Sequence[torch.Tensor | None]:
-    return [None] * len(layout) if layout.kept is None else layout.kept
-
-
-def _keep(tokens: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    return tokens if kept is None else tokens.index_select(0, kept)
-
-
-def _with_empty_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
-    return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, count]) if count else rows
-
-
 def patchify(latent: torch.Tensor, patch: Grid) -> torch.Tensor:
-    """Turn a latent `(C, F, H, W)` into tokens `(L, C, p_t, p_h, p_w)`."""
+    """Turn a latent `(C, F, H, W)` into tokens `(L, C, p_t, p_h, p_w)`, in the order of a patch embedding."""
     p_t, p_h, p_w = patch
     # (C, t, p_t, h, p_h, w, p_w) -> (t, h, w, C, p_t, p_h, p_w)
     blocks = latent.unflatten(3, (-1, p_w)).unflatten(2, (-1, p_h)).unflatten(1, (-1, p_t))
@@ -105,36 +50,59 @@ def unpatchify(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
     return blocks.flatten(5, 6).flatten(3, 4).flatten(1, 2)
 
 
-def tokens_to_strips(rows: torch.Tensor) -> torch.Tensor:
-    """Turn rows of tokens `(R, S, C, p_t, p_h, p_w)` into strips `(R, C, p_t, p_h, S·p_w)`."""
-    return rows.permute(0, 2, 3, 4, 1, 5).flatten(4, 5)
+def by_strip(samples: Iterable[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
+    """Cut each sample's tokens `(L, …)` into strips, `(R, S, …)` in all, without dropped tokens and with padding."""
+    strips = []
+    for tokens, count, kept in zip(samples, layout.strips_per_sample, kept_tokens(layout), strict=True):
+        tokens = tokens if kept is None else tokens.index_select(0, kept)
+        padding = count * layout.strip_length - len(tokens)
+        padded = F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding])
+        strips.append(padded.unflatten(0, (-1, layout.strip_length)))
+    joined = torch.cat(strips)
+    count = layout.padding_strips
+    return F.pad(joined, [0, 0] * (joined.ndim - 1) + [0, count]) if count else joined
 
 
-def to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """Turn strips `(R, C, p_t, p_h, S·p_w)` into tokens `(R·S, C, p_t, p_h, p_w)`, padding included.
+def kept_tokens(layout: PackedLayout) -> Sequence[torch.Tensor | None]:
+    """Return the indices of the tokens that each sample keeps; None for all tokens."""
+    return [None] * len(layout) if layout.kept is None else layout.kept
+
+
+def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, layout: PackedLayout) -> torch.Tensor:
+    """Cut latents of shape `(C, F, H, W)` into the strips of a pack, `(R, C, p_t, p_h, S·p_w)`."""
+    return tokens_to_strips(by_strip((patchify(latent, patch) for latent in latents), layout))
+
+
+def tokens_to_strips(tokens: torch.Tensor) -> torch.Tensor:
+    """Turn tokens by strip `(R, S, C, p_t, p_h, p_w)` into strips `(R, C, p_t, p_h, S·p_w)`."""
+    return tokens.permute(0, 2, 3, 4, 1, 5).flatten(4, 5)
+
+
+def strips_to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """Turn strips `(R, C, p_t, p_h, S·p_w)` into tokens by strip `(R, S, C, p_t, p_h, p_w)`, padding included.
 
     Raises:
-        PackingError: If the strips are not those of the layout.
+        PackingError: If the strips do not have the layout's shape.
     """
-    rows, width = layout.num_rows, layout.strip_length
-    if strips.ndim != 5 or strips.shape[0] != rows or strips.shape[4] % width:
+    count, length = layout.num_strips, layout.strip_length
+    if strips.ndim != 5 or strips.shape[0] != count or strips.shape[4] % length:
         raise PackingError(
-            f"Expected strips of shape ({rows}, channels, p_t, p_h, {width}·p_w), got {tuple(strips.shape)}."
+            f"Expected strips of shape ({count}, channels, p_t, p_h, {length}·p_w), got {tuple(strips.shape)}."
         )
-    return strips.unflatten(4, (width, -1)).permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
+    return strips.unflatten(4, (length, -1)).permute(0, 4, 1, 2, 3, 5)
 
 
 def from_strips(strips: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:
-    """Put strips together again: the inverse of [`to_strips`], for any number of channels.
+    """Join strips into latents again: the inverse of [`to_strips`], for any number of channels.
 
-    Tokens that were dropped are zero.
+    Dropped tokens are zero.
 
     Raises:
-        PackingError: If the strips are not those of the layout.
+        PackingError: If the strips do not have the layout's shape.
     """
-    tokens = to_tokens(strips, layout)
+    tokens = strips_to_tokens(strips, layout).flatten(0, 1)
     latents = []
-    for (start, stop), grid, kept in zip(layout.spans, layout.grids, _kept(layout), strict=True):
+    for (start, stop), grid, kept in zip(layout.spans, layout.grids, kept_tokens(layout), strict=True):
         sample = tokens[start:stop]
         if kept is not None:
             sample = sample.new_zeros(math.prod(grid), *sample.shape[1:]).index_copy(0, kept, sample)

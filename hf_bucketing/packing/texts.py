@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
 
 from ..errors import PackingError
-from .family import TextRule
+
+TextRule: TypeAlias = Literal["masked", "keep_padding", "encoded_padding"]
+"""What a pipeline does with the padding of a text.
+
+It leaves padding out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
+"""
 
 
-def padded_as(
+def apply_text_mask(
     rule: TextRule, text: Sequence[torch.Tensor] | torch.Tensor, *, mask: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Return each sample's text, `(length, text_dim)`, with its padding as a family's pipeline has it.
+    """Return each sample's text, `(length, text_dim)`, with padding as a family's pipeline has it.
 
     Args:
-        rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): Of the family.
+        rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): The family's [`TextRule`].
         text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): The texts.
-        mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for padding; without it there is none.
+        mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for padding. By default, there is no padding.
 
     Raises:
-        PackingError: If the mask is not of the text's shape.
+        PackingError: If the mask does not have the text's shape.
     """
     if mask is None:
         return list(text)
@@ -34,10 +40,10 @@ def padded_as(
     return [words[keep.bool()] for words, keep in zip(text, mask, strict=True)]
 
 
-def distinct(texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
-    """Return the texts that differ as memory, and which of them each sample reads: contents are not compared."""
+def deduplicate(texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    """Deduplicate texts by storage, not by value; return them and the index of each sample's text among them."""
     stored: dict[tuple[object, ...], tuple[int, torch.Tensor]] = {}
-    # without memory of its own (meta tensors, empty texts) a tensor is only itself
+    # A tensor without memory of its own (a meta tensor, an empty text) equals only itself.
     keys = [(words.data_ptr() or id(words), words.shape, words.stride(), words.requires_grad) for words in texts]
     for key, words in zip(keys, texts, strict=True):
         stored.setdefault(key, (len(stored), words))

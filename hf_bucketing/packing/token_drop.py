@@ -1,4 +1,4 @@
-"""Which tokens of a sample enter a pack in training: NaViT's token dropping, and dropping until a pack fits."""
+"""Token drop in training: NaViT's token dropping, and dropping until a sample or pack fits its capacity."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ Seed: TypeAlias = "int | Sequence[int]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetaRate:
-    """A rate drawn per sample, `max_rate · Beta(alpha, beta)`, as NaViT draws it (Dehghani et al., 2023).
+    """A rate drawn per sample, `max_rate · Beta(alpha, beta)`, as in NaViT (Dehghani et al., 2023).
+
+    The mean of the rate is `max_rate · alpha / (alpha + beta)`.
 
     Args:
-        alpha (`float`): Above 0. The mean of the rate is `max_rate · alpha / (alpha + beta)`.
-        beta (`float`): Above 0.
-        max_rate (`float`): From 0 to 1.
+        alpha (`float`): First parameter of the beta distribution, above 0.
+        beta (`float`): Second parameter of the beta distribution, above 0.
+        max_rate (`float`): Largest rate, from 0 to 1.
 
     Raises:
         PackingError: If a number is out of its range.
@@ -40,7 +42,7 @@ class BetaRate:
 
 
 class _Parts(NamedTuple):
-    """What a mode keeps or drops as one: `number` parts of `tokens` tokens each, of which `kept` are kept."""
+    """The units that a mode keeps or drops whole: `number` units of `tokens` tokens each, of which `kept` are kept."""
 
     number: int
     tokens: int
@@ -49,18 +51,19 @@ class _Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDrop:
-    """How many and which tokens of each sample are left out of a pack; for training.
+    """Rule by which tokens of each sample are left out of a pack, for training.
 
     What a sample keeps depends on its own seed, not on the rest of the pack, unless the pack has a capacity. At least
-    one token, position or frame is kept.
+    one token, spatial position or frame is kept.
 
     Args:
-        rate (`float`, callable or [`BetaRate`]): Part of the tokens to drop, from 0 to 1; for all samples alike, as a
-            function of the sample's token grid `(t, h, w)`, or drawn per sample.
-        mode (`"random"`, `"tube"` or `"frames"`): Drop tokens, positions in all frames alike, or whole frames.
-        sample_capacity (`int`, *optional*): Tokens that no sample may exceed: more are dropped until it fits.
-        pack_capacity (`int`, *optional*): Tokens that a pack may not exceed: all samples drop as many more, in
-            proportion, as it takes. An oversize sample then need not be refused.
+        rate (`float`, callable or [`BetaRate`]): Share of the tokens to drop, from 0 to 1: the same for all samples,
+            a function of the sample's token grid `(t, h, w)`, or drawn per sample.
+        mode (`"random"`, `"tube"` or `"frames"`): What is dropped: single tokens, spatial positions over all frames,
+            or whole frames.
+        sample_capacity (`int`, *optional*): Largest number of tokens of a sample; more are dropped until it fits.
+        pack_capacity (`int`, *optional*): Largest number of tokens of a pack; all samples drop more in proportion
+            until it fits, so that an oversize sample need not be refused.
 
     Raises:
         PackingError: If the rate, mode or a capacity is impossible.
@@ -87,11 +90,11 @@ class TokenDrop:
                 raise PackingError(f"{name} must be at least 1, got {capacity}.")
 
     def num_kept(self, grids: Sequence[Grid], *, seeds: Sequence[Seed]) -> list[int]:
-        """Return how many tokens of each sample a pack holds, for planning it.
+        """Return how many tokens of each sample a pack would hold, for planning.
 
         Args:
             grids (sequence of `(t, h, w)`): Token grids of the samples of one pack.
-            seeds (sequence of `int`, or of tuples of them): Of each sample, such as `(seed, epoch, index)`.
+            seeds (sequence of `int`, or of tuples of them): Seed of each sample, such as `(seed, epoch, index)`.
 
         Raises:
             PackingError: If a capacity cannot be met, or a rate is impossible.
@@ -99,11 +102,11 @@ class TokenDrop:
         return [part.tokens * part.kept for part in self._plan(grids, _generators(grids, seeds))]
 
     def kept(self, grids: Sequence[Grid], *, seeds: Sequence[Seed]) -> list[np.ndarray]:
-        """Return the tokens that each sample of a pack keeps, as ascending positions in its grid.
+        """Return the tokens that each sample of a pack keeps, as ascending indices into its grid.
 
         Args:
             grids (sequence of `(t, h, w)`): Token grids of the samples of one pack.
-            seeds (sequence of `int`, or of tuples of them): Of each sample, such as `(seed, epoch, index)`.
+            seeds (sequence of `int`, or of tuples of them): Seed of each sample, such as `(seed, epoch, index)`.
 
         Raises:
             PackingError: If a capacity cannot be met, or a rate is impossible.
@@ -152,7 +155,7 @@ class TokenDrop:
 
 
 def _fit_pack(plan: list[_Parts], capacity: int) -> list[_Parts]:
-    """Lower what all samples keep, in proportion, until the pack fits, and not further."""
+    """Lower what all samples keep, in proportion, just until the pack fits."""
     kept, tokens = (np.array([getattr(part, name) for part in plan]) for name in ("kept", "tokens"))
     if kept @ tokens <= capacity:
         return plan
@@ -167,7 +170,8 @@ def _fit_pack(plan: list[_Parts], capacity: int) -> list[_Parts]:
         low, high = (middle, high) if _lowered(kept, middle) @ tokens <= capacity else (low, middle)
     fitted = _lowered(kept, low)
     order = np.argsort(fitted - low * kept, kind="stable")
-    for most in (1, capacity):  # rounding took away too much: give back one each, to those it took most from first
+    # Rounding took away too much: give back one unit each, first to the samples that lost most, then what still fits.
+    for most in (1, capacity):
         for sample in order:
             room = (capacity - fitted @ tokens) // tokens[sample]
             fitted[sample] += min(room, kept[sample] - fitted[sample], most)

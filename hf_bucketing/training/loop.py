@@ -24,7 +24,7 @@ from ..files import check_folder_writable
 from ..loaders.resume import resume
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
-from ..models.recipes import recipe_of
+from ..models.registry import recipe_of
 from .adapters import save_lora
 from .budget import describe, fill_capacity, out_of_memory
 from .checkpoint import (

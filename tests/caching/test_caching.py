@@ -23,8 +23,7 @@ from hf_bucketing.loaders import BucketCollator, PackCollator
 from hf_bucketing.media import ViewRule
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.recipes import recipe_of
-from hf_bucketing.models.registry import FAMILIES
+from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.training.steps import BucketStep, PackStep
 from tests.conftest import ROOT, launch, run_script
 
@@ -66,7 +65,7 @@ def test_stacks_and_packs_have_the_losses_of_training_from_files(
     media["flip_probability"] = views.flip_probability
     ids = data.dataset["bucket_id"]
     groups = [[row for row, other in enumerate(ids) if other == bucket][:3] for bucket in sorted(set(ids))[-2:]]
-    packable = type(recipe.transformer).__name__ in FAMILIES
+    packable = type(recipe.transformer).__name__ in families()
     for batching in ("bucket", "pack") if packable else ("bucket",):
         stack = batching == "bucket"
         keyed = cached(data, recipe, tmp_path / "cache", batching=batching, views=views, seed=5)

@@ -71,7 +71,6 @@ def test_packed_mse_is_the_mean_over_each_samples_own_tokens() -> None:
     outputs, targets = ([torch.randn(shape) for shape in shapes] for _ in range(2))
     layout = PackedLayout(grids=grids, text_lengths=(1, 1, 1), strip_length=5)
     strips = to_strips(outputs, patch, layout=layout)
-    strips[0, ..., 0] += 0  # rows stay writable
     tokens = strips.unflatten(4, (5, -1)).movedim(4, 1).flatten(0, 1)
     tokens[layout.segment_ids < 0] = torch.nan
     poisoned = tokens.unflatten(0, (-1, 5)).movedim(1, 4).flatten(4, 5)

@@ -11,8 +11,8 @@ import torch
 from diffusers import DDPMScheduler
 
 from hf_bucketing import BucketingError
-from hf_bucketing.losses import GaussianPosterior, batch_vlb, packed_vlb
-from hf_bucketing.packing import PackedLayout
+from hf_bucketing.losses import GaussianPosterior, batch_vlb
+from hf_bucketing.packing import PackedLayout, packed_vlb
 from hf_bucketing.packing.strips import to_strips
 
 GRIDS, PATCH, STRIP = ((2, 2, 3), (1, 1, 1), (1, 4, 2), (2, 2, 3)), (1, 2, 2), 5

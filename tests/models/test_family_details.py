@@ -1,4 +1,4 @@
-"""What is particular to single families: refusals, conditioning, fused projections, strips of one token."""
+"""What is particular to single families: refusals, conditioning, fused projections."""
 
 from __future__ import annotations
 
@@ -14,40 +14,12 @@ from diffusers.utils import is_torchvision_available
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import cosmos, disable_packing, enable_packing, verify_packing
-from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forward, use_layout
-from tests.models.family_models import make_cosmos
-from tests.packing.packing_cases import CASES, FamilyCase, Samples, largest_difference
-
-each_family = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+from tests.models.cases import CASES, Samples, largest_difference
+from tests.models.cross_models import make_cosmos
 
 
-@each_family
-@torch.no_grad()
-def test_strips_of_one_token_run_or_are_refused(case: FamilyCase) -> None:
-    model, samples = case.model(), Samples(case=case)
-    expected = samples.alone(model)
-    if type(model).__name__ == "AllegroTransformer3DModel":
-        with pytest.raises(PackingError, match="strip_length of at least 2"):
-            enable_packing(model, strip_length=1)
-        return
-    batch = samples.pack(enable_packing(model, strip_length=1))
-    assert largest_difference(expected, batch.unpack(packed_forward(model, batch))) <= 1e-5
-
-
-@each_family
-@torch.no_grad()
-def test_a_model_in_bfloat16_errs_no_more_than_running_the_samples_alone(case: FamilyCase) -> None:
-    exact = Samples(case=case).alone(case.model())
-    model, samples = case.model(torch.bfloat16), Samples(torch.bfloat16, case=case)
-    alone = [output.float() for output in samples.alone(model)]
-    batch = samples.pack(enable_packing(model, strip_length=4))
-    packed = [output.float() for output in batch.unpack(packed_forward(model, batch))]
-    assert batch.unpack(packed_forward(model, batch))[0].dtype == torch.bfloat16
-    assert 0 < largest_difference(exact, packed) <= 2 * largest_difference(exact, alone)
-
-
-@pytest.mark.parametrize("name", ["pixart", "wan", "wan image"])
+@pytest.mark.parametrize("name", ["pixart", "wan", "wan image", "sd3", "cogvideox", "flux"])
 @torch.no_grad()
 def test_fused_projections_are_used(name: str) -> None:
     case = CASES[name]
@@ -121,12 +93,6 @@ def test_wan_2_2_with_a_timestep_for_every_token_of_a_video_is_one_timestep_per_
     assert largest_difference(expanded, packed) <= 1e-5
 
 
-def test_recipes_of_subclasses_are_those_of_their_base() -> None:
-    model = CASES["latte"].model()
-    model.__class__ = type("MyLatte", (type(model),), {})
-    assert type(family_of(model)).__name__ == "LatteFamily"
-
-
 def test_a_processor_refuses_modules_that_mix_tokens_outside_attention() -> None:
     from diffusers.models.attention_processor import Attention
 
@@ -145,8 +111,8 @@ def test_cosmos_with_a_padding_mask_gets_one_of_zeros(monkeypatch) -> None:
         return torch.nn.functional.interpolate(mask, size=size, mode=interpolation)
 
     modes = SimpleNamespace(NEAREST="nearest")
-    stand_in = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
-    monkeypatch.setattr(transformer_cosmos, "transforms", stand_in, raising=False)  # torchvision's, if it is there
+    torchvision = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
+    monkeypatch.setattr(transformer_cosmos, "transforms", torchvision, raising=False)
     monkeypatch.setattr(cosmos, "is_torchvision_available", lambda: True)
     case = replace(CASES["cosmos"], make=partial(make_cosmos, concat_padding_mask=True))
     model, samples = case.model(), Samples(case=case)

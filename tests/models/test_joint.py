@@ -1,6 +1,8 @@
-"""What is particular to models whose text tokens sit in the same attention sequence."""
+"""What is particular to models whose text tokens attend in one sequence with the tokens."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,44 +13,13 @@ from hypothesis import strategies as st
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.cogvideox import centred
-from hf_bucketing.models.registry import FAMILIES
+from hf_bucketing.models.joint import JointFamily
+from hf_bucketing.models.registry import families
 from hf_bucketing.packing import PackedJointAttnProcessor, packed_forward
-from hf_bucketing.packing.joint_family import JointFamily
-from tests.models.joint_cases import JOINT_CASES, make_cogvideox, make_flux, make_hunyuan, make_sd3, make_sd35
-from tests.packing.packing_cases import CASES, Samples, assert_same_gradients, gradients, largest_difference
-
-JOINT = {name: CASES[name] for name in JOINT_CASES}
-
-
-def packed_outputs(model, samples: Samples) -> list[torch.Tensor]:
-    batch = samples.pack(enable_packing(model, strip_length=4))
-    outputs = batch.unpack(packed_forward(model, batch))
-    disable_packing(model)
-    return outputs
-
-
-@pytest.mark.parametrize("case", JOINT.values(), ids=JOINT.keys())
-def test_two_packs_in_flight_keep_their_own_layouts(case) -> None:
-    model = case.model()
-    model.enable_gradient_checkpointing()
-    both = Samples(case=case, order=(0, 1, 4)), Samples(case=case, order=(5, 2, 3, 3))
-    expected = gradients(model, *[samples.loss_alone(model) for samples in both])
-    packing = enable_packing(model, strip_length=4)
-    losses = [samples.loss_packed(model, packing) for samples in both]
-    assert_same_gradients(expected, gradients(model, *losses), 1e-4, without_gradient=case.without_gradient)
-
-
-@pytest.mark.parametrize("case", JOINT.values(), ids=JOINT.keys())
-@torch.no_grad()
-def test_conditioning_can_be_drawn_to_try_a_model_out(case) -> None:
-    model, samples = case.model(), Samples(case=case)
-    packing = enable_packing(model, strip_length=4)
-    given, grids = samples.conditioning, samples.pack(packing).layout.grids
-    samples.conditioning = packing.family.draw_conditioning(model, grids)
-    assert {name: values.shape for name, values in given.items()} == {
-        name: values.shape for name, values in samples.conditioning.items()
-    }
-    assert torch.isfinite(packed_forward(model, samples.pack(packing))).all()
+from hf_bucketing.packing.strips import to_strips
+from tests.models.cases import CASES, JOINT, Samples, each_case, largest_difference, packed_outputs
+from tests.models.joint_models import make_cogvideox, make_flux, make_hunyuan, make_sd3, make_sd35
+from tests.packing.test_compile import Graphs
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd3.5", "cogvideox", "cogvideox-1.5", "flux"])
@@ -59,7 +30,7 @@ def test_empty_captions_and_long_ones_share_a_pack(name: str) -> None:
     samples.text[0] = samples.text[0][:0]
     samples.text[2] = torch.randn(40, 16)
     packing = enable_packing(model, strip_length=4)
-    assert samples.pack(packing).layout.rows[2] > 1, "a sample of one token has strips for its text"
+    assert samples.pack(packing).layout.strips_per_sample[2] > 1, "a sample of one token has strips for its text"
     disable_packing(model)
     assert largest_difference(samples.alone(model), packed_outputs(model, samples)) <= 1e-5
     samples.text = [text[:0] for text in samples.text]
@@ -73,29 +44,7 @@ def test_an_image_of_one_token_does_not_widen_the_strips_of_a_video() -> None:
     latents, text = [torch.randn(4, 9, 16, 20), torch.randn(4, 1, 2, 2)], [torch.randn(50, 16)] * 2
     layout = packing.pack(latents, timesteps=torch.ones(2), text=text).layout
     assert layout.joint.text_slots < 10
-    assert sum(layout.rows) * (16 + layout.joint.text_slots) < (45 + 1) * (16 + 50) / 2
-
-
-@pytest.mark.parametrize("case", JOINT.values(), ids=JOINT.keys())
-@torch.no_grad()
-def test_models_cast_to_bfloat16_err_no_more_than_running_the_samples_alone(case) -> None:
-    exact = Samples(case=case).alone(case.model())
-    model, samples = case.model(torch.bfloat16), Samples(torch.bfloat16, case=case)
-    alone = largest_difference(exact, samples.alone(model))
-    assert 0 < largest_difference(exact, packed_outputs(model, samples)) <= 2 * alone
-
-
-@pytest.mark.parametrize("name", ["sd3", "cogvideox", "flux"])
-@torch.no_grad()
-def test_fused_projections_are_used(name: str) -> None:
-    case = CASES[name]
-    model, samples = case.model(), Samples(case=case)
-    model.fuse_qkv_projections()
-    outputs = samples.alone(model)
-    for part, parameter in model.named_parameters():
-        if part.endswith(("to_k.weight", "add_v_proj.weight")):
-            parameter.zero_()
-    assert largest_difference(outputs, packed_outputs(model, samples)) <= 1e-5
+    assert layout.num_strips * (16 + layout.joint.text_slots) < (45 + 1) * (16 + 50) / 2
 
 
 @torch.no_grad()
@@ -112,7 +61,7 @@ def test_the_text_refiner_stays_the_stock_one_and_sees_one_row_per_sample() -> N
 
 
 def test_every_text_token_takes_part_in_joint_attention() -> None:
-    for name, family in FAMILIES.items():
+    for name, family in families().items():
         assert isinstance(family, JointFamily) == any(type(c.model()).__name__ == name for c in JOINT.values())
     for case in JOINT.values():
         model, samples = case.model(), Samples(case=case)
@@ -175,3 +124,48 @@ def test_samples_that_the_model_cannot_run_are_refused_with_the_reason(name, sam
         samples.text[sample] = torch.zeros(change["text"])
     with pytest.raises(PackingError, match=message):
         samples.pack(packing)
+
+
+@each_case(JOINT)
+def test_a_fixed_text_length_is_a_multiple_of_the_strips(case) -> None:
+    samples, packing = Samples(case=case), enable_packing(case.model(), strip_length=4)
+    assert samples.pack(packing, pad_to=120, pad_text_to=480).layout.text_slots == 4
+    assert samples.pack(packing, pad_to=120).layout.num_strips == 120
+    for pad_to, pad_text_to in ((None, 480), (120, 500), (120, 0)):
+        with pytest.raises(PackingError, match="multiple of pad_to"):
+            samples.pack(packing, pad_to=pad_to, pad_text_to=pad_text_to)
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "cogvideox-1.5", "cogvideox-sincos", "hunyuan"])
+@torch.no_grad()
+def test_a_video_whose_last_frames_are_dropped_is_a_shorter_one(name: str) -> None:
+    case = CASES[name]
+    model, samples = case.model(), Samples(case=case, order=(0, 1, 2))
+    packing = enable_packing(model, strip_length=4)
+    batch = samples.pack(packing)
+    kept = tuple(torch.arange(h * w) for _, h, w in batch.layout.grids)
+    layout = replace(batch.layout, kept=kept)
+    dropped = replace(batch, strips=to_strips(samples.latents, batch.patch, layout=layout), layout=layout)
+    outputs = dropped.unpack(packed_forward(model, dropped))
+    disable_packing(model)
+    frames = batch.patch[0]
+    samples.latents = [latent[:, :frames] for latent in samples.latents]
+    assert largest_difference(samples.alone(model), [output[:, :frames] for output in outputs]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["sd3.5", "cogvideox", "hunyuan", "flux"])
+@torch.no_grad()
+def test_packs_of_one_shape_need_no_further_graph(name: str) -> None:
+    torch._dynamo.reset()
+    case, graphs = CASES[name], Graphs()
+    fewer = {"hunyuan": {"num_single_layers": 1, "num_refiner_layers": 1}, "flux": {"num_single_layers": 1}}
+    model = case.model(num_layers=1, **fewer.get(name, {}))
+    packing = enable_packing(model, strip_length=4, backend="dense")
+    compiled = torch.compile(model, backend=graphs)
+    counts = []
+    for seed, order in enumerate([(0, 1), (5, 3, 2, 2), (4,), (1, 2, 3, 4, 5)]):
+        batch = Samples(case=case, seed=seed, order=order).pack(packing, pad_to=120, pad_text_to=480)
+        assert largest_difference([packed_forward(compiled, batch)], [packed_forward(model, batch)]) <= 1e-6
+        counts.append(graphs.count)
+    assert 0 < counts[-1] <= counts[1] + 2
+    torch._dynamo.reset()

@@ -13,7 +13,7 @@ from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.losses import batch_vlb, masked_mse
 from hf_bucketing.models.objectives import Denoising, FlowMatching
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 
 SPECS = {
     "wan": LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2)),

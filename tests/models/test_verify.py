@@ -7,11 +7,11 @@ import torch
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import VerificationReport, enable_packing, verify_packing
-from hf_bucketing.models import registry as families
+from hf_bucketing.models.wan import WanFamily
 from hf_bucketing.models.wan import packing as wan
 from hf_bucketing.packing import SegmentSpans, attention
 from tests.conftest import run_script_here
-from tests.packing.packing_cases import Samples, make_model
+from tests.models.cases import Samples, make_model
 
 
 def verify(model=None, dtype: torch.dtype = torch.float32, **options) -> VerificationReport:
@@ -66,7 +66,7 @@ def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_lea
                             num_keys=segments.num_keys)  # fmt: skip
         return original(query, key, value, wide, **options)
 
-    monkeypatch.setattr("hf_bucketing.packing.processors.common.packed_attention", leaking)
+    monkeypatch.setattr("hf_bucketing.packing.processors.packed_attention", leaking)
     report = verify()
     assert not report.passed
     assert {"outputs", "gradients", "leak"} <= failed(report)
@@ -74,22 +74,21 @@ def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_lea
 
 
 def test_wrong_positions_fail_the_outputs_but_leak_nothing(monkeypatch) -> None:
-    original = wan.position_rows
-    monkeypatch.setattr(wan, "position_rows", lambda *args: tuple(part.flip(1) for part in original(*args)))
+    original = wan.position_strips
+    monkeypatch.setattr(wan, "position_strips", lambda *args: tuple(part.flip(1) for part in original(*args)))
     report = verify()
     assert "outputs" in failed(report)
     assert "leak" not in failed(report)
 
 
 def test_a_timestep_of_another_sample_fails(monkeypatch) -> None:
-    family = families.FAMILIES["WanTransformer3DModel"]
-    original = type(family).forward_kwargs
+    original = WanFamily.forward_kwargs
 
     def swapped(self, batch):
         kwargs = original(self, batch)
         return {**kwargs, "timestep": kwargs["timestep"].flip(0)}
 
-    monkeypatch.setattr(type(family), "forward_kwargs", swapped)
+    monkeypatch.setattr(WanFamily, "forward_kwargs", swapped)
     assert {"outputs", "loss", "gradients"} <= failed(verify())
 
 

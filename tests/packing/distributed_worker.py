@@ -1,7 +1,7 @@
-"""What each of two processes runs in test_ddp.py: its share of the samples, and the gradients that come of it.
+"""What each of two processes runs in test_ddp.py: its share of the samples, and the resulting gradients.
 
-Run by `accelerate launch … -m tests.packing.distributed_worker OUTPUT [checkpointing] [fsdp2=CONFIG]`; the first
-process writes the gradients and what it ran.
+Run by `accelerate launch … -m tests.packing.distributed_worker FOLDER FSDP2_CONFIG`. For each of its cases the first
+process writes the gradients, and what it ran, to FOLDER.
 """
 
 from __future__ import annotations
@@ -20,36 +20,43 @@ from torch.distributed.tensor import DTensor
 from hf_bucketing.losses import global_mean
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward, packed_mse
-from tests.packing.packing_cases import Samples, make_model
+from tests.models.cases import Samples, make_model
 
 SHARES = ((0, 1, 2, 3), (4, 5))  # another number of samples in each process
+CASES = ("ddp", "ddp_checkpointing", "fsdp2")
 
 
 def main() -> None:
-    output, *flags = sys.argv[1:]
+    folder, config = map(Path, sys.argv[1:])
     accelerator = Accelerator()
+    for case in CASES:
+        result = run(case, accelerator, config)
+        if accelerator.is_main_process:
+            torch.save(result, folder / f"{case}.pt")
+    accelerator.wait_for_everyone()
+    sys.stderr.flush()
+    os._exit(0)  # taking gloo's threads down can deadlock (seen with torch 2.13), and there is nothing to take down
+
+
+def run(case: str, accelerator: Accelerator, config: Path) -> dict:
     model = make_model(torch.float64)
-    if "checkpointing" in flags:
+    if case == "ddp_checkpointing":
         model.enable_gradient_checkpointing()
     packing = enable_packing(model, strip_length=4)
-    config = next((Path(flag.removeprefix("fsdp2=")) for flag in flags if flag.startswith("fsdp2=")), None)
-    model = accelerator.prepare(model) if config is None else shard(model, config)
+    model = shard(model, config) if case == "fsdp2" else accelerator.prepare(model)
     samples = Samples(torch.float64, order=SHARES[accelerator.process_index])
     batch = samples.pack(packing)
     values = packed_mse(packed_forward(model, batch), batch.pack_like(samples.targets), batch.layout)
     accelerator.backward(global_mean(values, accelerator=accelerator))
-    gradients = {
-        name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): full(parameter.grad)
-        for name, parameter in model.named_parameters()
+    return {
+        "gradients": {
+            name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): full(parameter.grad)
+            for name, parameter in model.named_parameters()
+        },
+        "num_processes": accelerator.num_processes,
+        "kinds": {type(module).__name__ for module in model.modules()},
+        "sharded": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
     }
-    if accelerator.is_main_process:
-        kinds = {type(module).__name__ for module in model.modules()}
-        sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        facts = {"num_processes": accelerator.num_processes, "kinds": kinds, "sharded": sharded}
-        torch.save({"gradients": gradients, **facts}, output)
-    accelerator.wait_for_everyone()
-    sys.stderr.flush()
-    os._exit(0)  # taking gloo's threads down can deadlock (seen with torch 2.13), and there is nothing to take down
 
 
 def shard(model: torch.nn.Module, config: Path) -> torch.nn.Module:
@@ -61,12 +68,12 @@ def shard(model: torch.nn.Module, config: Path) -> torch.nn.Module:
     settings["cpu_offload"] = settings.pop("offload_params")
     plugin = FullyShardedDataParallelPlugin(**settings)
     plugin.set_auto_wrap_policy(model)
-    stand_in = SimpleNamespace(
+    accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True, parallelism_config=None
     )
     if plugin.activation_checkpointing:
-        model = fsdp2_apply_ac(stand_in, model)
-    return fsdp2_prepare_model(stand_in, model)
+        model = fsdp2_apply_ac(accelerator, model)
+    return fsdp2_prepare_model(accelerator, model)
 
 
 def full(gradient: torch.Tensor) -> torch.Tensor:

@@ -14,43 +14,42 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 from hf_bucketing.models import enable_packing
 from tests.conftest import ROOT
-from tests.packing.distributed_worker import SHARES
-from tests.packing.packing_cases import Samples, assert_same_gradients, gradients, make_model
+from tests.models.cases import Samples, assert_same_gradients, gradients, make_model
+from tests.packing.distributed_worker import CASES, SHARES
 
 CONFIGS = ROOT / "scripts" / "accelerate_configs"
+HANG = 20 * 60
+"""Seconds after which the processes are ended."""
 
 
-def run_workers(output: Path, *flags: str) -> dict:
-    """Run tests/distributed_worker.py in two processes, for two minutes at most, and return what the first wrote."""
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """Run distributed_worker.py in two processes, once for all cases, and return what the first process wrote."""
+    folder = tmp_path_factory.mktemp("distributed")
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
         *("--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
-        *("-m", "tests.packing.distributed_worker", str(output), *flags),
+        *("-m", "tests.packing.distributed_worker", str(folder), str(CONFIGS / "fsdp2.yaml")),
     ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    log = output.with_suffix(".log")
+    log = folder / "log"
     with log.open("w") as stream:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
         try:
-            code = process.wait(timeout=120)
+            code = process.wait(timeout=HANG)
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher then ends its workers, which have sessions of their own
             process.wait(timeout=60)
             code = None
     assert code == 0, log.read_text()[-4000:]
-    return torch.load(output)
+    return {case: torch.load(folder / f"{case}.pt") for case in CASES}
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [(), ("checkpointing",), (f"fsdp2={CONFIGS / 'fsdp2.yaml'}",)],
-    ids=["DDP", "DDP, checkpointing", "FSDP2, activation checkpointing"],
-)
-def test_two_processes_have_the_gradients_of_one(flags: tuple[str, ...], tmp_path: Path) -> None:
-    result = run_workers(tmp_path / "result.pt", *flags)
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_have_the_gradients_of_one(case: str, results: dict[str, dict]) -> None:
+    result = results[case]
     assert result["num_processes"] == 2
-    assert result["sharded"] == any(flag.startswith("fsdp2") for flag in flags)
-    assert result["sharded"] == ("FSDPCheckpointWrapper" in result["kinds"])
+    assert result["sharded"] == (case == "fsdp2") == ("FSDPCheckpointWrapper" in result["kinds"])
     model = make_model(torch.float64)
     alone = gradients(model, Samples(torch.float64).loss_alone(model))
     packing = enable_packing(model, strip_length=4)

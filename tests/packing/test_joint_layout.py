@@ -1,4 +1,4 @@
-"""Where text tokens lie that ride in the strips of their own sample."""
+"""Text tokens carried inside the strips of their own sample."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from hf_bucketing import PackingError
 from hf_bucketing.packing import PackedLayout
-from hf_bucketing.packing.layout import fewest_places
-from hf_bucketing.packing.strips import from_strips, position_rows, to_strips
+from hf_bucketing.packing.layout import best_text_slots
+from hf_bucketing.packing.positions import position_strips
+from hf_bucketing.packing.strips import from_strips, to_strips
 
 samples = st.lists(
     st.tuples(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5)), st.integers(0, 13)),
@@ -28,66 +29,65 @@ def make_layout(samples, strip_length: int, text_slots: int) -> PackedLayout:
 @settings(max_examples=60)
 def test_every_token_and_text_token_is_once_in_its_samples_part_of_the_sequence(samples, strip_length, slots) -> None:
     layout = make_layout(samples, strip_length, slots)
-    joint, rows = layout.joint, sum(layout.rows)
-    of_row = layout.row_segments[:, None]
-    tokens = torch.where(layout.segment_ids.view(rows, -1) >= 0, of_row.expand(rows, strip_length), -1)
-    text = joint.text_rows(layout.text_segment_ids[:, None] + 1)[..., 0] - 1
-    assert torch.equal(torch.where(text >= 0, of_row, -1), text), "text rides in strips of its own sample"
+    joint, strips = layout.joint, layout.num_strips
+    of_strip = layout.strip_segments[:, None]
+    tokens = torch.where(layout.segment_ids.view(strips, -1) >= 0, of_strip.expand(strips, strip_length), -1)
+    text = joint.text_by_strip(layout.text_segment_ids[:, None] + 1)[..., 0] - 1
+    assert torch.equal(torch.where(text >= 0, of_strip, -1), text), "text is carried in strips of its own sample"
     sequence = joint.gather(tokens, text)
     for sample, (start, stop) in enumerate(joint.segments.queries):
         assert set(sequence[start:stop].tolist()) == {sample}
         assert stop - start == layout.lengths[sample] + layout.text_lengths[sample]
     assert joint.segments.queries == joint.segments.keys
     assert (sequence[stop:] == -1).all(), "padding comes last"
-    assert len(sequence) == joint.segments.num_queries == joint.segments.num_keys == rows * (strip_length + slots)
+    assert len(sequence) == joint.segments.num_queries == joint.segments.num_keys == strips * (strip_length + slots)
 
 
 @given(samples, st.integers(1, 9), st.integers(1, 6))
 @settings(max_examples=60)
 def test_scattering_is_the_inverse_of_gathering(samples, strip_length, slots) -> None:
     layout = make_layout(samples, strip_length, slots)
-    rows = sum(layout.rows)
-    tokens, text = torch.rand(rows, strip_length, 2), torch.rand(rows, slots, 2)
+    tokens, text = torch.rand(layout.num_strips, strip_length, 2), torch.rand(layout.num_strips, slots, 2)
     back, text_back = layout.joint.scatter(layout.joint.gather(tokens, text))
     assert torch.equal(back, tokens)
     assert torch.equal(text_back, text)
     texts = torch.rand(layout.num_text_tokens, 2)
-    assert torch.equal(layout.joint.collect(layout.joint.deal(texts)), texts)
-    assert int(layout.joint.deal(torch.ones(len(texts))).sum()) == len(texts)
+    assert torch.equal(layout.joint.read_slots(layout.joint.fill_slots(texts)), texts)
+    assert int(layout.joint.fill_slots(torch.ones(len(texts))).sum()) == len(texts)
 
 
 @given(samples, st.integers(1, 9), st.integers(1, 6))
 @settings(max_examples=60)
 def test_a_sample_has_as_many_strips_as_its_tokens_and_its_text_need(samples, strip_length, slots) -> None:
     layout = make_layout(samples, strip_length, slots)
-    for rows, length, text in zip(layout.rows, layout.lengths, layout.text_lengths, strict=True):
-        assert rows * strip_length >= length
-        assert rows * slots >= text
-        assert (rows - 1) * strip_length < length or (rows - 1) * slots < text
+    for strips, length, text in zip(layout.strips_per_sample, layout.lengths, layout.text_lengths, strict=True):
+        assert strips * strip_length >= length
+        assert strips * slots >= text
+        assert (strips - 1) * strip_length < length or (strips - 1) * slots < text
     latents = [torch.rand(3, *grid) for grid, _ in samples]
     strips = to_strips(latents, (1, 1, 1), layout=layout)
-    assert len(strips) == sum(layout.rows) == len(layout.row_segments)
+    assert len(strips) == layout.num_strips == len(layout.strip_segments)
     assert all(torch.equal(a, b) for a, b in zip(latents, from_strips(strips, layout), strict=True))
-    (positions,) = position_rows(layout, lambda grid: (torch.cartesian_prod(*map(torch.arange, grid)).view(-1, 3),))
-    assert positions.shape == (sum(layout.rows), strip_length, 3)
+    (positions,) = position_strips(layout, lambda grid: (torch.cartesian_prod(*map(torch.arange, grid)).view(-1, 3),))
+    assert positions.shape == (layout.num_strips, strip_length, 3)
     for (start, stop), grid in zip(layout.spans, layout.grids, strict=True):
         assert positions.flatten(0, 1)[start:stop][-1].tolist() == [side - 1 for side in grid]
 
 
 @given(samples, st.integers(1, 9))
 @settings(max_examples=60)
-def test_text_slots_take_fewest_places(samples, strip_length: int) -> None:
-    def places(slots: int) -> int:
-        return sum(make_layout(samples, strip_length, slots).rows) * (strip_length + slots)
+def test_the_best_text_slots_take_the_fewest_entries(samples, strip_length: int) -> None:
+    def entries(slots: int) -> int:
+        return make_layout(samples, strip_length, slots).num_strips * (strip_length + slots)
 
-    best = fewest_places(make_layout(samples, strip_length, 0))
+    best = best_text_slots(make_layout(samples, strip_length, 0))
     assert best >= 1, "strips of text slots, if only empty ones"
-    assert places(best) == min(places(slots) for slots in range(1, 15))
+    assert entries(best) == min(entries(slots) for slots in range(1, 15))
 
 
 def test_text_apart_has_no_joint_sequence() -> None:
     layout = PackedLayout(grids=((1, 2, 3),), text_lengths=(4,), strip_length=4)
-    assert layout.rows == (2,)
+    assert layout.strips_per_sample == (2,)
     with pytest.raises(PackingError, match="text_slots"):
         layout.joint  # noqa: B018
     with pytest.raises(PackingError, match="text_slots"):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hf_bucketing import PackingError
 from hf_bucketing.packing import PackedLayout, packed_attention
-from hf_bucketing.packing.strips import from_strips, to_strips, to_tokens, token_grid
+from hf_bucketing.packing.positions import axis_coordinates
+from hf_bucketing.packing.strips import from_strips, strips_to_tokens, to_strips, token_grid
 
 grids = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=6)
 patches = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3))
@@ -23,15 +24,15 @@ def test_strips_hold_each_token_once_and_come_apart_again(grids, patch, strip_le
     assert [token_grid(latent, patch, sample=0) for latent in latents] == grids
     layout = PackedLayout(grids=tuple(grids), text_lengths=(1,) * len(grids), strip_length=strip_length)
     strips = to_strips(latents, patch, layout=layout)
-    assert strips.shape == (sum(layout.rows), 2, patch[0], patch[1], strip_length * patch[2])
+    assert strips.shape == (layout.num_strips, 2, patch[0], patch[1], strip_length * patch[2])
     assert all(torch.equal(a, b) for a, b in zip(latents, from_strips(strips, layout), strict=True))
-    assert to_tokens(strips, layout)[layout.segment_ids < 0].count_nonzero() == 0
+    assert strips_to_tokens(strips, layout).flatten(0, 1)[layout.segment_ids < 0].count_nonzero() == 0
 
 
 def test_tokens_stand_in_the_order_of_a_patch_embedding() -> None:
     latent = torch.rand(3, 4, 6, 8)
     layout = PackedLayout(grids=((2, 3, 4),), text_lengths=(0,), strip_length=5)
-    tokens = to_tokens(to_strips([latent], (2, 2, 2), layout=layout), layout)[:24]
+    tokens = strips_to_tokens(to_strips([latent], (2, 2, 2), layout=layout), layout).flatten(0, 1)[:24]
     embed = torch.nn.Conv3d(3, 7, kernel_size=(2, 2, 2), stride=(2, 2, 2))
     by_model = embed(latent[None]).flatten(2)[0].T
     by_strips = embed(tokens).flatten(1)
@@ -44,12 +45,11 @@ def test_masks_and_segments_are_views_of_one_layout(grids, strip_length: int) ->
     lengths = tuple(range(len(grids)))
     layout = PackedLayout(grids=tuple(grids), text_lengths=lengths, strip_length=strip_length)
     ids, text_ids = layout.segment_ids, layout.text_segment_ids
-    assert len(ids) == layout.num_tokens == sum(layout.rows) * strip_length
+    assert len(ids) == layout.num_tokens == layout.num_strips * strip_length
     assert len(text_ids) == layout.num_text_tokens == sum(lengths)
     assert [int((ids == sample).sum()) for sample in range(len(layout))] == list(layout.lengths)
-    rows = ids.view(-1, strip_length)
-    for row, sample in zip(rows, layout.row_segments, strict=True):
-        assert set(row.tolist()) <= {int(sample), -1}, "a strip belongs to one sample"
+    for strip, sample in zip(ids.view(-1, strip_length), layout.strip_segments, strict=True):
+        assert set(strip.tolist()) <= {int(sample), -1}, "a strip belongs to one sample"
     for mask, segments in (
         (layout.self_attention_mask(), layout.self_segments),
         (layout.cross_attention_mask(), layout.cross_segments),
@@ -84,6 +84,14 @@ def test_segments_of_equal_lengths_share_one_call(monkeypatch: pytest.MonkeyPatc
     tokens = torch.randn(layout.num_tokens, 2, 4)
     packed_attention(tokens, tokens, tokens, layout.self_segments)
     assert sorted(calls) == [(1, 2, 8, 4), (3, 2, 6, 4)]
+
+
+def test_a_token_at_i_of_n_has_the_coordinate_i_times_base_over_n() -> None:
+    frames, rows, columns = axis_coordinates((3, 4, 5), (6, 3, 5), device="cpu")
+    assert frames.tolist() == [0.0, 2.0, 4.0]
+    assert rows.tolist() == [0.0, 0.75, 1.5, 2.25]
+    assert columns.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [axis.tolist() for axis in axis_coordinates((1, 2, 1), None, device="cpu")] == [[0.0], [0.0, 1.0], [0.0]]
 
 
 def test_impossible_layouts_and_tokens_are_errors() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward
-from tests.packing.packing_cases import (
+from tests.models.cases import (
     SIZES,
     Samples,
     assert_same_gradients,
@@ -43,16 +41,6 @@ def test_outputs_agree_in_float64() -> None:
     assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-11
 
 
-def test_bfloat16_errs_no_more_than_running_the_samples_alone() -> None:
-    exact = [output.float() for output in Samples().alone(make_model())]
-    model, samples = make_model(), Samples()
-    with torch.autocast("cpu", torch.bfloat16):
-        alone = samples.alone(model)
-        batch = samples.pack(enable_packing(model, strip_length=4))
-        packed = batch.unpack(packed_forward(model, batch))
-    assert 0 < largest_difference(exact, packed) <= 2 * largest_difference(exact, alone)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_two_micro_batches_in_flight_keep_their_own_layouts(checkpointing: bool) -> None:
     model = make_model()
@@ -76,9 +64,8 @@ def test_checkpointing_that_is_not_bound_to_its_pack_is_an_error_not_a_wrong_gra
         loss.backward()
 
 
-@pytest.mark.parametrize("change", [lambda x: x + 100, lambda x: x * torch.nan], ids=["plus 100", "NaN"])
 @pytest.mark.parametrize("victim", range(len(SIZES)))
-def test_nothing_of_a_sample_leaks_into_the_others(change: Callable, victim: int) -> None:
+def test_nothing_of_a_sample_leaks_into_the_others(victim: int) -> None:
     model, samples = make_model(), Samples()
     packing = enable_packing(model, strip_length=4)
 
@@ -88,8 +75,8 @@ def test_nothing_of_a_sample_leaks_into_the_others(change: Callable, victim: int
         return batch.unpack(packed_forward(model, batch))
 
     before = run()
-    samples.latents[victim] = change(samples.latents[victim])
-    samples.text[victim] = change(samples.text[victim])
+    samples.latents[victim] = samples.latents[victim] + 100
+    samples.text[victim] = samples.text[victim] + 100
     after = run()
     for sample, (one, other) in enumerate(zip(before, after, strict=True)):
         assert torch.equal(one, other) == (sample != victim)
@@ -102,22 +89,3 @@ def test_the_order_of_the_samples_does_not_matter() -> None:
     one, other = (samples.pack(packing) for samples in (Samples(), Samples(order=order)))
     outputs, shuffled = (batch.unpack(packed_forward(model, batch)) for batch in (one, other))
     assert largest_difference([outputs[sample] for sample in order], shuffled) <= 1e-5
-
-
-@pytest.mark.parametrize("count", [1, 40])
-def test_packs_of_one_and_of_forty_samples(count: int) -> None:
-    model, samples = make_model(num_layers=1), Samples(order=tuple(i % len(SIZES) for i in range(count)))
-    outputs = samples.alone(model)
-    batch = samples.pack(enable_packing(model, strip_length=8))
-    assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5
-
-
-def test_fused_projections_are_used() -> None:
-    model, samples = make_model(), Samples()
-    model.fuse_qkv_projections()
-    outputs = samples.alone(model)
-    for block in model.blocks:
-        for name in ("to_k", "to_v"):
-            getattr(block.attn1, name).weight.data.zero_()
-    batch = samples.pack(enable_packing(model, strip_length=4))
-    assert largest_difference(outputs, batch.unpack(packed_forward(model, batch))) <= 1e-5

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_bucketing.models import enable_packing
-from hf_bucketing.packing import packed_forward
-from tests.packing.packing_cases import CASES, FamilyCase, Samples
+from hf_bucketing.packing import packed_forward, packed_mse
+from tests.models.cases import FamilyCase, Samples, each_family
 
 
 class OneDevice(TorchDispatchMode):
@@ -22,7 +21,7 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@each_family
 def test_a_pack_runs_on_one_device_without_reading_from_it(case: FamilyCase) -> None:
     model, samples = case.model().to("meta"), Samples(case=case)  # reading a meta tensor is an error
     samples.latents, samples.text, samples.targets = (
@@ -32,7 +31,8 @@ def test_a_pack_runs_on_one_device_without_reading_from_it(case: FamilyCase) -> 
     samples.conditioning = {name: values.to("meta") for name, values in samples.conditioning.items()}
     packing = enable_packing(model, strip_length=4)
     with OneDevice():
-        samples.loss_packed(model, packing).backward()
         batch = samples.pack(packing)
-        outputs = batch.unpack(packed_forward(model, batch))
+        prediction = packed_forward(model, batch)
+        packed_mse(prediction, batch.pack_like(samples.targets), batch.layout).mean().backward()
+        outputs = batch.unpack(prediction)
     assert [tuple(output.shape[1:]) for output in outputs] == list(case.sizes)

@@ -9,18 +9,18 @@ from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import PackedLayout, packed_forward
-from tests.packing.packing_cases import (
+from tests.models.cases import (
     CASES,
     FamilyCase,
     Samples,
     assert_same_gradients,
+    each_case,
+    each_family,
     gradients,
     largest_difference,
 )
 
-each_family = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-shares_texts = [name for name, case in CASES.items() if family_of(case.model()).shares_texts]
-each_sharing = pytest.mark.parametrize("case", [CASES[name] for name in shares_texts], ids=shares_texts)
+each_sharing = each_case({name: case for name, case in CASES.items() if family_of(case.model()).shares_texts})
 
 
 def padded_with(samples: Samples, value: float) -> tuple[torch.Tensor, torch.Tensor]:

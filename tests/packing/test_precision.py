@@ -8,7 +8,7 @@ import torch
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.packing import packed_forward
-from tests.packing.packing_cases import TIMESTEPS, Samples, gradients, largest_difference, make_model
+from tests.models.cases import TIMESTEPS, Samples, gradients, largest_difference, make_model
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -69,7 +69,7 @@ def test_timesteps_reach_their_embedding_in_float32_below_wrappers_that_cast() -
     batch = samples.pack(enable_packing(model, strip_length=4))
     wrapped = CastsInputs(model)
     seen = seen_timesteps(model, lambda: packed_forward(wrapped, batch))
-    assert torch.equal(seen, samples.timesteps[batch.layout.row_segments])
+    assert torch.equal(seen, samples.timesteps[batch.layout.strip_segments])
     assert torch.equal(packed_forward(wrapped, batch), packed_forward(model, batch))
     disable_packing(model)
     plain = seen_timesteps(

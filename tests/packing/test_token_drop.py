@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models import registry as families
+from hf_bucketing.models.wan import WanFamily
 from hf_bucketing.packing import BetaRate, TokenDrop, packed_forward, packed_mse
 from hf_bucketing.packing.token_drop import Mode
-from tests.packing.packing_cases import Samples, gradients, largest_difference, make_model
+from tests.models.cases import Samples, gradients, largest_difference, make_model
 
 MODES: tuple[Mode, ...] = ("random", "tube", "frames")
 GRIDS = ((3, 2, 3), (1, 4, 2), (5, 3, 3), (1, 1, 1), (3, 2, 3), (1, 5, 3))  # of packing_cases, patch (1, 2, 2)
@@ -192,7 +192,7 @@ def test_impossible_drops_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     model.train()
     with pytest.raises(PackingError, match="pass seeds="):
         packing.pack(samples.latents, **given_)
-    monkeypatch.setattr(type(families.FAMILIES["WanTransformer3DModel"]), "drops_tokens", False)
+    monkeypatch.setattr(WanFamily, "drops_tokens", False)
     with pytest.raises(PackingError, match="WanTransformer3DModel does more than attention"):
         packing.pack(samples.latents, **given_, seeds=range(6))
 

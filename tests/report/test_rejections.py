@@ -17,7 +17,7 @@ from hf_bucketing import BucketTable, LatentSpec, PlanError, Size
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import BucketBatchSampler, PackBatchSampler
-from hf_bucketing.models.recipes import RECIPES
+from hf_bucketing.models.registry import recipes
 from tests.conftest import run_script_here
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -142,7 +142,7 @@ def test_preparing_prints_buckets_and_names_rejected_files_with_the_option_that_
 
 
 def test_own_sizes_and_the_step_of_token_buckets_are_flags(images: Path, pipeline_dir: Path, tmp_path: Path) -> None:
-    native = {size for sizes in RECIPES["WanPipeline"].native_sizes for size in (sizes, sizes[::-1])}
+    native = {size for sizes in recipes()["WanPipeline"].native_sizes for size in (sizes, sizes[::-1])}
     flags = {"wan": (), "other": ("--bucket_sizes", "320,640;400,400"), "none": ("--bucket_sizes", "none"),
              "coarse": ("--aspect_step", "inf")}  # fmt: skip
     tables = {}

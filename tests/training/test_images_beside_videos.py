@@ -16,7 +16,7 @@ from hf_bucketing import AssignmentRule, BucketingError, BucketTable, open_table
 from hf_bucketing.caching.job import CacheJob
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import PackCollator, RandomResize
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.streaming import PackGrouping, StreamingBucketBatcher
 from hf_bucketing.training.data import make_data
 from tests.buckets.test_image_sizes import WAN, shape_of

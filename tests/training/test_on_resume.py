@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.caching.fingerprints import weights_fingerprints
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.adapters import LORA_WEIGHTS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.steps import BucketStep, PackStep
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.adapters import add_lora, save_lora
 from hf_bucketing.training.checkpoint import gather_weights, save_pipeline

@@ -1,6 +1,6 @@
-"""Latte: sine-cosine positions; blocks that attend inside a frame and blocks that attend over the frames take turns.
+"""How Latte is packed: sine-cosine positions; blocks attend inside frames and over frames in turn.
 
-The stock model runs videos of exactly `video_length` frames, and images; packed, it runs any number up to that.
+The stock model runs images and videos of exactly `video_length` frames; packed, it runs any number up to that.
 """
 
 from __future__ import annotations
@@ -9,49 +9,46 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid
 
 from ...packing.attention.dispatch import Backend
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Family, Transformer
 from ...packing.layout import Grid
-from ...packing.positions import axis_coordinates
-from ...packing.processors.attn import PackedAttnProcessor
-from ...packing.sincos import hook_patch_embed
-from ...packing.strips import position_rows
+from ...packing.positions import axis_coordinates, position_strips
+from ...packing.processors import PackedAttnProcessor
+from ..patch_embed import hook_patch_embed, sincos_table
 
 
 class LatteFamily(Family):
-    """Recipe of `LatteTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family].
+    """Packing of `LatteTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
-    Positions inside a frame are stretched to `sample_size` by the model itself; a base size stretches the frames.
+    The model itself stretches positions inside a frame to `sample_size`; a base size stretches the frames.
     """
 
+    transformer_class = "LatteTransformer3DModel"
     interpolates = True
     by_frame = True
-    drops_tokens = False  # attention over frames needs every frame's token of a place
+    drops_tokens = False  # attention over frames needs the token of every frame
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the frames that the model has positions for."""
         return int(transformer.config.video_length), UNLIMITED, UNLIMITED
 
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the channels of a caption."""
-        return int(transformer.config.caption_channels)
-
     def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
-        """Attend inside a frame, or over the frames."""
-        return PackedAttnProcessor(backend, scope="place" if name.startswith("temporal") else "frame")
+        """Attend inside frames, or over frames in the temporal blocks."""
+        return PackedAttnProcessor(backend, scope="spatial_position" if name.startswith("temporal") else "frame")
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding, and the first temporal block, to whose input the model adds the frames' own."""
+        """Hook the patch embedding, and the first temporal block, whose input gets the positions of frames."""
 
         def add_frames(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             hidden_states, *rest = args  # (tokens, 1, dim)
-            (positions,) = position_rows(active_layout(), lambda grid: (_frames(transformer, grid, base_size),))
+            (positions,) = position_strips(active_layout(), lambda grid: (_frames(transformer, grid, base_size),))
             return hidden_states + positions.flatten(0, 1)[:, None].to(hidden_states.dtype), *rest
 
         first = transformer.temporal_transformer_blocks[0]
-        return [hook_patch_embed(transformer.pos_embed), first.register_forward_pre_hook(add_frames)]
+        return [hook_patch_embed(transformer.pos_embed, sincos_table), first.register_forward_pre_hook(add_frames)]
 
     def run_alone(
         self,
@@ -72,9 +69,7 @@ class LatteFamily(Family):
 
 
 def _frames(transformer: Transformer, grid: Grid, base_size: Grid | None) -> torch.Tensor:
-    """Return the positions of a sample's frames for each of its tokens, `(t·h·w, dim)`: none for an image."""
-    from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid
-
+    """Return the positions of a sample's frames for each of its tokens, `(t·h·w, dim)`: zero for an image."""
     t, h, w = grid
     table: torch.Tensor = transformer.temp_pos_embed[0]
     if t == 1:
@@ -85,3 +80,6 @@ def _frames(transformer: Transformer, grid: Grid, base_size: Grid | None) -> tor
         frames, _, _ = axis_coordinates(grid, base_size, device=table.device)
         positions = get_1d_sincos_pos_embed_from_grid(table.shape[1], frames, output_type="pt").to(table.dtype)
     return positions.repeat_interleave(h * w, 0)
+
+
+FAMILY = LatteFamily()

@@ -1,17 +1,16 @@
-"""Latte: denoising with a learned variance; latents frame by frame; text masked."""
+"""How Latte is trained: denoising with a learned variance; latents frame by frame; text masked."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
-from diffusers import AutoencoderKL, LatteTransformer3DModel
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...losses.variational import GaussianPosterior
-from ..objectives import Denoising, Objective
+from ..objectives import Denoising, Objective, WeightingScheme
 from ..recipe import Recipe, TextEmbeddings, read_configs
 
 _TOKENS = 120
@@ -27,21 +26,19 @@ class LatteRecipe(Recipe):
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the VAE's stride, which is that of its blocks, and the transformer's patch; frames are not merged."""
-        vae, transformer = read_configs(name_or_path, AutoencoderKL, LatteTransformer3DModel)
+        """Read the VAE's stride from its number of blocks, and the transformer's patch; frames are not merged."""
+        vae, transformer = read_configs(name_or_path)
         side = transformer["patch_size"]
         return LatentSpec(
             temporal_stride=1, spatial_stride=2 ** (len(vae["block_out_channels"]) - 1), patch=(1, side, side)
         )
 
-    def objective(
-        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
-    ) -> Objective:
-        """Denoise on the schedule of the pipeline's scheduler, at times drawn uniformly."""
+    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
+        """Return denoising on the schedule of the pipeline's scheduler, at uniformly drawn timesteps."""
         if weighting_scheme is not None:
             raise BucketingError(
-                "`weighting_scheme` draws the noise levels of a flow; a LattePipeline is trained by denoising, at "
-                "times drawn uniformly; omit it."
+                "`weighting_scheme` draws the noise levels of a flow, but a LattePipeline is trained by denoising at "
+                "uniformly drawn timesteps; omit it."
             )
         return Denoising(
             posterior=GaussianPosterior.from_scheduler(self.pipeline.scheduler), snr_gamma=snr_gamma, seed=seed
@@ -57,7 +54,7 @@ class LatteRecipe(Recipe):
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions; the pipeline cuts the padding off, which for several captions is a mask."""
+        """Encode captions with a mask; the pipeline, which encodes one caption, cuts its padding off instead."""
         clean = is_bs4_available() and is_ftfy_available()  # as the pipeline decides
         tokens = self.pipeline.tokenizer(
             self.pipeline._text_preprocessing(captions, clean_caption=clean),
@@ -72,7 +69,7 @@ class LatteRecipe(Recipe):
         return TextEmbeddings(encoder(tokens.input_ids.to(encoder.device), attention_mask=mask)[0], mask)
 
     def duration(self, frames: int) -> dict[str, int]:
-        """Name the pipeline's argument, which is another than the others'."""
+        """Return the argument of the pipeline's call, which is named `video_length` in Latte."""
         return {"video_length": frames}
 
     def predict(
@@ -84,10 +81,10 @@ class LatteRecipe(Recipe):
         text: TextEmbeddings,
         fps: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the transformer; it takes no frame rate.
+        """Run the transformer, which takes no frame rate.
 
         Raises:
-            BucketingError: If the samples have another duration than the one that the model can stack.
+            BucketingError: If the samples do not have the one duration that the model can stack.
         """
         frames, only = latents.shape[2], self.transformer.config.video_length
         if frames not in (1, only):
@@ -96,10 +93,13 @@ class LatteRecipe(Recipe):
                 f'`batching="pack"`), which have no such limit, or prepare the data set with --bucket_frames 1,{only}.'
             )
         assert text.mask is not None, "encode_text makes one"
-        # The model repeats the text for every frame, but not a mask: so it gets a bias that is repeated already.
+        # The model repeats the text for every frame, but not its mask, so pass a bias that is repeated already.
         bias = (1 - text.mask[:, None].to(latents.dtype)) * -10_000.0
         bias = bias.repeat_interleave(latents.shape[2], dim=0)
         output: torch.Tensor = transformer(
             latents, timesteps, text.values, encoder_attention_mask=bias, return_dict=False
         )[0]
         return output
+
+
+RECIPE = LatteRecipe

@@ -1,41 +1,46 @@
-"""LTX-Video: latents as rows of tokens; rotary positions in seconds and pixels."""
+"""How LTX-Video is packed: latents as sequences of tokens; rotary positions in seconds and pixels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ...packing.attention.dispatch import Backend
+from ...packing.batch import PackedBatch
 from ...packing.context import active_layout
-from ...packing.family import Family, Transformer, texts_over_rows
+from ...packing.family import Family, Transformer
 from ...packing.layout import Grid
-from ...packing.positions import axis_coordinates, over_grid
-from ...packing.strips import patchify, position_rows, to_tokens, token_grid, tokens_to_strips, unpatchify
-from .processor import PackedLTXVideoAttnProcessor
+from ...packing.positions import axis_coordinates, over_grid, position_strips
+from ...packing.processors import PackedAttnProcessor, rotate_channels
+from ...packing.strips import patchify, strips_to_tokens, token_grid, tokens_to_strips, unpatchify
 
-if TYPE_CHECKING:
-    from ...packing.pack import PackedBatch
+
+class PackedLTXVideoAttnProcessor(PackedAttnProcessor):
+    """Self- and cross-attention of LTX-Video's `LTXAttention` over the strips of a pack."""
+
+    norms_whole_width = True
+
+    def rotate(self, tokens: torch.Tensor, rotary: Any) -> torch.Tensor:
+        """Rotate neighbouring channels of `(N, H, D)` by tables `(strips, strip_length, H·D)`."""
+        return rotate_channels(tokens, rotary)
 
 
 class LTXFamily(Family):
-    """Recipe of `LTXVideoTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family].
+    """Packing of `LTXVideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
-    `rope_interpolation_scale`, `(n, 3)`, is what the pipeline makes of a sample's frame rate and the autoencoder:
+    `rope_interpolation_scale`, `(n, 3)`, is computed by the pipeline from a sample's frame rate and the autoencoder:
     temporal stride ÷ frame rate, spatial stride, spatial stride.
     """
 
+    transformer_class = "LTXVideoTransformer3DModel"
+    processor_class = PackedLTXVideoAttnProcessor
     interpolates = True
 
     def in_channels(self, transformer: Transformer) -> int:
-        """Return the channels of a latent: the model counts those of a patch."""
+        """Return the channels of a latent; the model's configuration counts those of a patch."""
         p_t, p_h, p_w = self.patch(transformer)
         return int(transformer.config.in_channels) // (p_t * p_h * p_w)
-
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the channels of a caption."""
-        return int(transformer.config.caption_channels)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return seconds per latent frame and pixels per latent row and column."""
@@ -45,12 +50,8 @@ class LTXFamily(Family):
         """Return 24 frames per second and LTX-Video's autoencoder for all."""
         return {"rope_interpolation_scale": torch.tensor([[8 / 24, 32.0, 32.0]]).repeat(len(grids), 1)}
 
-    def processor(self, name: str, backend: Backend) -> PackedLTXVideoAttnProcessor:
-        """Return LTX-Video's."""
-        return PackedLTXVideoAttnProcessor(backend)
-
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hand `rope` each token's own coordinates."""
+        """Pass `rope` each token's own coordinates."""
         patch = self.patch(transformer)
 
         def locate(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -60,25 +61,24 @@ class LTXFamily(Family):
             def table(grid: Grid) -> tuple[torch.Tensor]:
                 return (torch.stack(over_grid(axis_coordinates(grid, base_size, device=device)), 1),)
 
-            (coordinates,) = position_rows(layout, table)  # (rows, strip_length, 3)
-            scaled = coordinates * scales.to(coordinates)[layout.row_segments][:, None]
+            (coordinates,) = position_strips(layout, table)  # (strips, strip_length, 3)
+            scaled = coordinates * scales.to(coordinates)[layout.strip_segments][:, None]
             return hidden_states, None, None, None, None, (scaled * coordinates.new_tensor(patch)).transpose(1, 2)
 
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Give latents as tokens `(rows, strip_length, channels)`, and the samples' scales for the positions."""
-        rows = to_tokens(batch.strips, batch.layout).unflatten(0, (-1, batch.layout.strip_length))
+        """Pass latents as tokens `(strips, strip_length, channels)`, and the samples' scales for the positions."""
         return {
-            "hidden_states": rows.flatten(2),
-            "timestep": batch.row_timesteps,
-            "encoder_hidden_states": texts_over_rows(batch),
+            "hidden_states": strips_to_tokens(batch.strips, batch.layout).flatten(2),
+            "timestep": batch.strip_timesteps,
+            "encoder_hidden_states": batch.text_by_strip(),
             "encoder_attention_mask": None,
             **batch.conditioning,
         }
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
-        """Put the tokens back into strips."""
+        """Turn the tokens back into strips."""
         return tokens_to_strips(output.unflatten(2, (-1, *batch.patch)))
 
     def run_alone(
@@ -105,3 +105,6 @@ class LTXFamily(Family):
             return_dict=False,
         )[0]
         return unpatchify(output[0].unflatten(1, (-1, *patch)), grid)
+
+
+FAMILY = LTXFamily()

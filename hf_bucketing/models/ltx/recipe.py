@@ -1,18 +1,17 @@
-"""LTX-Video: flow matching, shifted by size; latents as a sequence of tokens; text masked; positions in seconds."""
+"""How LTX-Video is trained: flow matching, shifted by size; text masked; positions in seconds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...media.rates import frame_rates
-from ..objectives import Objective
+from ..objectives import Objective, Shift, WeightingScheme
 from ..recipe import Recipe, TextEmbeddings, read_configs
 from ..shift import shift_for_tokens
 
@@ -28,7 +27,7 @@ class LTXRecipe(Recipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path, AutoencoderKLLTXVideo, LTXVideoTransformer3DModel)
+        vae, transformer = read_configs(name_or_path)
         halvings = sum(vae["spatio_temporal_scaling"])
         spatial, temporal = vae.get("spatial_compression_ratio"), vae.get("temporal_compression_ratio")
         side = transformer["patch_size"]
@@ -38,10 +37,8 @@ class LTXRecipe(Recipe):
             patch=(transformer["patch_size_t"], side, side),
         )
 
-    def objective(
-        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
-    ) -> Objective:
-        """Match the flow, shifted as the pipeline's scheduler does for a sample of that many tokens."""
+    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
+        """Return flow matching with the scheduler's shift for the number of tokens of each sample."""
         config = self.pipeline.scheduler.config
         dynamic = config.get("use_dynamic_shifting", False)
         shift = _shift_by_size(config) if dynamic else float(config.get("shift", 1.0))
@@ -49,7 +46,7 @@ class LTXRecipe(Recipe):
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode, and normalise each channel by the VAE's own mean and deviation."""
+        """Encode, and normalise each channel by the VAE's own mean and standard deviation."""
         vae = self.pipeline.vae
         latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
         mean, std = (buffer.view(1, -1, 1, 1, 1).to(latents) for buffer in (vae.latents_mean, vae.latents_std))
@@ -57,7 +54,7 @@ class LTXRecipe(Recipe):
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions; the model does not attend to padding."""
+        """Encode captions; a mask keeps the model from attending to padding."""
         values, mask, _, _ = self.pipeline.encode_prompt(
             captions,
             do_classifier_free_guidance=False,
@@ -75,10 +72,10 @@ class LTXRecipe(Recipe):
         text: TextEmbeddings,
         fps: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the transformer on tokens; a stack has one frame rate.
+        """Run the transformer on a sequence of tokens.
 
         Raises:
-            BucketingError: If the frame rates of the stack differ, as the model takes one for all.
+            BucketingError: If the frame rates of the stack differ, because the model takes one for all.
         """
         rates = fps.unique()
         if len(rates) > 1:
@@ -103,7 +100,7 @@ class LTXRecipe(Recipe):
         return pipeline._unpack_latents(output, frames, height, width, *sides)
 
     def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return how many seconds and pixels a latent covers, as the pipeline computes it."""
+        """Return the seconds and pixels that a latent covers, as the pipeline computes them."""
         return {"rope_interpolation_scale": self._interpolation_scale(fps)}
 
     def _interpolation_scale(self, fps: torch.Tensor) -> torch.Tensor:
@@ -112,7 +109,7 @@ class LTXRecipe(Recipe):
         return torch.stack([seconds, torch.full_like(seconds, side), torch.full_like(seconds, side)], 1)
 
 
-def _shift_by_size(config: Mapping[str, Any]) -> Callable[[tuple[int, ...]], float]:
+def _shift_by_size(config: Mapping[str, Any]) -> Shift:
     """Return the scheduler's shift as a function of a latent's `(F, H, W)`."""
     if config.get("time_shift_type", "exponential") != "exponential":
         raise BucketingError(
@@ -125,3 +122,6 @@ def _shift_by_size(config: Mapping[str, Any]) -> Callable[[tuple[int, ...]], flo
         "max_shift": config.get("max_shift", 1.15),
     }
     return lambda size: shift_for_tokens(math.prod(size), **limits)
+
+
+RECIPE = LTXRecipe

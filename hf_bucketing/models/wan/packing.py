@@ -1,7 +1,7 @@
-"""Wan 2.1 and 2.2: rotary positions over frames, rows and columns; text and image tokens in cross-attention.
+"""How Wan 2.1 and 2.2 are packed: rotary positions; text and image tokens in cross-attention.
 
-Wan attends to the zeros after its text (512 tokens): hand over the embeddings with them, as its pipeline makes them,
-or with a text_mask.
+Wan attends to the zeros after its text (512 tokens): pass the embeddings with them, as its pipeline makes them, or
+with a text_mask.
 """
 
 from __future__ import annotations
@@ -12,34 +12,65 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import PackingError
-from ...packing.attention.dispatch import Backend
+from ...packing.batch import PackedBatch
 from ...packing.context import active_layout
-from ...packing.family import Family, Transformer, shape_only
-from ...packing.layout import Grid
-from ...packing.positions import axis_coordinates, over_grid
-from ...packing.strips import position_rows
-from .processor import PackedWanAttnProcessor
+from ...packing.family import Family, Transformer
+from ...packing.layout import Grid, PackedLayout
+from ...packing.positions import axis_coordinates, over_grid, position_strips, shape_only
+from ...packing.processors import Keys, PackedAttnProcessor
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-
-    from ...packing.pack import PackedBatch
 
 IMAGE = "encoder_hidden_states_image"
 TEXT_LENGTH = 512
 """Text tokens that diffusers' image-to-video models expect behind the image tokens."""
 
 
-class WanFamily(Family):
-    """Recipe of `WanTransformer3DModel`; see [`Family`][hf_bucketing.models.registry.Family].
+class PackedWanAttnProcessor(PackedAttnProcessor):
+    """Self- and cross-attention of Wan's `WanAttention` over the strips of a pack.
 
-    Wan 2.2's pipelines may give each token a timestep (`expand_timesteps`): those of a text-to-video sample are all
-    the same, so one per sample is right; the clean first frame of image-to-video, which has its own, is not carried.
-
-    Of image-to-video models that attend to the first frame (and the last), `encoder_hidden_states_image` is
-    `(n, image tokens, image_dim)`: what the image encoder made of it, of both frames one after the other.
+    In image-to-video models, the image tokens of all samples precede the texts, in one batch row.
     """
 
+    norms_whole_width = True
+
+    def text_keys(self, attn: Any, text: torch.Tensor, layout: PackedLayout) -> Sequence[Keys]:
+        """Return the keys of the texts, and of image-to-video models those of the image tokens."""
+        if attn.add_k_proj is None:
+            return super().text_keys(attn, text, layout)
+        stored = layout.num_stored_text_tokens
+        image, text = text.split([text.shape[1] - stored, stored], 1)
+        if getattr(attn, "fused_projections", False):
+            key, value = attn.to_added_kv(image).chunk(2, dim=-1)
+        else:
+            key, value = attn.add_k_proj(image), attn.add_v_proj(image)
+        key, value = self.split_heads(attn, key, attn.norm_added_k), self.split_heads(attn, value)
+        return [*super().text_keys(attn, text, layout), Keys(key, value, layout.even_segments(image.shape[1]))]
+
+    def rotate(self, tokens: torch.Tensor, rotary: Any) -> torch.Tensor:
+        """Rotate neighbouring channels of `(N, H, D)` as Wan does, which does not round float64 tokens to float32."""
+        cosines, sines = (table.flatten(0, 1)[:, None] for table in rotary)
+        even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
+        cosine, sine = cosines[..., 0::2], sines[..., 1::2]
+        rotated = torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1)
+        return rotated.flatten(-2).type_as(tokens)
+
+
+class WanFamily(Family):
+    """Packing of `WanTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
+
+    Wan 2.2's pipelines may give each token a timestep (`expand_timesteps`). All tokens of a text-to-video sample have
+    the same one, so one per sample is right; the clean first frame of image-to-video, with a timestep of its own, is
+    not supported.
+
+    Image-to-video models that attend to the first frame (and the last) take `encoder_hidden_states_image`,
+    `(n, image tokens, image_dim)`: the image encoder's output for the frame, or for both frames one after the other.
+    """
+
+    transformer_class = "WanTransformer3DModel"
+    processor_class = PackedWanAttnProcessor
+    text_channels = "text_dim"
     text_rule = "keep_padding"
     interpolates = True
 
@@ -48,34 +79,26 @@ class WanFamily(Family):
         longest = int(transformer.rope.max_seq_len)
         return longest, longest, longest
 
-    def text_dim(self, transformer: Transformer) -> int:
-        """Return the configured text channels."""
-        return int(transformer.config.text_dim)
-
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return the image tokens of image-to-video models."""
         return () if transformer.condition_embedder.image_embedder is None else (IMAGE,)
 
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Return image tokens of the number that CLIP ViT-H makes."""
+        """Draw as many image tokens as CLIP ViT-H makes."""
         tokens = transformer.config.pos_embed_seq_len or 257
         return {
             name: torch.randn(len(grids), tokens, transformer.config.image_dim)
             for name in self.conditioning(transformer)
         }
 
-    def processor(self, name: str, backend: Backend) -> PackedWanAttnProcessor:
-        """Return Wan's."""
-        return PackedWanAttnProcessor(backend)
-
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `rope`, and what embeds image tokens: it is to see samples as rows, and attention one row of them."""
+        """Hook `rope` and the embedding of image tokens, which takes a row per sample; attention takes one row."""
 
         def rotate(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
             def table(grid: Grid) -> tuple[torch.Tensor, ...]:
                 return _rotary(module, args[0], grid, base_size)
 
-            return position_rows(active_layout(), table)
+            return position_strips(active_layout(), table)
 
         def pair_frames(module: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
             return _frames(module, args[0])
@@ -94,7 +117,7 @@ class WanFamily(Family):
         ]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Add the image tokens, whose models split them from exactly 512 text tokens."""
+        """Add the image tokens, which the models split from exactly 512 text tokens."""
         if batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
             raise PackingError(
                 f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
@@ -118,17 +141,17 @@ class WanFamily(Family):
 
 
 def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return image tokens `(n, tokens, dim)` as models of a first and a last frame take them: a row per frame."""
+    """Return image tokens `(n, tokens, dim)`, split into a row per frame for models of a first and a last frame."""
     return tokens if embedder.pos_embed is None else tokens.unflatten(1, (2, -1)).flatten(0, 1)
 
 
 def _rotary(
     rope: WanRotaryPosEmbed, latents: torch.Tensor, grid: Grid, base_size: Grid | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return a sample's cosines and sines, `(t·h·w, 1, head_dim)` each."""
+    """Return a sample's cosines and sines, `(t·h·w, head_dim)` each."""
     if base_size is None:
-        # rope.forward and not rope(…), which would come back to the hook
-        return tuple(table[0] for table in rope.forward(shape_only(latents, grid, rope.patch_size)))
+        # rope.forward instead of rope(…), which would call the hook again
+        return tuple(table[0, :, 0] for table in rope.forward(shape_only(latents, grid, rope.patch_size)))
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
     axes = axis_coordinates(grid, base_size, device=rope.freqs_cos.device, dtype=torch.float64)
@@ -136,4 +159,7 @@ def _rotary(
         get_1d_rotary_pos_embed(dim, axis, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
         for dim, axis in zip((rope.t_dim, rope.h_dim, rope.w_dim), axes, strict=True)
     ]
-    return tuple(torch.cat(over_grid(side), -1)[:, None] for side in zip(*pairs, strict=True))
+    return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
+
+
+FAMILY = WanFamily()

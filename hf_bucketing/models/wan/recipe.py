@@ -1,22 +1,21 @@
-"""Wan 2.1 and 2.2 text-to-video: flow matching with a fixed shift; text is attended to with its zero padding."""
+"""How Wan 2.1 and 2.2 text-to-video are trained: flow matching with a fixed shift; text with zero padding."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Objective
+from ..objectives import Objective, WeightingScheme
 from ..recipe import Recipe, TextEmbeddings, read_configs
 
 
 class WanRecipe(Recipe):
     """Recipe of `WanPipeline`; see [`Recipe`].
 
-    Pipelines of two transformers (Wan 2.2 A14B) call `transformer` at high noise and `transformer_2` at low noise, on
-    either side of their `boundary_ratio`; each is trained in a run of its own.
+    Pipelines with two transformers (Wan 2.2 A14B) call `transformer` at high noise and `transformer_2` at low noise,
+    on either side of their `boundary_ratio`; each is trained in a run of its own.
     """
 
     pipeline_class: ClassVar[str] = "WanPipeline"
@@ -27,17 +26,15 @@ class WanRecipe(Recipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path, AutoencoderKLWan, WanTransformer3DModel)
+        vae, transformer = read_configs(name_or_path)
         return LatentSpec(
             temporal_stride=vae.get("scale_factor_temporal", 4),
             spatial_stride=vae.get("scale_factor_spatial", 8),
             patch=tuple(transformer["patch_size"]),
         )
 
-    def objective(
-        self, *, weighting_scheme: Literal["logit_normal", "uniform"] | None, snr_gamma: float | None, seed: int
-    ) -> Objective:
-        """Match the flow, shifted as the pipeline samples."""
+    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
+        """Return flow matching with the shift of the pipeline's scheduler."""
         config = self.pipeline.scheduler.config
         shift = float(config.get("flow_shift") or config.get("shift") or 1.0)
         return self.flow_matching(shift, weighting_scheme=weighting_scheme, snr_gamma=snr_gamma, seed=seed)
@@ -51,7 +48,7 @@ class WanRecipe(Recipe):
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode, and normalise each channel by the VAE's own mean and deviation."""
+        """Encode, and normalise each channel by the VAE's own mean and standard deviation."""
         vae = self.pipeline.vae
         latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
         mean, std = (
@@ -62,7 +59,7 @@ class WanRecipe(Recipe):
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions; zeros follow a shorter one, and the model attends to them."""
+        """Encode captions, padded with zeros, which the model attends to."""
         values, _ = self.pipeline.encode_prompt(
             captions,
             do_classifier_free_guidance=False,
@@ -80,6 +77,9 @@ class WanRecipe(Recipe):
         text: TextEmbeddings,
         fps: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the transformer; it takes no frame rate."""
+        """Run the transformer, which takes no frame rate."""
         output: torch.Tensor = transformer(latents, timesteps, text.values, return_dict=False)[0]
         return output
+
+
+RECIPE = WanRecipe

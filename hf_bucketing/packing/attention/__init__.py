@@ -1,4 +1,4 @@
-"""Attention inside the segments of a pack: one meaning, several backends."""
+"""Attention inside the segments of a pack: one specification, several backends."""
 
 from .dispatch import Backend, choose_backend, packed_attention, prepare_segments, resolve_backend
 

@@ -11,7 +11,7 @@ from ..segments import SegmentSpans
 from .options import AttentionOptions
 
 MASK_LIMIT = 2 * 2**30
-"""Bytes of the largest mask, one per pair of a query and a key."""
+"""Largest mask in bytes; a pair of a query and a key takes one byte."""
 
 
 def attend_densely(
@@ -32,7 +32,7 @@ def attend_densely(
 def dense_mask(segments: SegmentSpans, device: torch.device) -> torch.Tensor:
     """Return which queries attend to which keys, `bool`, `(num_queries, num_keys)`.
 
-    A query without keys attends to all: kernels differ in what they make of a row without any, down to NaN gradients.
+    A query without keys attends to all keys: kernels disagree on rows without keys, up to NaN gradients.
     """
     size = segments.num_queries * segments.num_keys
     if size > MASK_LIMIT:

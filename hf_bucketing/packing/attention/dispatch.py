@@ -1,4 +1,4 @@
-"""Which backend computes packed attention, and what all of them are given."""
+"""Choose the backend of packed attention and call it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def resolve_backend(backend: str) -> Backend:
-    """Return a backend by its name, if this machine can have it at all.
+    """Return a backend by its name if this machine can run it at all.
 
-    `"auto"` stays `"auto"`: a model is moved to its device, and given its precision, after packing is enabled, so
-    the choice is made at the first attention on a device in a dtype, and logged.
+    `"auto"` stays `"auto"`: a model may be moved or cast after packing is enabled, so the choice is made at the first
+    attention on each device and in each dtype, and logged.
 
     Raises:
-        PackingError: On an unknown name, or `"varlen"` without a kernel or without a CUDA device.
+        PackingError: If the name is unknown, or `"varlen"` has no kernel or no CUDA device.
     """
     if backend not in get_args(Backend):
         raise PackingError(f"Unknown attention backend {backend!r}; use one of {get_args(Backend)}.")
@@ -47,7 +47,7 @@ def resolve_backend(backend: str) -> Backend:
 def choose_backend(query: torch.Tensor, options: AttentionOptions | None = None) -> Backend:
     """Return the backend that `"auto"` stands for on the device and in the dtype of `query`.
 
-    It is `"varlen"` in half precision on CUDA devices, if there is a kernel, and `"segments"` everywhere else.
+    It is `"varlen"` in half precision on CUDA devices if there is a kernel, and `"segments"` otherwise.
     """
     reason = _refusal("varlen", query, options or AttentionOptions())
     chosen: Backend = "segments" if reason else "varlen"
@@ -75,28 +75,28 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attend inside each segment and nowhere else.
 
-    With `"segments"`, the specification, and `"varlen"`, nothing of one segment enters the computation of another.
-    `"dense"` and `"flex"` give what lies outside a segment the weight 0, and 0 times a NaN is a NaN.
+    With `"segments"`, the specification, and `"varlen"`, no value of one segment enters the computation of another.
+    `"dense"` and `"flex"` weight everything outside a segment with 0, and 0 times a NaN is a NaN.
 
     Args:
-        query (`torch.Tensor` of shape `(num_queries, heads, head_dim)`): Tokens of the pack.
-        key (`torch.Tensor` of shape `(num_keys, key_heads, head_dim)`): Tokens of the pack, or of its text.
-        value (`torch.Tensor` of shape `(num_keys, key_heads, head_dim)`): As `key`.
-        segments ([`SegmentSpans`]): `layout.self_segments` or `layout.cross_segments`.
+        query (`torch.Tensor` of shape `(num_queries, heads, head_dim)`): Queries of the pack's tokens.
+        key (`torch.Tensor` of shape `(num_keys, key_heads, head_dim)`): Keys of the pack's tokens, or of its text.
+        value (`torch.Tensor` of shape `(num_keys, key_heads, head_dim)`): Value of each key.
+        segments ([`SegmentSpans`]): Which queries attend to which keys, such as `layout.self_segments` or
+            `layout.cross_segments`.
         backend (`str`): `"segments"`: one call of `scaled_dot_product_attention` for all segments of the same lengths;
             any device and dtype. `"varlen"`: a flash attention kernel; CUDA, half precision. `"flex"`: FlexAttention;
             on the CPU without gradients. `"dense"`: a mask of all pairs, up to 2 GiB. `"auto"`: see
-            [`choose_backend`]. A backend that cannot is an error, never another backend.
-        scale (`float`, *optional*): Of the products; `head_dim ** -0.5` without it.
-        dropout (`float`): Part of the attention weights that are set to zero, from 0 to below 1; pass it in training
-            alone.
+            [`choose_backend`]. A backend that cannot compute the call raises; it is never replaced.
+        scale (`float`, *optional*): Factor of the products; by default, `head_dim ** -0.5`.
+        dropout (`float`): Share of the attention weights that are set to zero, from 0 to below 1; for training.
         enable_gqa (`bool`): Whether `key_heads` may be a divisor of `heads`: each serves `heads / key_heads` heads.
 
     Returns:
         `torch.Tensor` of shape `(num_queries, heads, head_dim)`: Zero for padding, and where a segment has no key.
 
     Raises:
-        PackingError: If the tokens do not fit the segments, or the backend is unknown or cannot compute this.
+        PackingError: If the tokens do not fit the segments, or the backend is unknown or cannot compute the call.
     """
     options = AttentionOptions(scale, dropout, enable_gqa)
     query, key, value = _in_autocast_dtype(query, key, value)
@@ -104,7 +104,9 @@ def packed_attention(
     if backend == "auto":
         backend = choose_backend(query, options)
     elif reason := _refusal(backend, query, options):
-        raise PackingError(f"The attention backend {backend!r} {reason}; use 'auto', or 'segments', which always can.")
+        raise PackingError(
+            f"The attention backend {backend!r} {reason}; use 'auto', or 'segments', which always works."
+        )
     if not segments.num_keys:
         return _zeros_joined_to(query, key, value)
     if backend == "segments":
@@ -117,9 +119,9 @@ def packed_attention(
 
 
 def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.device) -> None:
-    """Make what a backend derives from segments before a compiled model asks for it.
+    """Make what a backend derives from segments before a compiled model needs it.
 
-    Inside a compiled graph it would become part of the graph, which would then serve this pack alone.
+    Made inside a compiled graph, it would become part of the graph, which would then serve this pack alone.
     """
     if not segments.num_keys:
         return
@@ -132,7 +134,7 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
 
 
 def _in_autocast_dtype(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tokens as `scaled_dot_product_attention` casts them under autocast, which other kernels do not."""
+    """Cast tokens as autocast does for `scaled_dot_product_attention`, but not for other kernels."""
     device = tokens[0].device.type
     usable = torch.amp.is_autocast_available(device)
     if not usable or not torch.is_autocast_enabled(device) or tokens[0].dtype == torch.float64:
@@ -142,7 +144,7 @@ def _in_autocast_dtype(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _zeros_joined_to(query: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Return zeros whose gradients are zero, not absent: DDP waits for one from every parameter."""
+    """Return zeros whose gradients are zero instead of absent: DDP waits for one from every parameter."""
     nothing = torch.stack([side[:0].sum() for side in (query, *others)]).sum()
     return torch.zeros_like(query) + nothing
 
@@ -162,7 +164,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, segments: SegmentSpans, optio
 
 
 def _refusal(backend: str, query: torch.Tensor, options: AttentionOptions) -> str | None:
-    """Return why a backend cannot compute attention of these queries."""
+    """Return why a backend cannot compute attention of these queries; None if it can."""
     on_cpu, head_dim = query.device.type == "cpu", query.shape[-1]
     if backend == "varlen":
         if query.device.type != "cuda":

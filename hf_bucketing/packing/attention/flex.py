@@ -14,7 +14,7 @@ from ..segments import SegmentSpans
 from .options import AttentionOptions
 
 BLOCK = 128
-"""Queries and keys of a block, FlexAttention's own choice."""
+"""Queries and keys of a block, FlexAttention's default."""
 
 
 def attend_by_blocks(
@@ -31,14 +31,14 @@ def attend_by_blocks(
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention compiled, without which it computes all pairs."""
+    """Return FlexAttention compiled; uncompiled it computes all pairs."""
     return torch.compile(flex_attention)
 
 
 def block_mask(segments: SegmentSpans, device: torch.device) -> BlockMask:
-    """Return the blocks that segments touch, made from their ends alone.
+    """Return the blocks that segments touch, made from the segments' bounds alone.
 
-    A mask function evaluated at every pair would take time and memory by the square of the tokens.
+    Evaluating a mask function at every pair would take time and memory quadratic in the tokens.
     """
 
     def make() -> BlockMask:
@@ -60,7 +60,7 @@ def block_mask(segments: SegmentSpans, device: torch.device) -> BlockMask:
 
 
 def block_tables(segments: SegmentSpans) -> tuple[np.ndarray, np.ndarray]:
-    """Return which blocks of queries and keys a segment touches, and which it fills: two `bool` tables."""
+    """Return which blocks of queries and keys a segment touches, and which one fills: two `bool` tables."""
     shape = -(-segments.num_queries // BLOCK), -(-segments.num_keys // BLOCK)
     touched, full = np.zeros(shape, bool), np.zeros(shape, bool)
     for queries, keys in zip(segments.queries, segments.keys, strict=True):

@@ -1,7 +1,7 @@
 """The backend `"segments"`: one call of `scaled_dot_product_attention` for all segments of the same lengths.
 
-It is the specification of the others. Equal segments that lie at equal distances are a view of the pack, so that a
-pack of one size is computed as a plain batch is. N segments of a group, L tokens of a segment, H heads, D head_dim.
+It is the specification of the other backends. Equal segments at equal distances are a view of the pack, so a pack of
+samples of one size is computed like a plain batch. N segments of a group, L tokens of a segment, H heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .options import AttentionOptions
 
 
 class Stretch(NamedTuple):
-    """`times` stretches of `length` tokens, one every `step` tokens from `start` on."""
+    """`times` ranges of `length` tokens, one every `step` tokens from `start` on."""
 
     start: int
     times: int
@@ -32,7 +32,7 @@ class Stretch(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring segments of the same lengths at the same distances."""
+    """Consecutive segments of the same lengths at the same distances."""
 
     queries: Stretch
     keys: Stretch
@@ -49,7 +49,7 @@ def attend_by_segments(
 ) -> torch.Tensor:
     """Compute [`packed_attention`][hf_bucketing.packing.packed_attention].
 
-    `torch.compile` breaks its graph here: these calls follow the composition of a pack, and a graph of them would
+    `torch.compile` breaks its graph here: these calls depend on the composition of a pack, and a graph of them would
     serve no other pack.
     """
     runs = segments.made("runs", lambda: find_runs(segments))
@@ -78,7 +78,7 @@ def attend_by_segments(
 
 
 def find_runs(segments: SegmentSpans) -> list[Run]:
-    """Join neighbouring segments whose tokens, and keys, are a view of one stretch of the pack."""
+    """Join consecutive segments whose queries and whose keys are views of one range of the pack."""
     spans = list(zip(segments.queries, segments.keys, strict=True))
     runs: list[Run] = []
     first = 0
@@ -92,7 +92,7 @@ def find_runs(segments: SegmentSpans) -> list[Run]:
 
 
 def _stretch(spans: Sequence[Span], *, end: int) -> Stretch:
-    """Return the longest stretch that the spans begin with; its last step ends before the next span and `end`."""
+    """Return the longest stretch at the start of the spans; its last step ends before the next span and `end`."""
     start, stop = spans[0]
     length = stop - start
     step = spans[1][0] - start if len(spans) > 1 else length
@@ -111,7 +111,7 @@ def _single(run: Stretch) -> Stretch:
 
 
 def _cut(tokens: torch.Tensor, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
-    """Cut tokens into stretches by one split: the gradient of one slice per stretch would be a pack per stretch."""
+    """Cut tokens into stretches by one split: with slices, each stretch's gradient would have the pack's size."""
     sizes, end = [], 0
     for stretch in stretches:
         sizes += [stretch.start - end, stretch.stop - stretch.start]
@@ -120,7 +120,7 @@ def _cut(tokens: torch.Tensor, stretches: Sequence[Stretch]) -> list[torch.Tenso
 
 
 def _stack(parts: Sequence[tuple[torch.Tensor, Stretch]]) -> torch.Tensor:
-    """Return `(N, H, L, D)`, a view if there is one part."""
+    """Stack parts to `(N, H, L, D)`; a single part stays a view."""
     stacked = []
     for part, stretch in parts:
         part = part.unflatten(0, (stretch.times, stretch.step))
@@ -129,7 +129,7 @@ def _stack(parts: Sequence[tuple[torch.Tensor, Stretch]]) -> torch.Tensor:
 
 
 def _join(parts: Sequence[tuple[torch.Tensor, Stretch]], num_queries: int) -> torch.Tensor:
-    """Put outputs `(N, L, H, D)` at their places, with zeros between."""
+    """Join outputs `(N, L, H, D)` into the tokens of the pack, with zeros for padding."""
     pieces, end = [], 0
     for part, stretch in parts:
         if stretch.start > end:

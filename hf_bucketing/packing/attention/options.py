@@ -1,4 +1,4 @@
-"""How attention is computed, beside on what."""
+"""Settings of attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class AttentionOptions(NamedTuple):
-    """See [`packed_attention`][hf_bucketing.packing.packed_attention]."""
+    """Settings of [`packed_attention`][hf_bucketing.packing.packed_attention]."""
 
     scale: float | None = None
     dropout: float = 0.0

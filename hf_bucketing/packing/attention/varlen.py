@@ -1,4 +1,4 @@
-"""The backend `"varlen"`: a flash attention kernel that takes segments as offsets, on CUDA devices."""
+"""The backend `"varlen"`: a flash attention kernel for segments given as offsets, on CUDA devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kernel = Literal["torch", "flash-attn"]
 
 @torch.compiler.assume_constant_result
 def varlen_kernel(*, dropout: bool = False) -> Kernel | None:
-    """Return which kernel there is: that of `torch.nn.attention.varlen`, which has no dropout, else flash-attn's."""
+    """Return the installed kernel: that of `torch.nn.attention.varlen`, which has no dropout, else flash-attn's."""
     if not dropout and importlib.util.find_spec("torch.nn.attention.varlen") is not None:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -30,7 +30,7 @@ def attend_by_offsets(
 ) -> torch.Tensor:
     """Compute [`packed_attention`][hf_bucketing.packing.packed_attention].
 
-    No copy without padding is made. Flash attention writes zeros for segments without keys, and zero gradients for
+    Padding is not removed by a copy: flash attention writes zeros for segments without keys, and zero gradients for
     keys without queries.
     """
     cu_seqlens_q, cu_seqlens_k, max_q, max_k, key_index = segments.varlen(query.device)

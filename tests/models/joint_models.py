@@ -1,4 +1,4 @@
-"""Small models whose text tokens sit in the same attention sequence, for the table in `packing_cases`."""
+"""Small models of the families with joint attention, and the stock calls for one sample of each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from diffusers import (
     HunyuanVideoTransformer3DModel,
     SD3Transformer2DModel,
 )
-
-IMAGE_SIZES = ((1, 4, 6), (1, 8, 4), (1, 2, 2), (1, 6, 6), (1, 4, 6), (1, 10, 4))
 
 
 def make_sd3(**config: Any) -> SD3Transformer2DModel:
@@ -134,55 +132,3 @@ def flux_alone(
         **{name: values[None] for name, values in conditioning.items()},
     ).sample
     return FluxPipeline._unpack_latents(output, 8 * height, 8 * width, 8).transpose(0, 1)
-
-
-_SD3 = {
-    "alone": sd3_alone,
-    "sizes": IMAGE_SIZES,
-    "conditioning": lambda draw, count: {"pooled_projections": draw(count, 20)},
-    # The last block's text goes nowhere.
-    "without_gradient": ("1.attn.add_q_proj", "1.attn.norm_added_q"),
-}
-_VIDEO_SIZES = ((3, 4, 6), (1, 8, 4), (5, 6, 6), (1, 2, 2), (3, 10, 12), (1, 10, 12))
-_PADDED = (7,) * len(_VIDEO_SIZES)
-JOINT_CASES: dict[str, dict[str, Any]] = {
-    "sd3": {**_SD3, "make": make_sd3},
-    "sd3.5": {**_SD3, "make": make_sd35},
-    "cogvideox": {"make": make_cogvideox, "alone": cogvideox_alone},
-    "cogvideox-sincos": {
-        "make": make_cogvideox_sincos,
-        "alone": cogvideox_alone,
-        "sizes": _VIDEO_SIZES,
-        "text_lengths": _PADDED,
-    },
-    "cogvideox-learned": {
-        "make": make_cogvideox_learned,
-        "alone": cogvideox_alone,
-        "channels": 8,
-        "sizes": tuple((frames, 10, 12) for frames, _, _ in _VIDEO_SIZES),
-        "text_lengths": _PADDED,
-    },
-    "cogvideox-1.5": {
-        "make": make_cogvideox_15,
-        "alone": cogvideox_alone,
-        "sizes": tuple((2 * frames, height, width) for frames, height, width in _VIDEO_SIZES),
-        "conditioning": lambda draw, count: {"ofs": 2 + draw(count)},
-    },
-    "hunyuan": {
-        "make": make_hunyuan,
-        "alone": hunyuan_alone,
-        "empty_text": False,
-        "conditioning": lambda draw, count: {
-            "pooled_projections": draw(count, 20),
-            "guidance": 1000 * (6 + draw(count)),
-        },
-    },
-    "flux": {
-        "make": make_flux,
-        "alone": flux_alone,
-        "sizes": IMAGE_SIZES,
-        "conditioning": lambda draw, count: {"pooled_projections": draw(count, 20), "guidance": 3.5 + draw(count)},
-        "float64": False,  # the stock model rounds text to float32 to rotate it by nothing
-    },
-}
-"""Arguments of `FamilyCase`, by name."""

@@ -1,37 +1,39 @@
-"""Small models with samples of many sizes, run one by one or packed.
-
-Every family has a row in `CASES`: how its small model is made, its samples, and how the stock model runs one of them.
-"""
+"""The table of model families: a small model each, its samples, and how the stock model runs one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
 from hf_bucketing.losses import masked_mse
+from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.packing import packed_forward, packed_mse
-from tests.models import family_models as models
-from tests.models.joint_cases import JOINT_CASES
+from tests.models import cross_models, joint_models
 
 Size = tuple[int, int, int]
 Draw = Callable[..., torch.Tensor]
 
 # Mixed durations, landscape, portrait, square, an image, a single token, two of one size; (frames, height, width).
 SIZES = ((3, 4, 6), (1, 8, 4), (5, 6, 6), (1, 2, 2), (3, 4, 6), (1, 10, 6))
-
-
 TEXT_LENGTHS = (7, 3, 5, 1, 7, 4)
-
-
 TIMESTEPS = torch.tensor([10.0, 500.0, 900.0, 0.5, 999.0, 333.0])
 
 
-@dataclass(frozen=True, kw_only=True)
+class Expected(NamedTuple):
+    """What the samples alone give in float32: outputs, the mean of their losses, and its gradients."""
+
+    outputs: list[torch.Tensor]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FamilyCase:
     """A family's small model, its samples, and the stock call for one of them.
 
@@ -40,10 +42,11 @@ class FamilyCase:
         alone: Runs the stock model on `(C, F, H, W)` as its pipeline does, given timestep, text, conditioning.
         sizes: Latent frames, height and width of each sample.
         text_lengths: As many.
-        channels: Of the latents; and of what the model returns.
-        text_dim: Of the text embeddings.
+        channels: Channels of the latents.
+        out_channels: Channels of the model's output.
+        text_dim: Channels of the text embeddings.
         timesteps: One per sample.
-        conditioning: Draws what else the model is told, for that number of samples.
+        conditioning: Draws the further inputs of the model, for that number of samples.
         float64: Whether the model computes in float64 throughout.
         empty_text: Whether the model runs a sample without text.
         without_gradient: Parts of the names of parameters that the outputs do not depend on.
@@ -72,55 +75,65 @@ class FamilyCase:
             model.learnable_pos_embed.float()  # Cosmos computes it in no other dtype
         return model
 
+    @cached_property
+    def expected(self) -> Expected:
+        """What the default samples give when they run alone through the stock model, computed once."""
+        model, samples = self.model(), Samples(case=self)
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            outputs = samples.alone(model)
+            loss = samples.loss_of(outputs)
+            values = gradients(model, loss)
+        return Expected([output.detach() for output in outputs], float(loss.detach()), values)
 
-WAN = FamilyCase(make=models.make_wan, alone=models.wan_alone)
+
+WAN = FamilyCase(make=cross_models.make_wan, alone=cross_models.wan_alone)
 WAN_IMAGE = FamilyCase(
-    make=models.make_wan_image,
-    alone=models.wan_image_alone,
+    make=cross_models.make_wan_image,
+    alone=cross_models.wan_image_alone,
     channels=6,
     text_lengths=(512,) * len(SIZES),  # the stock processor splits text from image tokens at this count
     conditioning=lambda draw, count: {"encoder_hidden_states_image": draw(count, 6, 8)},
 )
-WAN_FIRST_AND_LAST = replace(WAN_IMAGE, make=partial(models.make_wan_image, pos_embed_seq_len=6))
-
-LATTE = FamilyCase(make=models.make_latte, alone=models.latte_alone, out_channels=8)
-IMAGES = tuple((1, height, width) for _, height, width in SIZES)
-PIXART = FamilyCase(make=models.make_pixart, alone=models.pixart_alone, sizes=IMAGES, out_channels=8)
+LATTE = FamilyCase(make=cross_models.make_latte, alone=cross_models.latte_alone, out_channels=8)
+PIXART = FamilyCase(
+    make=cross_models.make_pixart,
+    alone=cross_models.pixart_alone,
+    sizes=tuple((1, height, width) for _, height, width in SIZES),
+    out_channels=8,
+)
 PIXART_CONDITIONED = replace(
     PIXART,
-    make=partial(models.make_pixart, use_additional_conditions=True),
+    make=partial(cross_models.make_pixart, use_additional_conditions=True),
     conditioning=lambda draw, count: {
         "resolution": torch.tensor([[256.0, 384.0 + 32 * sample] for sample in range(count)]),
         "aspect_ratio": torch.tensor([[256.0 / (384 + 32 * sample)] for sample in range(count)]),
     },
 )
 LTX = FamilyCase(
-    make=models.make_ltx,
-    alone=models.ltx_alone,
+    make=cross_models.make_ltx,
+    alone=cross_models.ltx_alone,
     conditioning=lambda draw, count: {
         "rope_interpolation_scale": torch.tensor([[8 / (12 + sample), 32.0, 32.0] for sample in range(count)])
     },
     float64=False,
 )
-LTX_PATCHES = replace(LTX, make=partial(models.make_ltx, patch_size=2, in_channels=16, out_channels=16))
 # The stock Allegro cannot run a sample of one token, whose dimension its blocks squeeze away.
 ALLEGRO = FamilyCase(
-    make=models.make_allegro,
-    alone=models.allegro_alone,
+    make=cross_models.make_allegro,
+    alone=cross_models.allegro_alone,
     sizes=tuple((1, 2, 4) if size == (1, 2, 2) else size for size in SIZES),
     float64=False,
 )
 COSMOS = FamilyCase(
-    make=models.make_cosmos,
-    alone=models.cosmos_alone,
+    make=cross_models.make_cosmos,
+    alone=cross_models.cosmos_alone,
     conditioning=lambda draw, count: {"fps": torch.tensor([12.0 + sample for sample in range(count)])},
     float64=False,
 )
-
 COSMOS_ROTARY_ONLY = replace(
     COSMOS,
     make=partial(
-        models.make_cosmos,
+        cross_models.make_cosmos,
         extra_pos_embed_type=None,
         use_crossattn_projection=True,
         crossattn_proj_in_channels=16,
@@ -128,26 +141,90 @@ COSMOS_ROTARY_ONLY = replace(
     ),
 )
 
-CASES: dict[str, FamilyCase] = {
+IMAGE_SIZES = ((1, 4, 6), (1, 8, 4), (1, 2, 2), (1, 6, 6), (1, 4, 6), (1, 10, 4))
+VIDEO_SIZES = ((3, 4, 6), (1, 8, 4), (5, 6, 6), (1, 2, 2), (3, 10, 12), (1, 10, 12))
+SD3 = FamilyCase(
+    make=joint_models.make_sd3,
+    alone=joint_models.sd3_alone,
+    sizes=IMAGE_SIZES,
+    conditioning=lambda draw, count: {"pooled_projections": draw(count, 20)},
+    without_gradient=("1.attn.add_q_proj", "1.attn.norm_added_q"),  # the last block's text goes nowhere
+)
+COGVIDEOX = FamilyCase(make=joint_models.make_cogvideox, alone=joint_models.cogvideox_alone)
+COGVIDEOX_SINCOS = replace(
+    COGVIDEOX, make=joint_models.make_cogvideox_sincos, sizes=VIDEO_SIZES, text_lengths=(7,) * len(VIDEO_SIZES)
+)
+COGVIDEOX_LEARNED = replace(
+    COGVIDEOX_SINCOS,
+    make=joint_models.make_cogvideox_learned,
+    channels=8,
+    sizes=tuple((frames, 10, 12) for frames, _, _ in VIDEO_SIZES),
+)
+COGVIDEOX_15 = replace(
+    COGVIDEOX,
+    make=joint_models.make_cogvideox_15,
+    sizes=tuple((2 * frames, height, width) for frames, height, width in VIDEO_SIZES),
+    conditioning=lambda draw, count: {"ofs": 2 + draw(count)},
+)
+HUNYUAN = FamilyCase(
+    make=joint_models.make_hunyuan,
+    alone=joint_models.hunyuan_alone,
+    empty_text=False,
+    conditioning=lambda draw, count: {
+        "pooled_projections": draw(count, 20),
+        "guidance": 1000 * (6 + draw(count)),
+    },
+)
+FLUX = FamilyCase(
+    make=joint_models.make_flux,
+    alone=joint_models.flux_alone,
+    sizes=IMAGE_SIZES,
+    conditioning=lambda draw, count: {"pooled_projections": draw(count, 20), "guidance": 3.5 + draw(count)},
+    float64=False,  # the stock model rounds text to float32 to rotate it by nothing
+)
+
+CROSS: dict[str, FamilyCase] = {
     "allegro": ALLEGRO,
     "cosmos": COSMOS,
     "cosmos rotary only": COSMOS_ROTARY_ONLY,
     "latte": LATTE,
     "ltx": LTX,
-    "ltx patches": LTX_PATCHES,
+    "ltx patches": replace(LTX, make=partial(cross_models.make_ltx, patch_size=2, in_channels=16, out_channels=16)),
     "pixart": PIXART,
     "pixart conditioned": PIXART_CONDITIONED,
     "wan": WAN,
     "wan image": WAN_IMAGE,
-    "wan first and last": WAN_FIRST_AND_LAST,
-    **{name: FamilyCase(**settings) for name, settings in JOINT_CASES.items()},
+    "wan first and last": replace(WAN_IMAGE, make=partial(cross_models.make_wan_image, pos_embed_seq_len=6)),
 }
+"""Families whose text is attended to apart."""
+
+JOINT: dict[str, FamilyCase] = {
+    "sd3": SD3,
+    "sd3.5": replace(SD3, make=joint_models.make_sd35),
+    "cogvideox": COGVIDEOX,
+    "cogvideox-sincos": COGVIDEOX_SINCOS,
+    "cogvideox-learned": COGVIDEOX_LEARNED,
+    "cogvideox-1.5": COGVIDEOX_15,
+    "hunyuan": HUNYUAN,
+    "flux": FLUX,
+}
+"""Families whose text attends in one sequence with the tokens."""
+
+CASES = {**CROSS, **JOINT}
+
+
+def each_case(cases: Mapping[str, FamilyCase]) -> pytest.MarkDecorator:
+    """Run a test with each case of a table."""
+    return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
+
+
+each_family = each_case(CASES)
 
 
 def make_model(dtype: torch.dtype = torch.float32, **config: Any) -> WanTransformer3DModel:
     torch.manual_seed(0)
     width = {"num_attention_heads": 4, "attention_head_dim": 24, "ffn_dim": 64, "num_layers": 3}
-    return models.make_wan(**{**width, **config}).to(dtype)
+    return cross_models.make_wan(**{**width, **config}).to(dtype)
 
 
 class Samples:
@@ -177,8 +254,9 @@ class Samples:
             name: values[list(order)] for name, values in case.conditioning(draw, len(case.sizes)).items()
         }
 
-    def pack(self, packing):
-        return packing.pack(self.latents, timesteps=self.timesteps, text=self.text, conditioning=self.conditioning)
+    def pack(self, packing, **options: Any):
+        inputs = {"timesteps": self.timesteps, "text": self.text, "conditioning": self.conditioning, **options}
+        return packing.pack(self.latents, **inputs)
 
     def alone(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """Run each sample by itself through the unpacked model."""
@@ -188,9 +266,12 @@ class Samples:
             for sample, (x, t, e) in enumerate(inputs)
         ]
 
+    def loss_of(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        pairs = zip(outputs, self.targets, strict=True)
+        return torch.cat([masked_mse(output[None], target[None]) for output, target in pairs]).mean()
+
     def loss_alone(self, model: torch.nn.Module) -> torch.Tensor:
-        outputs = zip(self.alone(model), self.targets, strict=True)
-        return torch.cat([masked_mse(output[None], target[None]) for output, target in outputs]).mean()
+        return self.loss_of(self.alone(model))
 
     def loss_packed(self, model: torch.nn.Module, packing) -> torch.Tensor:
         batch = self.pack(packing)
@@ -202,6 +283,15 @@ def gradients(model: torch.nn.Module, *losses: torch.Tensor) -> dict[str, torch.
     for loss in losses:
         loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def packed_outputs(model, samples: Samples, *, strip_length: int = 4, **options) -> list[torch.Tensor]:
+    """Run the samples packed and disable packing again."""
+    packing = enable_packing(model, strip_length=strip_length, **options)
+    batch = samples.pack(packing)
+    outputs = batch.unpack(packed_forward(model, batch))
+    disable_packing(model)
+    return outputs
 
 
 def largest_difference(ones, others) -> float:

@@ -1,0 +1,80 @@
+"""What families share whose text attends in one sequence with the tokens: each strip carries text of its sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import PackingError
+from ..packing.batch import PackedBatch
+from ..packing.family import Family, Transformer
+from ..packing.layout import Grid, PackedLayout, best_text_slots
+from ..packing.processors import PackedJointAttnProcessor
+
+
+class JointFamily(Family):
+    """Base of the families whose models attend to tokens and text tokens in one sequence.
+
+    Attributes:
+        guidance (`float`): The distilled guidance that the pipeline passes by default.
+    """
+
+    processor_class = PackedJointAttnProcessor
+    guidance: ClassVar[float] = 3.5
+
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """Draw pooled text embeddings, and take the pipelines' defaults for the rest."""
+        draws = {
+            "pooled_projections": lambda: torch.randn(len(grids), transformer.config.pooled_projection_dim),
+            "guidance": lambda: torch.full((len(grids),), self.guidance),
+            "ofs": lambda: torch.full((len(grids),), 2.0),
+        }
+        return {name: draws[name]() for name in self.conditioning(transformer)}
+
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+        """Raise PackingError if the model cannot run a sample or a text of the pack."""
+
+    def fit_text(
+        self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
+    ) -> tuple[PackedLayout, int | None]:
+        """Return the layout with text slots: the number with fewest entries, or the given number per strip."""
+        self.check_layout(transformer, layout)
+        if pad_text_to is None:
+            return replace(layout, text_slots=best_text_slots(layout)), None
+        if pad_to is None or pad_text_to % pad_to or not pad_text_to:
+            raise PackingError(
+                "The strips of this model carry its text, each with the same number of text slots: pad_text_to must "
+                f"be a multiple of pad_to, got {pad_text_to} and {pad_to}."
+            )
+        return replace(layout, text_slots=pad_text_to // pad_to), None
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Give each strip its sample's timestep and conditioning, and its part of the sample's text."""
+        return {
+            "hidden_states": batch.strips,
+            "timestep": batch.strip_timesteps,
+            "encoder_hidden_states": batch.layout.joint.text_by_strip(batch.text),
+            **{name: batch.per_strip(values) for name, values in batch.conditioning.items()},
+        }
+
+
+def refuse_videos(transformer: Transformer, grids: Sequence[Grid]) -> None:
+    """Refuse samples of more than one frame, for image models."""
+    for sample, grid in enumerate(grids):
+        if grid[0] > 1:
+            raise PackingError(
+                f"Sample {sample} has {grid[0]} latent frames, but {type(transformer).__name__} takes images."
+            )
+
+
+def refuse_stale_fusion(transformer: Transformer) -> None:
+    """Refuse models unfused by diffusers in their processors only: the modules still hold the fused projections."""
+    for name, module in transformer.named_modules():
+        if getattr(module, "fused_projections", False) and "Fused" not in type(module.processor).__name__:
+            raise PackingError(
+                f"{name} holds fused projections that its processor does not use, as diffusers' "
+                "unfuse_qkv_projections leaves it; load the transformer again, or fuse it."
+            )

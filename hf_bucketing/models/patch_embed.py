@@ -1,0 +1,51 @@
+"""Positions that diffusers' `PatchEmbed` adds to images and frames: Latte, PixArt and SD3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..packing.context import active_layout
+from ..packing.layout import Grid
+from ..packing.positions import position_strips
+
+
+def hook_patch_embed(
+    pos_embed: torch.nn.Module, table: Callable[[Any, Grid, torch.device], torch.Tensor]
+) -> RemovableHandle:
+    """Make a `PatchEmbed` add each sample's own positions to its strips; return the hook's handle.
+
+    Args:
+        pos_embed (`PatchEmbed`): The module.
+        table (callable): Function of the module, a token grid and a device that returns the positions of such a
+            sample, `(t·h·w, dim)`.
+    """
+
+    def embed_strips(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        (positions,) = position_strips(active_layout(), lambda grid: (table(module, grid, output.device),))
+        tokens = module.proj(args[0]).flatten(2).transpose(1, 2)
+        embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
+        return embedded
+
+    return pos_embed.register_forward_hook(embed_strips)
+
+
+def sincos_table(module: Any, grid: Grid, device: torch.device) -> torch.Tensor:
+    """Return the sine-cosine positions that the module adds to each frame of a sample, `(t·h·w, dim)`."""
+    from diffusers.models.embeddings import get_2d_sincos_pos_embed
+
+    table: torch.Tensor = module.pos_embed[0]  # for its own square
+    if grid[1:] != (module.height, module.width):
+        made: torch.Tensor = get_2d_sincos_pos_embed(
+            table.shape[1],
+            grid_size=grid[1:],
+            base_size=module.base_size,
+            interpolation_scale=module.interpolation_scale,
+            device=device,
+            output_type="pt",
+        )
+        table = made.float()
+    return table.repeat(grid[0], 1)

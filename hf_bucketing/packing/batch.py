@@ -1,0 +1,78 @@
+"""A pack as a value: its strips, timesteps, texts and conditioning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import PackingError
+from .layout import Grid, PackedLayout
+from .strips import from_strips, to_strips, token_grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """A pack: what one process runs as one sequence.
+
+    Attributes:
+        strips (`torch.Tensor` of shape `(num_strips, channels, p_t, p_h, strip_length·p_w)`): The latents.
+        timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
+        text (`torch.Tensor` of shape `(num_stored_text_tokens, text_dim)`): All texts, one after another. A text that
+            several samples share is stored once (`layout.text_index`) if the model family only attends to it.
+        layout ([`PackedLayout`]): Where each sample lies.
+        patch (`tuple` of three `int`): Latent frames, rows and columns per token.
+        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further inputs of the model, per sample.
+    """
+
+    strips: torch.Tensor
+    timesteps: torch.Tensor
+    text: torch.Tensor
+    layout: PackedLayout
+    patch: Grid
+    conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def strip_timesteps(self) -> torch.Tensor:
+        """The timestep of each strip; shape `(num_strips,)`."""
+        return self.per_strip(self.timesteps)
+
+    def per_strip(self, values: torch.Tensor) -> torch.Tensor:
+        """Repeat per-sample values `(n, …)` for each strip, `(num_strips, …)`; padding gets the last sample's."""
+        return values[self.layout.strip_segments]
+
+    def text_by_strip(self) -> torch.Tensor:
+        """Cut the texts evenly into one row per strip, padded at the end: `(num_strips, tokens, text_dim)`.
+
+        For models that view their text by the number of batch rows. Attention reads the rows in order again.
+        """
+        strips, tokens = self.layout.num_strips, max(1, len(self.text))
+        length = -(-tokens // strips)
+        return F.pad(self.text, (0, 0, 0, strips * length - len(self.text))).unflatten(0, (strips, length))
+
+    def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
+        """Return one `(channels, frames, height, width)` tensor per sample, zero where a token was dropped.
+
+        Raises:
+            PackingError: If the prediction does not have this pack's shape.
+        """
+        return from_strips(prediction, self.layout)
+
+    def pack_like(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Pack targets, noise or masks like the latents: `(num_strips, channels, p_t, p_h, strip_length·p_w)`.
+
+        The same tokens are dropped.
+
+        Args:
+            tensors (sequence of `(channels, frames, height, width)`): One per sample, of its latent's size; any number
+                of channels.
+
+        Raises:
+            PackingError: If their number or a size differs.
+        """
+        grids = tuple(token_grid(tensor, self.patch, sample=sample) for sample, tensor in enumerate(tensors))
+        if grids != self.layout.grids:
+            raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
+        return to_strips(tensors, self.patch, layout=self.layout)

@@ -1,0 +1,269 @@
+"""Attention processors that run a pack, one per way of attending, named as diffusers names its own.
+
+N tokens of all strips in order, H heads, D channels of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from ..errors import PackingError
+from .attention.dispatch import Backend, packed_attention
+from .context import active_layout
+from .layout import PackedLayout
+from .segments import SegmentSpans
+
+Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
+
+Rotary: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | tuple[tuple[torch.Tensor, torch.Tensor], ...]"
+"""Cosines and sines `(strips, strip_length, channels)`, or a pair of them for each equal part of a head's channels."""
+
+
+class Keys(NamedTuple):
+    """Keys and values `(keys, H, D)`, and the segments in which the tokens attend to them."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    segments: SegmentSpans
+
+
+class PackedAttnProcessor:
+    """Self- and cross-attention of `diffusers.models.attention_processor.Attention` over the strips of a pack.
+
+    Latte, PixArt, Allegro and Cosmos use it as it is. Families with an attention module of their own derive from it:
+    they say how that module normalises and rotates queries and keys, and which keys its text has.
+
+    Args:
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+        scope (`"sample"`, `"frame"` or `"spatial_position"`): What a token attends to in self-attention: its sample,
+            its frame (Latte's spatial blocks), or its row and column in all frames (Latte's temporal blocks).
+    """
+
+    norms_whole_width: ClassVar[bool] = False
+    """Whether the norms of queries and keys take all heads together."""
+
+    def __init__(self, backend: Backend = "segments", *, scope: Scope = "sample") -> None:
+        self.backend = backend
+        self.scope = scope
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor:
+        """Attend inside each sample.
+
+        Args:
+            attn (`Attention`): Module with the projections and norms.
+            hidden_states (`torch.Tensor` of shape `(strips, strip_length, dim)`): The strips; of Latte's temporal
+                blocks, `(num_tokens, 1, dim)`.
+            encoder_hidden_states (`torch.Tensor` of shape `(any, tokens, dim)`, *optional*): The texts, one after
+                another over all rows, padding at the end.
+            attention_mask (`None`): Unused; the layout takes its place.
+            image_rotary_emb (`tuple`, *optional*): Cosines and sines of the tokens, see [`rotate`]; text is not
+                rotated.
+
+        Returns:
+            `torch.Tensor` in the shape of `hidden_states`.
+
+        Raises:
+            PackingError: If no pack is being computed, or the module has norms over the tokens or a residual.
+        """
+        _refuse_mixing(attn)
+        layout = active_layout()
+        if encoder_hidden_states is None:
+            query, key, value = self._project(attn, hidden_states)
+            if image_rotary_emb is not None:
+                query, key = self.rotate(query, image_rotary_emb), self.rotate(key, image_rotary_emb)
+            attended = self._attend_to_tokens(query, key, value, layout)
+        else:
+            query = self.split_heads(attn, attn.to_q(hidden_states), attn.norm_q)
+            texts = self.text_keys(attn, encoder_hidden_states, layout)
+            attended = functools.reduce(torch.add, (_attend(query, *keys, backend=self.backend) for keys in texts))
+        attended = _through(attn.to_out, attended.flatten(1)).view_as(hidden_states)
+        factor = getattr(attn, "rescale_output_factor", 1.0)
+        return attended if factor == 1.0 else attended / factor
+
+    def _attend_to_tokens(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
+    ) -> torch.Tensor:
+        if self.scope == "sample":
+            return _attend(query, key, value, layout.self_segments, backend=self.backend)
+        frames = layout.by_frame
+        if self.scope == "frame":
+            return _attend(query, key, value, frames.frames, backend=self.backend)
+        query, key, value = (side[frames.order] for side in (query, key, value))
+        return _attend(query, key, value, frames.spatial_positions, backend=self.backend)[frames.inverse]
+
+    def text_keys(self, attn: Any, text: torch.Tensor, layout: PackedLayout) -> Sequence[Keys]:
+        """Return the keys of the texts `(any, tokens, dim)`; the results of several are added up."""
+        if getattr(attn, "norm_cross", None):
+            text = attn.norm_encoder_hidden_states(text)
+        if getattr(attn, "fused_projections", False):
+            key, value = attn.to_kv(text).chunk(2, dim=-1)
+        else:
+            key, value = attn.to_k(text), attn.to_v(text)
+        key, value = self.split_heads(attn, key, attn.norm_k), self.split_heads(attn, value)
+        if layout.text_index is None:
+            key, value = key[: layout.num_text_tokens], value[: layout.num_text_tokens]
+        else:  # from the stored texts to the samples' texts, one after another
+            key, value = key[layout.text_index], value[layout.text_index]
+        return [Keys(key, value, layout.cross_segments)]
+
+    def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Rotate `(N, H, D)`: the two halves of each part of a head's channels against each other."""
+        pairs: Any = (rotary,) if isinstance(rotary[0], torch.Tensor) else rotary
+        parts = zip(tokens.chunk(len(pairs), dim=-1), pairs, strict=True)
+        return torch.cat([rotate_channels(part, tables, halves=True) for part, tables in parts], dim=-1)
+
+    def split_heads(self, attn: Any, states: torch.Tensor, norm: Any = None) -> torch.Tensor:
+        """Turn `(strips, tokens, H·D)` into `(N, H, D)`, normalised."""
+        if norm is not None and self.norms_whole_width:
+            states, norm = norm(states), None
+        heads = states.flatten(0, 1).unflatten(1, (attn.heads, -1))
+        return heads if norm is None else norm(heads)
+
+    def _project(self, attn: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = _query_key_value(attn, states)
+        return (
+            self.split_heads(attn, query, attn.norm_q),
+            self.split_heads(attn, key, attn.norm_k),
+            self.split_heads(attn, value),
+        )
+
+
+class PackedJointAttnProcessor:
+    """Attention of SD3, CogVideoX, HunyuanVideo and Flux over the strips of a pack, each with its text slots.
+
+    Each sample's tokens and its text tokens attend to each other. Text has projections of its own where the module has
+    them (`add_q_proj`), else those of the tokens. Where a module gets no text, the text slots precede the tokens of
+    each strip (Flux), or tokens attend to tokens alone (SD3.5).
+
+    Args:
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+    """
+
+    def __init__(self, backend: Backend = "segments") -> None:
+        self.backend = backend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend inside each sample.
+
+        Args:
+            attn (`Attention` or `FluxAttention`): Module with the projections and norms.
+            hidden_states (`torch.Tensor` of shape `(strips, strip_length, dim)`): The strips; of shape `(strips,
+                text_slots + strip_length, dim)` where text comes in the same tensor.
+            encoder_hidden_states (`torch.Tensor` of shape `(strips, text_slots, dim)`, *optional*): The text slots.
+            attention_mask (`torch.Tensor`, *optional*): Unused; the layout takes its place.
+            image_rotary_emb (`tuple` of two `(strips, strip_length, head_dim)`, *optional*): Cosines and sines of the
+                tokens; text is not rotated.
+
+        Returns:
+            `torch.Tensor` in the shape of `hidden_states`, and with `encoder_hidden_states` another in its shape.
+
+        Raises:
+            PackingError: If no pack is being computed.
+        """
+        layout = active_layout()
+        text, tokens = hidden_states.split([hidden_states.shape[1] - layout.strip_length, layout.strip_length], 1)
+        if encoder_hidden_states is not None:
+            text = encoder_hidden_states
+        query, key, value = _joint_heads(attn, tokens)
+        if image_rotary_emb is not None:
+            query, key = (rotate_channels(part.flatten(0, 1), image_rotary_emb).view_as(part) for part in (query, key))
+        if not text.shape[1]:
+            query, key, value = (part.flatten(0, 1) for part in (query, key, value))
+            attended = _attend(query, key, value, layout.self_segments, backend=self.backend)
+            return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
+        joint = layout.joint
+        words = _joint_heads(attn, text, added=_has(attn, "add_q_proj"))
+        query, key, value = (joint.gather(*pair) for pair in zip((query, key, value), words, strict=True))
+        attended = _attend(query, key, value, joint.segments, backend=self.backend)
+        tokens, text = joint.scatter(attended.flatten(1))
+        if encoder_hidden_states is None:
+            return torch.cat([text, tokens], 1)
+        if _has(attn, "to_out"):
+            tokens = _through(attn.to_out, tokens)
+            text = text if _has(attn, "add_q_proj") else _through(attn.to_out, text)
+        return tokens, attn.to_add_out(text) if _has(attn, "to_add_out") else text
+
+
+def rotate_channels(
+    tokens: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], *, halves: bool = False
+) -> torch.Tensor:
+    """Rotate pairs of channels as diffusers' `apply_rotary_emb` does, in float32.
+
+    Args:
+        tokens (`torch.Tensor` of shape `(N, H, D)`): Queries or keys.
+        tables (`tuple` of two `torch.Tensor` of shape `(strips, strip_length, D)`): Cosines and sines, equal for all
+            heads; of shape `(strips, strip_length, H·D)` where heads differ.
+        halves (`bool`): Whether a channel of the first half and its counterpart in the second make a pair, or two
+            neighbouring channels.
+
+    Returns:
+        `torch.Tensor` of shape `(N, H, D)`.
+    """
+    if halves:
+        first, second = tokens.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    else:
+        even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([-odd, even], dim=-1).flatten(-2)
+    # (strips, strip_length, D or H·D) -> (N, 1 or H, D)
+    cosines, sines = (table.flatten(0, 1).unflatten(1, (-1, tokens.shape[-1])) for table in tables)
+    return (tokens.float() * cosines + turned.float() * sines).to(tokens.dtype)
+
+
+def _query_key_value(attn: Any, states: torch.Tensor, *, added: bool = False) -> Sequence[torch.Tensor]:
+    """Project tokens, or text by the module's added projections; fused projections are used as such."""
+    if getattr(attn, "fused_projections", False):
+        fused: torch.Tensor = (attn.to_added_qkv if added else attn.to_qkv)(states)
+        return fused.chunk(3, dim=-1)
+    names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+    return [getattr(attn, name)(states) for name in names]
+
+
+def _joint_heads(attn: Any, states: torch.Tensor, *, added: bool = False) -> Iterable[torch.Tensor]:
+    """Return query, key and value, each of shape `(strips, tokens, H, D)`, normalised by head."""
+    norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
+    for part, norm in zip(_query_key_value(attn, states, added=added), (*norms, None), strict=True):
+        heads = part.unflatten(-1, (attn.heads, -1))
+        yield heads if norm is None else norm(heads)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, *, backend: Backend
+) -> torch.Tensor:
+    """Attend inside each segment; the result, `(N, H, D)`, has the dtype of the queries."""
+    return packed_attention(query, key, value, segments, backend=backend).type_as(query)
+
+
+def _through(modules: Iterable[torch.nn.Module], states: torch.Tensor) -> torch.Tensor:
+    for module in modules:
+        states = module(states)
+    return states
+
+
+def _has(attn: Any, name: str) -> bool:
+    """Return whether a part exists: diffusers leaves it out, or sets it to None."""
+    return getattr(attn, name, None) is not None
+
+
+def _refuse_mixing(attn: Any) -> None:
+    """Refuse what diffusers' `Attention` can have and a pack cannot run."""
+    if _has(attn, "group_norm") or _has(attn, "spatial_norm") or getattr(attn, "residual_connection", False):
+        raise PackingError("An attention module with a group norm, spatial norm or residual cannot run a pack.")

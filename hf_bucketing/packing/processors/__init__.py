@@ -1,1 +1,0 @@
-"""Attention processors that run a pack, one per way of attending, named as diffusers names its own."""
