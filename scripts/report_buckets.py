@@ -14,8 +14,8 @@ from datasets import Dataset
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, novelai_ladder
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.errors import exit_with_message
+from hf_bucketing.files import complete_file
 from hf_bucketing.report import ReportConfig, SizeColumns, draw_figures, format_report, make_report
-from hf_bucketing.report.files import complete_file
 
 
 def numbers(text: str) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
+from ..files import complete_folder
 
 MANIFEST = "bucketing.json"
 
@@ -83,14 +83,9 @@ class PreparedDataset:
             BucketingError: If the folder exists and is not such a data set.
         """
         target = Path(folder)
-        if target.exists() and any(target.iterdir()) and not (target / MANIFEST).exists():
-            raise BucketingError(f"{target} exists and is no prepared data set; choose another folder.")
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
         dataset = self.dataset
         if "index" not in dataset.column_names:
             dataset = dataset.add_column("index", np.arange(len(dataset)))
-        dataset.save_to_disk(str(partial))
         manifest = {
             "version": 3,
             "table": json.loads(self.table.to_json()),
@@ -104,10 +99,9 @@ class PreparedDataset:
             "image_sizes": None if self.image_sizes is None else asdict(self.image_sizes),
             "max_frames": self.max_frames,
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+        with complete_folder(target, marker=MANIFEST) as partial:
+            dataset.save_to_disk(str(partial))
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> PreparedDataset:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, get_peft_model_state_dict
 
 from ..errors import BucketingError
+from ..files import complete_parts
 
 ADAPTER = "default"
 """The adapter's name, which diffusers also gives one that it loads without a name."""
@@ -56,12 +56,10 @@ def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str =
 
     Those of `transformer_2` are loaded with `load_into_transformer_2=True`.
     """
-    transformer, partial = getattr(pipeline, component), Path(folder) / ".adapters.partial"
-    type(pipeline).save_lora_weights(
-        str(partial),
-        transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
-        transformer_lora_adapter_metadata=transformer.peft_config[ADAPTER].to_dict(),
-    )
-    for path in partial.iterdir():
-        path.replace(Path(folder) / path.name)
-    partial.rmdir()
+    transformer = getattr(pipeline, component)
+    with complete_parts(folder) as partial:
+        type(pipeline).save_lora_weights(
+            str(partial),
+            transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
+            transformer_lora_adapter_metadata=transformer.peft_config[ADAPTER].to_dict(),
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
+from ..files import complete_folder, complete_parts, partial_path
 
 PROGRESS = "progress.json"
 
@@ -30,17 +32,13 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Mapping[st
         limit (`int`, *optional*): Checkpoints to keep, this one included; older ones are removed.
     """
     final = folder / f"checkpoint-{progress['global_step']}"
-    partial = folder / f".{final.name}.partial"
+    with complete_folder(final) if accelerator.is_main_process else nullcontext(partial_path(final)) as partial:
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (partial / PROGRESS).write_text(json.dumps(progress))
     if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        (partial / PROGRESS).write_text(json.dumps(progress))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
         for old in list_checkpoints(folder)[: -limit if limit else 0]:
             shutil.rmtree(old)
 
@@ -101,13 +99,5 @@ def save_pipeline(
         whole = type(sharded).from_config(sharded.config)
         whole.load_state_dict(weights)
         setattr(pipeline, component, whole)
-    partial = folder / ".pipeline.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    pipeline.save_pretrained(str(partial))
-    (folder / "model_index.json").unlink(missing_ok=True)
-    for part in sorted(partial.iterdir(), key=lambda path: path.name == "model_index.json"):
-        target = folder / part.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        part.rename(target)
-    partial.rmdir()
+    with complete_parts(folder, last="model_index.json") as partial:
+        pipeline.save_pretrained(str(partial))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import BucketingError
-from ..report.files import complete_file
+from ..files import complete_file
 from .history import SampleCount, count_samples, losses_of, plans_of, sample_lines
 
 
