@@ -1,7 +1,11 @@
 """The errors that users meet: each says what was expected, what was got, and what to do."""
 
+import functools
 import sys
 from collections.abc import Callable
+from typing import Any, TypeVar
+
+Class = TypeVar("Class", bound=type)
 
 
 class BucketingError(ValueError):
@@ -34,3 +38,25 @@ def exit_with_message(main: Callable[[], None]) -> None:
         main()
     except BucketingError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+def refuse_old_names(**new_names: str) -> Callable[[Class], Class]:
+    """Decorate a class whose keyword arguments were renamed: an old name raises an error that says the new one.
+
+    Args:
+        **new_names (`str`): The new name of each old one.
+    """
+
+    def decorate(cls: Class) -> Class:
+        init: Any = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(init)
+        def checked(self: object, *args: object, **options: object) -> None:
+            for old in options.keys() & new_names.keys():
+                raise BucketingError(f"{cls.__name__} takes {new_names[old]} where it took {old}; use the new name.")
+            init(self, *args, **options)
+
+        cls.__init__ = checked  # type: ignore[misc]
+        return cls
+
+    return decorate

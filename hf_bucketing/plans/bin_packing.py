@@ -187,14 +187,22 @@ class FirstFit:
             place = len(rooms)
             self._open()
         number = self._numbers[place]
-        self._take(place, span, cost, 1)
+        rooms[place] = room = rooms[place] - span
+        cost_rooms[place] = cost_room = cost_rooms[place] - cost
+        self._counts[place] = count = self._counts[place] + 1
+        if room < self._smallest or cost_room < self._cheapest or count == self._samples:
+            self._close_at(place)
         return number
 
     def reopen(self, span: int, cost: float = 0.0, *, count: int) -> int:
         """Open a pack that holds `count` samples already, and return its number."""
         self._open()
         number = self._numbers[-1]
-        self._take(len(self._numbers) - 1, span, cost, count)
+        self._rooms[-1] -= span
+        self._cost_rooms[-1] -= cost
+        self._counts[-1] = count
+        if self._rooms[-1] < self._smallest or self._cost_rooms[-1] < self._cheapest or count == self._samples:
+            self._close_at(-1)
         return number
 
     def close(self, number: int) -> None:
@@ -207,13 +215,6 @@ class FirstFit:
         self._cost_rooms.append(self.limits.cost)
         self._counts.append(0)
         self._opened += 1
-
-    def _take(self, place: int, span: int, cost: float, count: int) -> None:
-        self._rooms[place] = room = self._rooms[place] - span
-        self._cost_rooms[place] = cost_room = self._cost_rooms[place] - cost
-        self._counts[place] = count = self._counts[place] + count
-        if room < self._smallest or cost_room < self._cheapest or count == self._samples:
-            self._close_at(place)
 
     def _close_at(self, place: int) -> None:
         del self._rooms[place], self._cost_rooms[place], self._counts[place]

@@ -130,7 +130,7 @@ def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
     stream = map_columns(rows.to_iterable_dataset(), BucketColumns(prepared.open_table, prepared.spec))
     collator = PackCollator(prepared.open_table, column=prepared.column,
                             root=prepared.root, random_crop=False)  # fmt: skip
-    loader = StreamingBucketBatcher(stream, PackGrouping(capacity=640), collate_fn=collator).make_loader()
+    loader = StreamingBucketBatcher(stream, PackGrouping(max_tokens=640), collate_fn=collator).make_loader()
     shapes = set()
     for message in loader:
         if message.ended:
