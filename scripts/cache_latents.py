@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from hf_bucketing import BucketingError
-from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.errors import exit_with_message
 from hf_bucketing.media import ViewRule
@@ -65,8 +65,7 @@ def main() -> None:
     )
     loaded = recipe.load(args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length)
     loaded.to(accelerator.device, dtype=DTYPES[args.mixed_precision])
-    job = CacheJob(
-        recipe=loaded,
+    config = CacheConfig(
         folder=args.cache_dir,
         batching=args.batching,
         views=views,
@@ -75,7 +74,7 @@ def main() -> None:
         num_threads=args.num_threads,
         on_error=args.on_error,
     )
-    cached, counts = job.run(prepared)
+    cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:
         cached.save(args.output_dir)
         for name in ("encoded", "found", "unreadable", "rejected"):

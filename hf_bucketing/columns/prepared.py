@@ -23,17 +23,18 @@ MANIFEST = "bucketing.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """Where the latents and texts of a data set lie, and what they were made with.
+    """Describe the cached latents and texts of a data set; see `hf_bucketing.caching`, which makes and reads them.
 
-    The data set's `latents_key` and `text_key` columns name the entries; rows without a bucket have empty keys.
+    The data set's `latents_key` and `text_key` columns hold the keys of the entries; rows without a bucket have empty
+    keys. This value is part of the prepared folder, so it is defined here, with plain fields.
 
     Args:
-        folder (`str`): Of the [`TensorCache`][hf_bucketing.caching.store.TensorCache].
+        folder (`str`): Folder of the entries.
         batching (`"bucket"` or `"pack"`): Whether latents have their sizes in `table`, or in `open_table`.
-        latents_model (`str`): Fingerprint of what encoded the latents.
-        text_model (`str`, *optional*): Fingerprint of what encoded the captions; None if there are none.
-        empty_text_key (`str`, *optional*): Entry of the empty caption, for guidance.
-        views (`dict`): The options of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
+        latents_model (`str`): Fingerprint of the encoder of the latents.
+        text_model (`str`, *optional*): Fingerprint of the encoder of the captions; None if there are none.
+        empty_text_key (`str`, *optional*): Key of the empty caption's entry, for guidance.
+        views (`dict`): Fields of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
     """
 
     folder: str

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, Rejection, open_table
-from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import PackCollator, RandomResize
 from hf_bucketing.models.recipes import recipe_of
@@ -164,7 +164,8 @@ def test_caches_hold_images_at_the_sizes_of_videos(batching, video_dir, pipeline
     prepared = PreparedDataset.load(video_dir)
     prepared = replace(prepared, dataset=prepared.dataset.select(range(5, 9)))
     recipe = recipe_of(str(pipeline_dir)).load(str(pipeline_dir))
-    cached, counts = CacheJob(recipe=recipe, folder=str(tmp_path / "cache"), batching=batching).run(prepared)
+    config = CacheConfig(folder=str(tmp_path / "cache"), batching=batching)
+    cached, counts = cache_dataset(prepared, recipe, config)
     assert counts["encoded"] == 4
     cached.save(tmp_path / "cached")
     settings = {"train_batch_size": 1} if batching == "bucket" else PACK
