@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 _QUOTE = '"'
 _OF_WORKER = re.compile(r"Caught \w+ in DataLoader worker process.*\n(?:\w+\.)*\w+: (.*)", re.DOTALL)
+
+Class = TypeVar("Class", bound=type)
 
 
 class BucketingError(ValueError):
@@ -98,3 +102,25 @@ class WriteError(BucketingError):
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with how to go on as its message."""
+
+
+def refuse_old_names(**new_names: str) -> Callable[[Class], Class]:
+    """Decorate a class whose keyword arguments were renamed: an old name raises an error that says the new one.
+
+    Args:
+        **new_names (`str`): The new name of each old one.
+    """
+
+    def decorate(cls: Class) -> Class:
+        init: Any = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(init)
+        def checked(self: object, *args: object, **options: object) -> None:
+            for old in options.keys() & new_names.keys():
+                raise BucketingError(f"{cls.__name__} takes {new_names[old]} where it took {old}; use the new name.")
+            init(self, *args, **options)
+
+        cls.__init__ = checked  # type: ignore[misc]
+        return cls
+
+    return decorate

@@ -15,8 +15,7 @@ from benchmark_tools import benchmark_parser, machine, report, seconds_of
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, token_ladder
-from hf_bucketing.caching import CachedCollator
-from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
@@ -108,9 +107,10 @@ def measure_data_path(folder: Path, *, samples: int, workers: int, runs: int) ->
     collator = BucketCollator(data.table, column=data.column, root=data.root, seed=0)
     loader = loader_of(data, collator, workers)
     batches = list(loader)
-    cached, _ = CacheJob(recipe=recipe, folder=str(folder / "cache")).run(data)
+    cached, _ = cache_dataset(data, recipe, CacheConfig(folder=str(folder / "cache")))
     assert cached is not None
-    entries = loader_of(cached, CachedCollator(folder / "cache", stack=True), workers)
+    assert cached.cache is not None
+    entries = loader_of(cached, CachedCollator(cached.cache), workers)
     timed = seconds_of(
         lambda: sum(len(batch["index"]) for batch in loader),
         lambda: train(recipe, batches),

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from hf_bucketing import BucketingError
-from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
@@ -73,8 +73,7 @@ def main(args: argparse.Namespace) -> None:
     )
     loaded = recipe.load(args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length)
     loaded.to(accelerator.device, dtype=DTYPES[args.mixed_precision])
-    job = CacheJob(
-        recipe=loaded,
+    config = CacheConfig(
         folder=args.cache_dir,
         batching=args.batching,
         views=views,
@@ -83,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
         num_threads=args.num_threads,
         on_error=args.on_error,
     )
-    cached, counts = job.run(prepared)
+    cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:
         cached.save(args.output_dir)
         for name in ("encoded", "found", "unreadable", "rejected"):

@@ -15,9 +15,8 @@ from hf_bucketing import AssignmentRule, BucketingError, BucketTable, novelai_la
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, numbers
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.files import check_folder_writable, check_writable
+from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 from hf_bucketing.report import ReportConfig, SizeColumns, draw_figures, format_report, make_report
-from hf_bucketing.report.files import complete_file
 
 
 def make_parser() -> FlagParser:

@@ -1,7 +1,9 @@
 """Latents and texts on disk: keys, entries, the job that encodes them and the collator that reads them."""
 
 from .collator import CachedCollator
+from .config import CacheConfig, Encoder
+from .job import cache_dataset
 from .latents import LatentColumns
 from .texts import TextColumns
 
-__all__ = ["CachedCollator", "LatentColumns", "TextColumns"]
+__all__ = ["CacheConfig", "CachedCollator", "Encoder", "LatentColumns", "TextColumns", "cache_dataset"]

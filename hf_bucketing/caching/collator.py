@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 
 from ..buckets.sizes import CropBox, Size
+from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
 from ..loaders.media_collator import Row, require
 from .store import TensorCache
 
 
 class CachedCollator:
-    """Make a batch of cached samples: one stack if all have one bucket, for bucketed training, or a list, for packs.
+    """Make a batch of cached samples: a stack of one bucket for bucketed training, or a list for packs.
 
     Called with rows of a data set that has a `latents_key` column, returns a `dict` with `latents` (`(B, C, f, h, w)`,
     or a list of `(C, f, h, w)`), and the lists `size`, `crop`, `flip`, `fps` and, where the rows have it, `index`;
@@ -24,27 +24,27 @@ class CachedCollator:
     models with one, `text_mask` (`(B, length)`).
 
     Args:
-        folder (`str` or `Path`): Of the cache.
-        stack (`bool`): Whether samples are stacked.
-        caption_column (`str`, *optional*): Text column, beside which there is `text_key`; None if there is none.
-        empty_text_key (`str`, *optional*): Entry of the empty caption, see [`empty_text`][CachedCollator.empty_text].
+        cache ([`CacheInfo`][hf_bucketing.columns.CacheInfo]): `cache` of the
+            [`PreparedDataset`][hf_bucketing.columns.PreparedDataset] that the rows come from. Samples are stacked if
+            its `batching` is `"bucket"`.
+        caption_column (`str`, *optional*): Text column of rows that also have a `text_key`; None if there is none.
+
+    Raises:
+        BucketingError: If `cache` is not a [`CacheInfo`][hf_bucketing.columns.CacheInfo].
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        stack: bool,
-        caption_column: str | None = "caption",
-        empty_text_key: str | None = None,
-    ) -> None:
-        self.cache = TensorCache(Path(folder))
-        self.stack = stack
+    def __init__(self, cache: CacheInfo, *, caption_column: str | None = "caption") -> None:
+        if not isinstance(cache, CacheInfo):
+            raise BucketingError(
+                f"Expected the cache of a PreparedDataset that scripts/cache_latents.py wrote, got {cache!r}."
+            )
+        self.info = cache
+        self.cache = TensorCache(Path(cache.folder))
+        self.stack = cache.batching == "bucket"
         self.caption_column = caption_column
-        self.empty_text_key = empty_text_key
 
     def set_epoch(self, epoch: int) -> None:
-        """Take note of the epoch, as other collators do; what is cached is the same in all of them."""
+        """Accept the epoch as other collators do; cached samples are the same in every epoch."""
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch.
@@ -52,7 +52,7 @@ class CachedCollator:
         Raises:
             ColumnError: If a needed column is missing.
             CacheError: If an entry is missing or corrupt; the message names the row.
-            BucketingError: If samples that are to be stacked are of several buckets.
+            BucketingError: If samples that are stacked belong to several buckets.
         """
         require(rows[0], ["latents_key", *(["bucket_id"] if self.stack else [])])
         entries = [self._read(row, "latents_key") for row in rows]
@@ -78,16 +78,16 @@ class CachedCollator:
         """Return `text_values` `(length, dim)` and, for models with one, `text_mask` `(length,)` of the empty caption.
 
         Raises:
-            CacheError: If there is no such entry.
+            CacheError: If the cache has no entry for it.
         """
-        if self.empty_text_key is None:
-            raise CacheError("The cache has no entry of the empty caption; make it with scripts/cache_latents.py.")
-        return _padded(*self.cache.read(self.empty_text_key))
+        if self.info.empty_text_key is None:
+            raise CacheError("The cache has no entry for the empty caption; run scripts/cache_latents.py again.")
+        return _padded(*self.cache.read(self.info.empty_text_key))
 
     def _read(self, row: Row, column: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         name = f"row {row['index']}" if "index" in row else "a row without an index column"
         if not row[column]:
-            raise CacheError(f"{name} has no {column}: it was rejected, and must not be drawn.")
+            raise CacheError(f"{name} has no {column}: it was rejected; draw only rows whose bucket_id is 0 or more.")
         try:
             return self.cache.read(row[column])
         except CacheError as error:

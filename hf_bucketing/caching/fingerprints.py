@@ -8,41 +8,41 @@ from typing import Any
 
 import torch
 
-from ..models.recipe import Recipe
+from .config import Encoder
 
 RULE_VERSION = 1
-"""Raised when a recipe encodes otherwise than before."""
+"""Raised when an encoder's code changes what it returns."""
 
 
-def latents_fingerprint(recipe: Recipe) -> str:
-    """Return sixteen hex digits that change with the VAE's class, configuration or weights, or with the recipe."""
-    return _digest(type(recipe).__name__, recipe.pipeline.vae)
+def latents_fingerprint(encoder: Encoder) -> str:
+    """Return sixteen hex digits that change with the VAE's class, configuration or weights, or the encoder's class."""
+    return _digest(type(encoder).__name__, encoder.pipeline.vae)
 
 
-def text_fingerprint(recipe: Recipe) -> str:
-    """Return sixteen hex digits that change with all that encodes captions.
+def text_fingerprint(encoder: Encoder) -> str:
+    """Return sixteen hex digits that change with all that embeddings of captions depend on.
 
-    That is the text encoder's class, configuration, weights and their dtype, the tokenizer, the recipe and the number
-    of text tokens.
+    These are the text encoder's class, configuration, weights and their dtype, the tokenizer, the encoder's class and
+    the number of text tokens.
     """
-    tokenizer = recipe.pipeline.tokenizer
+    tokenizer = encoder.pipeline.tokenizer
     rules = {
         "class": type(tokenizer).__name__,
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "special": {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
-        "max_sequence_length": recipe.max_sequence_length,
+        "max_sequence_length": encoder.max_sequence_length,
     }
-    return _digest(type(recipe).__name__, recipe.pipeline.text_encoder, rules)
+    return _digest(type(encoder).__name__, encoder.pipeline.text_encoder, rules)
 
 
-def _digest(recipe: str, module: torch.nn.Module, *more: Any) -> str:
+def _digest(encoder: str, module: torch.nn.Module, *more: Any) -> str:
     digest = hashlib.sha256()
     config: Any = module.config
     config = config if isinstance(config, dict) else config.to_dict()
-    # What was loaded from where, by which release, in which dtype, is not what is computed; weights tell their dtype.
+    # Where weights come from and which release saved them changes no result; their dtype is hashed with them.
     incidental = {"transformers_version", "torch_dtype", "dtype"}
     settings = {name: value for name, value in config.items() if name[0] != "_" and name not in incidental}
-    about = [RULE_VERSION, recipe, type(module).__name__, settings, *more]
+    about = [RULE_VERSION, encoder, type(module).__name__, settings, *more]
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Literal
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -18,141 +16,102 @@ from ..buckets.assignment import Rejection
 from ..columns.apply import map_columns
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import CacheInfo, PreparedDataset
-from ..errors import BucketingError
-from ..media.views import ViewRule
-from ..models.recipe import Recipe
+from .config import CacheConfig, Encoder
 from .fingerprints import latents_fingerprint, text_fingerprint
 from .latents import LatentColumns
-from .store import TensorCache
 from .texts import TextColumns
 
 _STACKS_PER_CALL = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheJob:
-    """Caching of latents and texts: what encodes, where to, and which views of the files.
+def cache_dataset(
+    prepared: PreparedDataset, encoder: Encoder, config: CacheConfig
+) -> tuple[PreparedDataset | None, Counter[str]]:
+    """Encode what the cache lacks; each of accelerate's processes takes its share of the rows.
 
     Args:
-        recipe ([`Recipe`]): Loaded, on its device and in its dtype.
-        folder (`str`): Of the cache. One that holds entries is completed.
-        batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `prepared.table`, or in
-            `prepared.open_table`.
-        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
-            random, and PyAV decodes.
-        seed (`int`): Of random views, which are those of epoch 0.
-        batch_size (`int`): Samples, or captions, that are encoded together.
-        num_threads (`int`): Threads that decode.
-        on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
+        prepared ([`PreparedDataset`][hf_bucketing.columns.PreparedDataset]): Prepared for the encoder's model.
+        encoder ([`Encoder`]): A loaded recipe, on its device and in its dtype.
+        config ([`CacheConfig`]): Folder, views, and settings of decoding and encoding.
+
+    Returns:
+        `tuple`: The data set with `latents_key` and `text_key` columns and its `cache`, on the main process (None on
+        others), and how many rows and captions of all processes were encoded, found, unreadable or rejected.
 
     Raises:
-        BucketingError: If `batching` is unknown.
+        MediaError: Under `on_error="raise"`, for an unreadable file.
     """
+    state = PartialState()
+    if state.is_main_process:
+        config.cache.sweep()
+    state.wait_for_everyone()
+    rows, latents = _latents(prepared, encoder, config)
+    _encode_share(rows, latents, state)
+    text = _text(prepared, encoder, config)
+    if text is not None:
+        captions = sorted({*prepared.dataset[text.column], ""})
+        share = captions[state.process_index :: state.num_processes]
+        for start in tqdm(range(0, len(share), config.batch_size), desc="texts", disable=not state.is_main_process):
+            text({text.column: share[start : start + config.batch_size]})
+    mine = {**latents.counts, **{f"captions {name}": n for name, n in (text.counts if text else {}).items()}}
+    state.wait_for_everyone()
+    counts: Counter[str] = sum((Counter(part) for part in gather_object([mine])), Counter())
+    if not state.is_main_process:
+        return None, counts
+    keys = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)["latents_key"]
+    dataset = _with_keys(prepared.dataset, np.array(keys), np.asarray(rows["bucket_id"]))
+    if text is not None:
+        dataset = map_columns(dataset, text, overwrite=True)
+    info = CacheInfo(
+        folder=config.folder,
+        batching=config.batching,
+        latents_model=latents.model,
+        text_model=None if text is None else text.model,
+        empty_text_key=None if text is None else text.key(""),
+        views={**asdict(config.views), "seed": config.seed},
+    )
+    return replace(prepared, dataset=dataset, cache=info), counts
 
-    recipe: Recipe
-    folder: str
-    batching: Literal["bucket", "pack"] = "bucket"
-    views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
-    seed: int = 0
-    batch_size: int = 8
-    num_threads: int = 2
-    on_error: Literal["raise", "reject"] = "raise"
 
-    def __post_init__(self) -> None:
-        if self.batching not in ("bucket", "pack"):
-            raise BucketingError(f'batching must be "bucket" or "pack", got {self.batching!r}.')
+def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -> tuple[Dataset, LatentColumns]:
+    """Return the rows with the buckets whose sizes are cached, and the column callable."""
+    table = prepared.table if config.batching == "bucket" else prepared.open_table
+    rows = prepared.dataset
+    if config.batching == "pack":
+        rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
+    device = encoder.pipeline.vae.device
+    columns = LatentColumns(
+        encode=lambda pixels: encoder.encode_latents(pixels.to(device)),
+        model=latents_fingerprint(encoder),
+        table=table,
+        column=prepared.column,
+        config=config,
+        root=prepared.root,
+    )
+    return rows, columns
 
-    def run(self, prepared: PreparedDataset) -> tuple[PreparedDataset | None, Counter[str]]:
-        """Encode what the cache lacks; each of accelerate's processes takes its share of the rows.
 
-        Args:
-            prepared ([`PreparedDataset`]): Prepared for the recipe's model.
+def _text(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -> TextColumns | None:
+    """Return the column callable of captions; None if there are none."""
+    if prepared.caption_column is None:
+        return None
+    return TextColumns(
+        encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
+    )
 
-        Returns:
-            `tuple`: The data set with `latents_key` and `text_key` columns and its `cache`, on the main process (None
-            on others), and how many rows and captions of all processes were encoded, found, unreadable or rejected.
 
-        Raises:
-            MediaError: Under `on_error="raise"`, for an unreadable file.
-        """
-        state = PartialState()
-        cache = TensorCache(Path(self.folder))
-        if state.is_main_process:
-            cache.sweep()
-        state.wait_for_everyone()
-        rows, latents = self._latents(prepared, cache)
-        self._encode(rows, latents, state)
-        text = self._text(prepared, cache)
-        if text is not None:
-            captions = sorted({*prepared.dataset[text.column], ""})
-            share = captions[state.process_index :: state.num_processes]
-            for start in tqdm(range(0, len(share), text.batch_size), desc="texts", disable=not state.is_main_process):
-                text({text.column: share[start : start + text.batch_size]})
-        mine = {**latents.counts, **{f"captions {name}": n for name, n in (text.counts if text else {}).items()}}
-        state.wait_for_everyone()
-        counts: Counter[str] = sum((Counter(part) for part in gather_object([mine])), Counter())
-        if not state.is_main_process:
-            return None, counts
-        keys = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)["latents_key"]
-        dataset = _with_keys(prepared.dataset, np.array(keys), np.asarray(rows["bucket_id"]))
-        if text is not None:
-            dataset = map_columns(dataset, text, overwrite=True)
-        info = CacheInfo(
-            folder=self.folder,
-            batching=self.batching,
-            latents_model=latents.model,
-            text_model=None if text is None else text.model,
-            empty_text_key=None if text is None else text.key(""),
-            views={**asdict(self.views), "seed": self.seed},
-        )
-        return replace(prepared, dataset=dataset, cache=info), counts
-
-    def _latents(self, prepared: PreparedDataset, cache: TensorCache) -> tuple[Dataset, LatentColumns]:
-        """Return the rows with the buckets that they are cached at, and the column callable."""
-        table = prepared.table if self.batching == "bucket" else prepared.open_table
-        rows = prepared.dataset
-        if self.batching == "pack":
-            rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
-        device = self.recipe.pipeline.vae.device
-        columns = LatentColumns(
-            encode=lambda pixels: self.recipe.encode_latents(pixels.to(device)),
-            model=latents_fingerprint(self.recipe),
-            cache=cache,
-            table=table,
-            column=prepared.column,
-            root=prepared.root,
-            views=self.views,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            num_threads=self.num_threads,
-            on_error=self.on_error,
-        )
-        return rows, columns
-
-    def _text(self, prepared: PreparedDataset, cache: TensorCache) -> TextColumns | None:
-        if prepared.caption_column is None:
-            return None
-        return TextColumns(
-            encode=self.recipe.encode_text,
-            model=text_fingerprint(self.recipe),
-            cache=cache,
-            column=prepared.caption_column,
-            batch_size=self.batch_size,
-        )
-
-    def _encode(self, rows: Dataset, latents: LatentColumns, state: PartialState) -> None:
-        """Encode this process's share of the rows, in the order of their buckets, so that stacks are full."""
-        order = np.argsort(np.asarray(rows["bucket_id"]), kind="stable")
-        share = np.array_split(order, state.num_processes)[state.process_index]
-        step = self.batch_size * _STACKS_PER_CALL
-        chosen = rows.select_columns(list(latents.input_columns)).select(share)
-        with tqdm(total=len(share), desc="latents", disable=not state.is_main_process) as bar, torch.no_grad():
-            for batch in chosen.iter(batch_size=step):
-                bar.update(len(latents(batch)["latents_key"]))
+def _encode_share(rows: Dataset, latents: LatentColumns, state: PartialState) -> None:
+    """Encode this process's share of the rows, in the order of their buckets, so that stacks are full."""
+    order = np.argsort(np.asarray(rows["bucket_id"]), kind="stable")
+    share = np.array_split(order, state.num_processes)[state.process_index]
+    chosen = rows.select_columns(list(latents.input_columns)).select(share)
+    with tqdm(total=len(share), desc="latents", disable=not state.is_main_process) as bar, torch.no_grad():
+        for batch in chosen.iter(batch_size=latents.config.batch_size * _STACKS_PER_CALL):
+            bar.update(len(latents(batch)["latents_key"]))
 
 
 def _with_keys(dataset: Dataset, keys: np.ndarray, bucket_ids: np.ndarray) -> Dataset:
-    """Add the keys; rows that turned out to be unreadable get the columns that unreadable rows have."""
+    """Add the keys; rows that turned out to be unreadable get the values that unreadable rows have."""
     unreadable = (keys == "") & (bucket_ids >= 0)
     columns = {"latents_key": keys}
     if unreadable.any():

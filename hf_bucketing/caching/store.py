@@ -1,11 +1,9 @@
-"""Tensors on disk, each entry under a key that says all it depends on."""
+"""Tensors on disk, each entry under a key made of all that it depends on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,31 +14,30 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ..errors import CacheError
-from ..files import writing
+from ..files import PARTIAL, complete_file
 
 _ENTRY = "entry"
-_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCache:
-    """A folder of safetensors files, one per entry, in sub-folders by the first two digits of the key.
+    """Keep tensors in safetensors files, one per entry, in sub-folders by the first two digits of the key.
 
-    An entry is written beside its place and renamed, so whoever is killed, none is half there; several processes may
-    write at once.
+    A killed writer never leaves a partial entry, and one that a power failure cuts off counts as missing. Several
+    processes may write at once.
 
     Args:
-        folder (`Path`): Made with the first entry.
+        folder (`Path`): Folder of the entries, made with the first one.
     """
 
     folder: Path
 
     def path(self, key: str) -> Path:
-        """Return where an entry lies."""
+        """Return the path of an entry's file."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
     def holds(self, key: str) -> bool:
-        """Return whether there is an entry, and of the length that its header says."""
+        """Return whether there is an entry whose file has the length that its header states."""
         try:
             with safe_open(self.path(key), framework="pt"):
                 return True
@@ -53,21 +50,17 @@ class TensorCache:
         Args:
             key (`str`): From [`entry_key`].
             tensors (mapping of `str` to `torch.Tensor`): On any device.
-            about (mapping): JSON values, kept in the file's header.
+            about (mapping): JSON values that describe the entry, kept in the file's header.
         """
-        path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{key}.{uuid.uuid4().hex}{_PARTIAL}")
         data = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with writing(path):
+        with complete_file(self.path(key), shared=True) as partial:
             partial.write_bytes(save(data, {_ENTRY: json.dumps(about)}))
-            os.replace(partial, path)
 
     def read(self, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return an entry's tensors and what was written about them.
 
         Raises:
-            CacheError: If the entry is missing, cut off or otherwise no such file.
+            CacheError: If the entry is missing or its file cannot be read.
         """
         path = self.path(key)
         try:
@@ -83,13 +76,13 @@ class TensorCache:
             ) from error
 
     def sweep(self) -> int:
-        """Delete what killed writers left; only while nobody writes. Returns the number of files."""
-        left = list(self.folder.glob(f"??/.*{_PARTIAL}"))
+        """Delete partial files of killed writers and return their number; call it while no process writes."""
+        left = list(self.folder.glob(f"??/.*{PARTIAL}"))
         for path in left:
             path.unlink()
         return len(left)
 
 
 def entry_key(**parts: Any) -> str:
-    """Return the key of an entry: a hash of all that it depends on, given as JSON values."""
+    """Return the key of an entry: a hash of all that it depends on, passed as JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

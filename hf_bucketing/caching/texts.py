@@ -1,4 +1,4 @@
-"""Captions of a data set, each different one encoded once, into a cache."""
+"""Encode each distinct caption of a data set once, into a cache."""
 
 from __future__ import annotations
 
@@ -9,48 +9,41 @@ from typing import Any
 
 import torch
 
-from ..errors import BucketingError, ColumnError
-from .store import TensorCache, entry_key
+from ..errors import ColumnError
+from .config import CacheConfig
+from .store import entry_key
 
 RULE_VERSION = 1
-"""Raised when the same key parts would give another entry."""
+"""Raised when an entry changes although all parts of its key are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextColumns:
-    """Encode captions into a cache, and compute `text_key`, the name of each row's entry.
+    """Encode captions into a cache and compute `text_key`, the key of each row's entry.
 
-    A batch function for [`map_columns`] and `Dataset.map(batched=True)`. Identical captions share an entry; what the
-    cache holds already is not encoded again. Trailing padding is cut off where the mask says so, or where it is zero,
-    and an entry holds the padded `length`, so that the collator gives back what the encoder gave.
+    A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. Identical
+    captions share an entry, and entries that exist are not encoded again. Trailing padding is not stored: tokens that
+    the mask excludes or, without a mask, that are zero. An entry keeps the padded `length`, and the collator restores
+    what the encoder returned.
 
     Args:
-        encode (callable): From captions to embeddings `(n, length, dim)` and a mask `(n, length)`, or None.
+        encode (callable): Encodes captions to embeddings `(n, length, dim)` and a mask `(n, length)` or None.
         model (`str`): Fingerprint of all that `encode` depends on.
-        cache ([`TensorCache`][hf_bucketing.caching.store.TensorCache]): Where entries lie.
         column (`str`): Text column.
-        batch_size (`int`): Captions per call of `encode`.
-        counts (`Counter`): Counts different captions of each batch: `encoded`, or `found` in the cache.
-
-    Raises:
-        BucketingError: If `batch_size` is below 1.
+        config ([`CacheConfig`]): Folder of the entries, and captions per call of `encode`.
+        counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, or `found` in the cache.
     """
 
     encode: Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None]]
     model: str
-    cache: TensorCache
     column: str
-    batch_size: int = 8
+    config: CacheConfig
     counts: Counter[str] = field(default_factory=Counter, compare=False)
 
     optional_columns = ()
     output_columns = ("text_key",)
     vectorised = False
     reusable = False
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise BucketingError(f"`batch_size` must be at least 1, got {self.batch_size}.")
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -62,19 +55,19 @@ class TextColumns:
         return entry_key(kind="text", rule_version=RULE_VERSION, model=self.model, caption=caption)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-        """Return the key of each caption's entry; all entries are there.
+        """Write missing entries and return the key of each caption's entry.
 
         Raises:
-            ColumnError: If a caption is no text.
+            ColumnError: If a caption is not text.
         """
         captions = list(batch[self.column])
         wrong = next((caption for caption in captions if not isinstance(caption, str)), "")
         if not isinstance(wrong, str):
-            raise ColumnError(f"The column {self.column} must hold text, got {wrong!r}; fill it, with '' at least.")
+            raise ColumnError(f"The column {self.column} must hold text, got {wrong!r}; use '' for no caption.")
         keys = {caption: self.key(caption) for caption in captions}
-        missing = [caption for caption, key in keys.items() if not self.cache.holds(key)]
-        for start in range(0, len(missing), self.batch_size):
-            self._encode({caption: keys[caption] for caption in missing[start : start + self.batch_size]})
+        missing = [caption for caption, key in keys.items() if not self.config.cache.holds(key)]
+        for start in range(0, len(missing), self.config.batch_size):
+            self._encode({caption: keys[caption] for caption in missing[start : start + self.config.batch_size]})
         self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
         return {"text_key": [keys[caption] for caption in captions]}
 
@@ -86,4 +79,4 @@ class TextColumns:
             entry = {"values": values[row, :end]}
             if mask is not None:
                 entry["mask"] = mask[row, :end]
-            self.cache.write(key, entry, about={"length": values.shape[1]})
+            self.config.cache.write(key, entry, about={"length": values.shape[1]})

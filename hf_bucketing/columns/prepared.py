@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
-from ..files import writing
+from ..files import complete_folder
 from ..report.assigned import AssignedRows, format_assigned
 from ..report.config import SizeColumns
 
@@ -27,17 +26,18 @@ MANIFEST = "bucketing.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """Where the latents and texts of a data set lie, and what they were made with.
+    """Describe the cached latents and texts of a data set; see `hf_bucketing.caching`, which makes and reads them.
 
-    The data set's `latents_key` and `text_key` columns name the entries; rows without a bucket have empty keys.
+    The data set's `latents_key` and `text_key` columns hold the keys of the entries; rows without a bucket have empty
+    keys. This value is part of the prepared folder, so it is defined here, with plain fields.
 
     Args:
-        folder (`str`): Of the [`TensorCache`][hf_bucketing.caching.store.TensorCache].
+        folder (`str`): Folder of the entries.
         batching (`"bucket"` or `"pack"`): Whether latents have their sizes in `table`, or in `open_table`.
-        latents_model (`str`): Fingerprint of what encoded the latents.
-        text_model (`str`, *optional*): Fingerprint of what encoded the captions; None if there are none.
-        empty_text_key (`str`, *optional*): Entry of the empty caption, for guidance.
-        views (`dict`): The options of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
+        latents_model (`str`): Fingerprint of the encoder of the latents.
+        text_model (`str`, *optional*): Fingerprint of the encoder of the captions; None if there are none.
+        empty_text_key (`str`, *optional*): Key of the empty caption's entry, for guidance.
+        views (`dict`): Fields of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
     """
 
     folder: str
@@ -111,15 +111,9 @@ class PreparedDataset:
             BucketingError: If the folder exists and is not such a data set.
         """
         target = Path(folder)
-        if target.exists() and any(target.iterdir()) and not (target / MANIFEST).exists():
-            raise BucketingError(f"{target} exists and is no prepared data set; choose another folder.")
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
         dataset = self.dataset
         if "index" not in dataset.column_names:
             dataset = dataset.add_column("index", np.arange(len(dataset)))
-        with writing(partial):
-            dataset.save_to_disk(str(partial))
         manifest = {
             "version": 4,
             "table": json.loads(self.table.to_json()),
@@ -133,10 +127,9 @@ class PreparedDataset:
             "image_sizes": None if self.image_sizes is None else asdict(self.image_sizes),
             "max_frames": self.max_frames,
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+        with complete_folder(target, marker=MANIFEST) as partial:
+            dataset.save_to_disk(str(partial))
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> PreparedDataset:

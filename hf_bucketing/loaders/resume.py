@@ -12,13 +12,11 @@ from torch.utils.data import DataLoader
 from ..errors import BucketingError
 from ..plans.epoch import EpochPlan, IntArray
 from ..randomness import Purpose, integer_seed
-from ..streaming.batcher import StreamingBucketBatcher
-from ..streaming.resume import ResumableStream
 from .check import check_loader, planned_sampler
-from .window import WindowRandom
+from .window import AccumulationWindow
 
 
-def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader | ResumableStream:
+def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader | Any:
     """Put a prepared loader under the care of `accelerator.save_state` and `load_state`.
 
     Call it once, after `accelerator.prepare` and before `load_state`, and iterate what it returns. From then on every
@@ -27,7 +25,11 @@ def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader
     Args:
         accelerator (`Accelerator`): The one that prepared the loader.
         loader (`DataLoader`): Made with `batch_sampler=` one of this package's samplers, and prepared; or that of a
-            [`StreamingBucketBatcher`][hf_bucketing.loaders.StreamingBucketBatcher], not prepared.
+            [`StreamingBucketBatcher`][hf_bucketing.streaming.StreamingBucketBatcher], not prepared.
+
+    Returns:
+        [`ResumableLoader`], or for a stream a [`ResumableStream`][hf_bucketing.streaming.ResumableStream]. A data set
+        with a method `resumable(accelerator, loader)` decides itself what is returned.
 
     Raises:
         PlanError: If batches would be lost; see [`check_loader`][hf_bucketing.loaders.check_loader].
@@ -47,10 +49,10 @@ def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader
         ```
     """
     dataset: Any = loader.dataset
-    if isinstance(dataset, StreamingBucketBatcher) or isinstance(
-        getattr(dataset, "dataset", None), StreamingBucketBatcher
-    ):  # or accelerate's shard of one
-        return ResumableStream(accelerator, loader)
+    sources: tuple[Any, ...] = (dataset, getattr(dataset, "dataset", None))  # the second is below accelerate's shard
+    for source in sources:
+        if hasattr(source, "resumable"):
+            return source.resumable(accelerator, loader)
     return ResumableLoader(accelerator, loader)
 
 
@@ -81,8 +83,7 @@ class ResumableLoader:
         self.loader = loader
         self.sampler = planned_sampler(loader)
         self.step = self.sampler.first_step
-        self._window = self.step
-        self._random = WindowRandom(accelerator)
+        self._window = AccumulationWindow(accelerator, self.step)
         self._generator: torch.Generator | None = None
         if getattr(loader, "generator", None) is None:
             # An iterator draws a seed for its workers; from torch's own state, a resumed run would draw once more.
@@ -111,12 +112,14 @@ class ResumableLoader:
 
         Their number, or what they weigh together, is the `total` of [`global_mean`][hf_bucketing.losses.global_mean].
         """
-        return self.plan.rows_in_steps(self._window, self._window + self.accelerator.gradient_accumulation_steps)
+        return self.plan.rows_in_steps(
+            self._window.start, self._window.start + self.accelerator.gradient_accumulation_steps
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate, from its start; the present one again changes nothing."""
         if epoch != self.epoch:
-            self.step = self._window = 0
+            self.step = self._window.start = 0
         self.loader.set_epoch(epoch)  # type: ignore[attr-defined]
         collator: Any = self.loader.collate_fn
         if hasattr(collator, "set_epoch"):
@@ -131,9 +134,7 @@ class ResumableLoader:
         if self._generator is not None:
             self._generator.manual_seed(integer_seed(Purpose.LOADER, self.sampler.state_dict()["seed"], self.epoch))
         for batch in self._batches():
-            if self.accelerator.sync_gradients:
-                self._window = self.step
-                self._random.note()
+            self._window.enter(self.step)
             self.step += 1
             yield batch
         self.set_epoch(self.epoch + 1)
@@ -162,7 +163,7 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place as JSON values, the same on every process; see `PlannedBatchSampler.state_dict`."""
-        return self.sampler.state_dict(step=self.step if self.accelerator.sync_gradients else self._window)
+        return self.sampler.state_dict(step=self._window.resume_from(self.step))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` stood, on any number of processes.
@@ -171,8 +172,5 @@ class ResumableLoader:
             PlanError: If the rows, the table, the settings or the seed differ.
         """
         self.sampler.load_state_dict(state)
-        self.step = self._window = self.sampler.first_step
-        # accelerate keeps its place in the accumulation window in a file per process: absent where there are more
-        # processes than before, and wrong for a window that starts again.
-        self.accelerator.step = 0
-        self._random.restore()
+        self.step = self.sampler.first_step
+        self._window.restore(self.step)

@@ -1,40 +1,54 @@
-"""Random states at the start of a window of gradient accumulation, for checkpoints made inside it."""
+"""The start of a window of gradient accumulation, for checkpoints made inside it."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
+Place = TypeVar("Place")
 
-class WindowRandom:
-    """Remembers the global random states with which the present window began, and saves them with accelerate's state.
 
-    accelerate saves those of the moment. But a window that was not finished starts again, since no checkpoint holds
-    gradients, and its dropout has to as well.
+class AccumulationWindow(Generic[Place]):
+    """Remember the place and the random states with which the present window of gradient accumulation began.
+
+    A window that was not finished starts again, since no checkpoint holds gradients. Its dropout has to as well, but
+    accelerate saves the random states of the moment; these are saved beside them.
 
     Args:
         accelerator (`Accelerator`): Its `save_state` and `load_state` are followed.
+        start: The place at which the window begins.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, start: Place) -> None:
         self.accelerator = accelerator
+        self.start = start
         self._states: dict[str, Any] | None = None
         self._loaded: Path | None = None
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(Path(folder)))
         accelerator.register_load_state_pre_hook(lambda models, folder: self._find(Path(folder)))
 
-    def note(self) -> None:
-        """Remember the present states: a window begins."""
-        if self.accelerator.gradient_accumulation_steps > 1:
-            self._states = _random_states()
+    def enter(self, place: Place) -> None:
+        """Begin a window at a place, unless the present one goes on; call it before each batch is handed out."""
+        if self.accelerator.sync_gradients:
+            self.start = place
+            if self.accelerator.gradient_accumulation_steps > 1:
+                self._states = _random_states()
 
-    def restore(self) -> None:
-        """Set the states of the window's start, if the checkpoint that is being loaded was made inside one."""
+    def resume_from(self, place: Place) -> Place:
+        """Return the place to save: `place` between two windows, else the start of the present one."""
+        return place if self.accelerator.sync_gradients else self.start
+
+    def restore(self, place: Place) -> None:
+        """Begin a window at a loaded place, with the random states of its start if it was left unfinished."""
+        self.start = place
+        # accelerate keeps its place in the accumulation window in a file per process: absent where there are more
+        # processes than before, and wrong for a window that starts again.
+        self.accelerator.step = 0
         if self._loaded is not None and self._loaded.is_file():
             _set_random_states(torch.load(self._loaded, weights_only=False))
         self._loaded = None

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import MediaError
+from ..files import complete_file
 
 
 def write_video(path: str | os.PathLike[str], frames: Iterable[npt.NDArray[np.uint8]], *, fps: float) -> None:
@@ -26,18 +27,16 @@ def write_video(path: str | os.PathLike[str], frames: Iterable[npt.NDArray[np.ui
         MediaError: If there is no frame or a side is odd, which H.264 cannot store.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.stem}.partial.mp4")
     frames = iter(frames)
     first = next(frames, None)
     if first is None or first.shape[0] % 2 or first.shape[1] % 2:
         raise MediaError(
             f"{path} needs frames of even height and width, got {None if first is None else first.shape}."
         )
-    with av.open(str(partial), "w") as container:
+    with complete_file(path) as partial, av.open(str(partial), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = first.shape[:2]
         stream.pix_fmt = "yuv420p"
         for frame in (first, *frames):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
-    partial.replace(path)

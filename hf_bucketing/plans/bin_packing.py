@@ -125,7 +125,8 @@ def fill_packs(spans: IntArray, costs: FloatArray, config: PackPlanConfig) -> In
     if config.strategy == "best_fit_decreasing":
         return np.array(_best_fit_decreasing(samples, limits, window=config.window), np.int64)
     if config.strategy == "first_fit":
-        return np.array(_first_fit(samples, limits, open_packs=config.open_packs), np.int64)
+        add = FirstFit(limits, open_packs=config.open_packs).add
+        return np.array(array("q", (add(span, cost) for span, cost in samples)), np.int64)
     return np.array(_sequential(samples, limits), np.int64)
 
 
@@ -150,36 +151,76 @@ def _sequential(samples: Iterator[Sample], limits: Limits) -> array[int]:
     return packs
 
 
-def _first_fit(samples: Iterator[Sample], limits: Limits, *, open_packs: int) -> array[int]:
-    packs = array("q")
-    names: list[int] = []
-    rooms: list[int] = []
-    cost_rooms: list[float] = []
-    counts: list[int] = []
-    opened = 0
-    for span, cost in samples:
+class FirstFit:
+    """Put samples one by one into the oldest open pack that has room, for a plan or for a stream.
+
+    A pack is closed when no sample fits any more, or when it is the fullest of `open_packs` and one more is needed.
+
+    Args:
+        limits ([`Limits`]): What a pack may hold.
+        open_packs (`int`): Packs held open at once.
+
+    Attributes:
+        closed (list of `int`): Numbers of the packs in the order in which they were closed; the caller may empty it.
+    """
+
+    def __init__(self, limits: Limits, *, open_packs: int) -> None:
+        self.limits = limits
+        self.open_packs = open_packs
+        self.closed: list[int] = []
+        _, _, self._samples, self._smallest, self._cheapest = limits
+        self._opened = 0
+        # One value per open pack, the oldest first.
+        self._numbers: list[int] = []
+        self._rooms: list[int] = []
+        self._cost_rooms: list[float] = []
+        self._counts: list[int] = []
+
+    def add(self, span: int, cost: float = 0.0) -> int:
+        """Return the number of the pack that takes a sample; packs are numbered as they are opened."""
+        rooms, cost_rooms = self._rooms, self._cost_rooms
         for place, room in enumerate(rooms):
             if span <= room and cost <= cost_rooms[place]:
                 break
         else:
-            if len(rooms) == open_packs:
-                fullest = max(range(open_packs), key=lambda place: limits.fullness(rooms[place], cost_rooms[place]))
-                for column in (names, rooms, cost_rooms, counts):
-                    del column[fullest]
+            if len(rooms) == self.open_packs:
+                fullness = self.limits.fullness
+                self._close_at(max(range(len(rooms)), key=lambda place: fullness(rooms[place], cost_rooms[place])))
             place = len(rooms)
-            names.append(opened)
-            rooms.append(limits.tokens)
-            cost_rooms.append(limits.cost)
-            counts.append(0)
-            opened += 1
-        packs.append(names[place])
-        rooms[place] -= span
-        cost_rooms[place] -= cost
-        counts[place] += 1
-        if rooms[place] < limits.smallest or cost_rooms[place] < limits.cheapest or counts[place] == limits.samples:
-            for column in (names, rooms, cost_rooms, counts):
-                del column[place]
-    return packs
+            self._open()
+        number = self._numbers[place]
+        rooms[place] = room = rooms[place] - span
+        cost_rooms[place] = cost_room = cost_rooms[place] - cost
+        self._counts[place] = count = self._counts[place] + 1
+        if room < self._smallest or cost_room < self._cheapest or count == self._samples:
+            self._close_at(place)
+        return number
+
+    def reopen(self, span: int, cost: float = 0.0, *, count: int) -> int:
+        """Open a pack that holds `count` samples already, and return its number."""
+        self._open()
+        number = self._numbers[-1]
+        self._rooms[-1] -= span
+        self._cost_rooms[-1] -= cost
+        self._counts[-1] = count
+        if self._rooms[-1] < self._smallest or self._cost_rooms[-1] < self._cheapest or count == self._samples:
+            self._close_at(-1)
+        return number
+
+    def close(self, number: int) -> None:
+        """Close an open pack."""
+        self._close_at(self._numbers.index(number))
+
+    def _open(self) -> None:
+        self._numbers.append(self._opened)
+        self._rooms.append(self.limits.tokens)
+        self._cost_rooms.append(self.limits.cost)
+        self._counts.append(0)
+        self._opened += 1
+
+    def _close_at(self, place: int) -> None:
+        del self._rooms[place], self._cost_rooms[place], self._counts[place]
+        self.closed.append(self._numbers.pop(place))
 
 
 def _best_fit_decreasing(samples: Iterator[Sample], limits: Limits, *, window: int) -> array[int]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..files import complete_file
 from .buckets import BucketUse
-from .files import complete_file
 from .histograms import Histogram
 from .report import Report
 from .text import percent, short_number, size_label

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from multiprocessing.context import BaseContext
+from typing import Any
 
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from datasets import IterableDataset as Stream
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import BucketingError
 from ..loaders.state import describe
-from .grouping import Group, Grouping, Row
-
-Place = dict[str, Any]
-"""Where one worker stands: a state of the stream and its ordinal, rows read and rejected, and the open groups."""
-
-
-class StreamBatch(NamedTuple):
-    """What a worker sends.
-
-    Attributes:
-        batch: What the collator made; None if the worker has nothing (more) to give.
-        place (`dict`): Where the worker stands after it.
-        ended (`bool`): Whether this worker's part of the stream is at its end.
-        size (`int`): Rows in the batch.
-    """
-
-    batch: Any
-    place: Place
-    ended: bool
-    size: int = 0
+from .grouping import Group, Grouping, OpenGroups, Row
+from .resume import Place, ResumableStream, StreamBatch
 
 
 class StreamingBucketBatcher(IterableDataset[StreamBatch]):
     """Gather the rows of a stream into batches of one bucket, or into packs.
 
-    Each process reads its own shards, and each worker its own among those; a stream of fewer shards than processes is
-    read by all, who take turns. Batches come in the order in which groups fill up; rows that wait at the end come in
-    smaller batches, in bucket order. Draw them with [`resume`][hf_bucketing.loaders.resume], which makes the steps of
-    all processes equal and puts the place in the stream into checkpoints:
+    Each process reads its own shards, and each worker its own among those. A stream whose shards do not divide evenly
+    among the processes is read by all of them, and each keeps every n-th row. Batches come in the order in which
+    groups fill up; rows that wait at the end come in smaller batches, in bucket order. Draw them with
+    [`resume`][hf_bucketing.loaders.resume], which makes the steps of all processes equal and saves the place in the
+    stream in checkpoints:
 
     ```python
     grouping = BucketGrouping(table=table, batch_size=8)
@@ -51,14 +36,17 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
 
     Args:
         dataset (`datasets.IterableDataset`): Rows with `bucket_id` or `num_tokens`, or the columns they follow from.
-        grouping ([`BucketGrouping`] or [`PackGrouping`]): Which rows make a batch.
-        collate_fn (callable): Makes a `dict` of a list of rows, in the worker.
-        max_buffered (`int`): Rows that may wait at once in a worker; above it, the group of the oldest row is flushed.
-        steps_per_epoch (`int`, *optional*): Ends the epoch after as many steps, or earlier when all are done.
-        snapshot_every (`int`): Rows between two states of the stream, from one of which resuming reads again. A stream
-            with a shuffle buffer, whose state does not hold the buffer, is read again from the start.
-        num_processes (`int`, *optional*): Defaults to accelerate's `PartialState` if it is up, else to 1.
-        process_index (`int`, *optional*): As `num_processes`.
+        grouping ([`BucketGrouping`] or [`PackGrouping`]): The rule by which rows become batches.
+        collate_fn (callable): Makes a `dict` from a list of rows, in the worker.
+        max_buffered (`int`): Largest number of rows that wait in a worker; above it, the group of the oldest row is
+            sent as it is.
+        steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left.
+        snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
+            one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
+            from the start.
+        num_processes (`int`, *optional*): Processes that share the stream; by default those of accelerate's
+            `PartialState` if it is up, else 1.
+        process_index (`int`, *optional*): This process's number; by default accelerate's, else 0.
 
     Raises:
         BucketingError: On a value below 1, or a data set that is no stream.
@@ -98,14 +86,40 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         self._places: list[Place | None] = []
         self._turn = 0
 
-    def make_loader(self, *, num_workers: int = 0, **options: Any) -> DataLoader[StreamBatch]:
+    def make_loader(
+        self,
+        *,
+        num_workers: int = 0,
+        multiprocessing_context: BaseContext | str | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        timeout: float = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+    ) -> DataLoader[StreamBatch]:
         """Return the loader for [`resume`][hf_bucketing.loaders.resume].
+
+        The arguments are those of `DataLoader`; for the first three there is
+        [`worker_options`][hf_bucketing.loaders.worker_options].
 
         Args:
             num_workers (`int`): Worker processes.
-            **options: Others of `DataLoader`, such as `timeout`, `prefetch_factor` and `pin_memory`.
+            multiprocessing_context (context or `str`, *optional*): How workers start.
+            worker_init_fn (callable, *optional*): Called in each worker with its number, before its first row.
+            timeout (`float`): Seconds to wait for a worker's batch before it is an error; 0 waits without end.
+            prefetch_factor (`int`, *optional*): Batches that each worker prepares ahead.
+            pin_memory (`bool`): Whether batches are copied to pinned memory.
         """
-        return DataLoader(self, batch_size=None, collate_fn=_unchanged, num_workers=num_workers, **options)
+        return DataLoader(
+            self,
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            multiprocessing_context=multiprocessing_context,
+            worker_init_fn=worker_init_fn,
+            timeout=timeout,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
 
     def fingerprint(self) -> dict[str, str]:
         """Return all that the batches depend on, beside seed and epoch."""
@@ -124,13 +138,17 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
 
         Args:
             epoch (`int`): Passed to the stream, so that it shuffles anew.
-            places (sequence, *optional*): Of each worker, from its last [`StreamBatch`]; by default the start.
+            places (sequence, *optional*): Each worker's place, from its last [`StreamBatch`]; by default the start.
             turn (`int`): The worker whose batch comes first; those before it send an empty one.
         """
         self.epoch, self._places, self._turn = epoch, list(places), turn
         self.dataset.set_epoch(epoch)
         if hasattr(self.collate_fn, "set_epoch"):
             self.collate_fn.set_epoch(epoch)
+
+    def resumable(self, accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableStream:
+        """Return what [`resume`][hf_bucketing.loaders.resume] returns for a loader of this stream."""
+        return ResumableStream(accelerator, loader, self)
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield this worker's batches, and empty ones without end when there are no more."""
@@ -147,48 +165,50 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
             yield StreamBatch(None, place, ended=True)
 
     def _batches(self, place: Place) -> Iterator[tuple[list[Row], Place]]:
+        """Yield the rows of each batch and the place after it; at the end, no rows and the last place."""
         snapshots = deque([(place["ordinal"], place["stream"])])
         read, rejected = place["read"], place["rejected"]
         self.dataset.load_state_dict(place["stream"])
         rows = iter(self.dataset)
-        groups = _read_again(rows, place)
-        for row in rows:
-            measure = self.grouping.measure(row)
-            if measure is None:
-                complete, rejected = None, rejected + 1
-            else:
-                complete = self.grouping.add(groups, row, ordinal=read, measure=measure)
-            read += 1
-            if read % self.snapshot_every == 0 and not self._rereads:
-                snapshots.append((read, self.dataset.state_dict()))
-            if complete is None and sum(len(group.rows) for group in groups) > self.max_buffered:
-                complete = min(groups, key=lambda group: group.ordinals[0])
-            if complete is not None:
-                groups.remove(complete)
-                yield complete.rows, _place(snapshots, groups, read=read, rejected=rejected)
-        for group in sorted(groups, key=lambda group: group.key):
-            groups.remove(group)
-            yield group.rows, _place(snapshots, groups, read=read, rejected=rejected)
-        yield [], _place(snapshots, groups, read=read, rejected=rejected)
+        groups = self.grouping.start()
+        complete = deque(_read_again(rows, place, self.grouping, groups))
+        for row in itertools.chain([None], rows):
+            if row is not None:
+                measure = self.grouping.measure(row)
+                if measure is None:
+                    rejected += 1
+                else:
+                    complete.extend(groups.add(row, ordinal=read, measure=measure))
+                read += 1
+                if read % self.snapshot_every == 0 and not self._rereads:
+                    snapshots.append((read, self.dataset.state_dict()))
+                if not complete and groups.num_rows > self.max_buffered:
+                    complete.append(groups.flush(min(groups, key=lambda group: group.ordinals[0]).key))
+            while complete:
+                group = complete.popleft()
+                yield group.rows, _place(snapshots, [*complete, *groups], read=read, rejected=rejected)
+        for key in sorted(groups.waiting):
+            yield groups.flush(key).rows, _place(snapshots, [*groups], read=read, rejected=rejected)
+        yield [], _place(snapshots, [], read=read, rejected=rejected)
 
 
 _START: Place = {"ordinal": 0, "stream": None, "read": 0, "rejected": 0, "groups": []}
 
 
-def _place(snapshots: deque[tuple[int, Any]], groups: list[Group], *, read: int, rejected: int) -> Place:
+def _place(snapshots: deque[tuple[int, Any]], groups: Sequence[Group], *, read: int, rejected: int) -> Place:
     """Return the place, with the last state of the stream before the oldest row that still waits."""
     oldest = min((group.ordinals[0] for group in groups), default=read)
     while len(snapshots) > 1 and snapshots[1][0] <= oldest:
         snapshots.popleft()
     ordinal, stream = snapshots[0]
-    waiting = [[group.key, group.used, list(group.ordinals)] for group in groups]
+    waiting = [[group.key, list(group.ordinals)] for group in groups]
     return {"ordinal": ordinal, "stream": stream, "read": read, "rejected": rejected, "groups": waiting}
 
 
-def _read_again(rows: Iterator[Row], place: Place) -> list[Group]:
-    """Read up to where the place stands, and keep the rows that waited in groups."""
-    groups = [Group(key, list(ordinals), used=used) for key, used, ordinals in place["groups"]]
-    waiting = {ordinal: group for group in groups for ordinal in group.ordinals}
+def _read_again(rows: Iterator[Row], place: Place, grouping: Grouping, groups: OpenGroups) -> Iterator[Group]:
+    """Read up to where the place stands, put the rows that waited back, and yield groups that were complete."""
+    saved = [Group(key, list(ordinals)) for key, ordinals in place["groups"]]
+    waiting = {ordinal: group for group in saved for ordinal in group.ordinals}
     for ordinal in range(place["ordinal"], place["read"]):
         row = next(rows, None)
         if row is None:
@@ -196,9 +216,12 @@ def _read_again(rows: Iterator[Row], place: Place) -> list[Group]:
                 f"The stream ended after {ordinal} rows, but the saved run read {place['read']}; it has changed."
             )
         if ordinal in waiting:
-            group = waiting[ordinal]
-            group.rows.append({**row, "bucket_id": group.key} if group.key >= 0 else row)
-    return groups
+            waiting[ordinal].rows.append(row)
+    for group in saved:
+        measures = [grouping.measure(row) for row in group.rows]
+        if None in measures:
+            raise BucketingError("A row that the saved run kept is rejected now; the stream has changed.")
+        yield from groups.restore(group, [measure for measure in measures if measure is not None])
 
 
 def _has_shuffle_buffer(dataset: Stream) -> bool:

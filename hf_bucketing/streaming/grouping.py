@@ -1,8 +1,10 @@
-"""How a stream's rows are gathered: in stacks of one bucket, or in packs of any sizes."""
+"""How a stream's rows are grouped: in stacks of one bucket, or in packs of any sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +13,9 @@ import numpy as np
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from ..errors import PlanError
+from ..errors import PlanError, refuse_old_names
+from ..loaders.state import settings
+from ..plans.bin_packing import FirstFit, Limits
 
 Row = Mapping[str, Any]
 
@@ -21,16 +25,53 @@ class Group:
     """Rows that wait for a batch.
 
     Attributes:
-        key (`int`): Bucket id; −1 for a pack.
-        ordinals (list of `int`): Places of the rows in the stream, rising.
+        key (`int`): Bucket id, or number of the pack; batches at the end of the stream come in this order.
+        ordinals (list of `int`): Positions of the rows in the stream, rising.
         rows (list): The rows themselves.
-        used (`int`): Tokens of a pack.
     """
 
     key: int
     ordinals: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    used: int = 0
+
+
+class OpenGroups(ABC):
+    """The groups in which one worker's rows wait.
+
+    Attributes:
+        waiting (`dict`): The open groups by their keys.
+        num_rows (`int`): Rows in them.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Group] = {}
+        self.num_rows = 0
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.waiting.values())
+
+    @abstractmethod
+    def add(self, row: Row, *, ordinal: int, measure: int) -> list[Group]:
+        """Put a row into a group; return the groups that are complete now, which wait no longer."""
+
+    @abstractmethod
+    def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
+        """Put back a group of a saved run, the oldest group first; return it if it is complete."""
+
+    def flush(self, key: int) -> Group:
+        """Return a group as it is; it waits no longer."""
+        group = self.waiting.pop(key)
+        self.num_rows -= len(group.rows)
+        return group
+
+    def _append(self, key: int, row: Row, ordinal: int) -> Group:
+        group = self.waiting.get(key)
+        if group is None:
+            group = self.waiting[key] = Group(key)
+        group.rows.append(row)
+        group.ordinals.append(ordinal)
+        self.num_rows += 1
+        return group
 
 
 class Grouping(Protocol):
@@ -39,53 +80,57 @@ class Grouping(Protocol):
     def measure(self, row: Row) -> int | None:
         """Return a row's bucket id, or the tokens that it takes in a pack; None if it is rejected."""
 
-    def add(self, groups: list[Group], row: Row, *, ordinal: int, measure: int) -> Group | None:
-        """Put a row into one of the open groups; return one that is now complete."""
+    def start(self) -> OpenGroups:
+        """Return the groups of a worker that has read no row."""
 
     def settings(self) -> dict[str, object]:
         """Return all that the batches depend on, by name."""
 
 
+@refuse_old_names(capacity="max_tokens")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketGrouping:
     """Batches of one bucket.
 
     Args:
-        table ([`BucketTable`] or [`OpenTable`]): Its ids are read from the rows' `bucket_id`, or computed from
-            `num_frames`, `height` and `width`.
+        table ([`BucketTable`] or [`OpenTable`]): Buckets of the rows. Their ids are read from the rows' `bucket_id`,
+            or computed from `num_frames`, `height` and `width`.
         batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
-        capacity (`int`, *optional*): Tokens per process and step, instead; needs `spec`.
-        spec ([`LatentSpec`], *optional*): Strides and patch, for `capacity`.
+        max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`; needs `spec`.
+        spec ([`LatentSpec`], *optional*): Strides and patch, for `max_tokens`.
 
     Raises:
-        PlanError: If not exactly one of `batch_size` and `capacity` is given, or `spec` is missing.
+        PlanError: If not exactly one of `batch_size` and `max_tokens` is given, or `spec` is missing.
     """
 
     table: BucketTable | OpenTable
     batch_size: int | Mapping[int, int] | None = None
-    capacity: int | None = None
+    max_tokens: int | None = None
     spec: LatentSpec | None = None
 
     def __post_init__(self) -> None:
-        if (self.batch_size is None) == (self.capacity is None):
-            raise PlanError("Give either batch_size or capacity.")
-        if self.capacity is not None and self.spec is None:
-            raise PlanError("capacity counts tokens: pass spec=LatentSpec(…) with it.")
+        if (self.batch_size is None) == (self.max_tokens is None):
+            raise PlanError(
+                f"Give either batch_size or max_tokens, got batch_size={self.batch_size!r} and "
+                f"max_tokens={self.max_tokens!r}."
+            )
+        if self.max_tokens is not None and self.spec is None:
+            raise PlanError("max_tokens counts tokens: pass spec=LatentSpec(…) with it.")
 
     def size_of(self, bucket: int) -> int:
         """Return the samples of a full batch of a bucket.
 
         Raises:
-            PlanError: If there is none, as a sample exceeds the capacity or a mapping lacks the bucket.
+            PlanError: If a sample of the bucket exceeds `max_tokens`, or a mapping lacks the bucket.
         """
-        if self.capacity is not None:
+        if self.max_tokens is not None:
             tokens = int(self.table.num_tokens(np.array([bucket]), spec=self.spec)[0])  # type: ignore[arg-type]
-            if tokens > self.capacity:
+            if tokens > self.max_tokens:
                 raise PlanError(
                     f"One sample of bucket {self.table.size(bucket)} takes {tokens} tokens and exceeds "
-                    f"capacity={self.capacity}."
+                    f"max_tokens={self.max_tokens}."
                 )
-            return self.capacity // tokens
+            return self.max_tokens // tokens
         size = self.batch_size.get(bucket, 0) if isinstance(self.batch_size, Mapping) else self.batch_size
         if not size or size < 1:
             raise PlanError(f"batch_size names no size of 1 or more for bucket {bucket}, got {self.batch_size!r}.")
@@ -100,50 +145,61 @@ class BucketGrouping:
             bucket = int(self.table.assign([frames], [height], [width]).bucket_id[0])
         return bucket if bucket >= 0 else None
 
-    def add(self, groups: list[Group], row: Row, *, ordinal: int, measure: int) -> Group | None:
-        """Put a row to those of its bucket."""
-        group = next((group for group in groups if group.key == measure), None)
-        if group is None:
-            group = Group(measure)
-            groups.append(group)
-        group.rows.append({**row, "bucket_id": measure})
-        group.ordinals.append(ordinal)
-        return group if len(group.rows) >= self.size_of(measure) else None
+    def start(self) -> OpenGroups:
+        """Return the groups of a worker that has read no row."""
+        return _BucketGroups(self)
 
     def settings(self) -> dict[str, object]:
         """Return all that the batches depend on, by name."""
-        return {
-            "mode": "bucket",
-            "table": self.table.fingerprint,
-            "batch_size": self.batch_size,
-            "capacity": self.capacity,
-            "spec": self.spec,
-        }
+        return {"mode": "bucket", **settings(self), "table": self.table.fingerprint}
 
 
+class _BucketGroups(OpenGroups):
+    """One group per bucket."""
+
+    def __init__(self, grouping: BucketGrouping) -> None:
+        super().__init__()
+        self.grouping = grouping
+        self._sizes: dict[int, int] = {}
+
+    def add(self, row: Row, *, ordinal: int, measure: int) -> list[Group]:
+        if measure not in self._sizes:
+            self._sizes[measure] = self.grouping.size_of(measure)
+        group = self._append(measure, {**row, "bucket_id": measure}, ordinal)
+        return [self.flush(measure)] if len(group.rows) >= self._sizes[measure] else []
+
+    def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
+        for row, ordinal, measure in zip(group.rows, group.ordinals, measures, strict=True):
+            self._append(group.key, {**row, "bucket_id": measure}, ordinal)
+        return []  # a complete batch of a bucket is sent before the next row is read
+
+
+@refuse_old_names(capacity="max_tokens", multiple="strip_length")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackGrouping:
     """Packs: each sample goes into the oldest open pack that has room.
 
+    This is the `"first_fit"` of [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig], for rows as they come.
+
     Args:
-        capacity (`int`): Tokens per process and step.
+        max_tokens (`int`): Tokens per process and step.
         spec ([`LatentSpec`], *optional*): Counts the tokens of rows without a `num_tokens` column, at their own size.
         open_packs (`int`): Packs held open at once; the fullest is closed when one more is needed.
         max_samples (`int`, *optional*): Largest number of samples per pack.
-        multiple (`int`): Each sample takes its tokens rounded up to this multiple, as a pack of strips does.
+        strip_length (`int`): Each sample takes its tokens rounded up to whole strips of this length.
 
     Raises:
         PlanError: On a value below 1.
     """
 
-    capacity: int
+    max_tokens: int
     spec: LatentSpec | None = None
     open_packs: int = 16
     max_samples: int | None = None
-    multiple: int = 1
+    strip_length: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "open_packs", "max_samples", "multiple"):
+        for name in ("max_tokens", "open_packs", "max_samples", "strip_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name} must be at least 1, got {value}.")
@@ -152,7 +208,7 @@ class PackGrouping:
         """Return the tokens that a row takes; None if it was rejected.
 
         Raises:
-            PlanError: If they exceed the capacity, or cannot be told.
+            PlanError: If they exceed `max_tokens`, or cannot be computed.
         """
         if "num_tokens" in row:
             tokens = int(row["num_tokens"])
@@ -160,33 +216,51 @@ class PackGrouping:
             tokens = self.spec.num_tokens(self.spec.snap(_size(row)))
         else:
             raise PlanError("Rows have no num_tokens column; map BucketColumns over the stream, or pass spec=.")
-        span = -(-tokens // self.multiple) * self.multiple
-        if span > self.capacity:
+        span = -(-tokens // self.strip_length) * self.strip_length
+        if span > self.max_tokens:
             raise PlanError(
                 f"Row {row.get('index', 'without an index')} takes {span} tokens and exceeds "
-                f"capacity={self.capacity}; raise the capacity, or filter such rows out of the stream."
+                f"max_tokens={self.max_tokens}; raise max_tokens, or filter such rows out of the stream."
             )
         return span if span > 0 else None
 
-    def add(self, groups: list[Group], row: Row, *, ordinal: int, measure: int) -> Group | None:
-        """Put a row into the first pack with room."""
-        group = next((group for group in groups if group.used + measure <= self.capacity), None)
-        complete = None
-        if group is None:
-            if len(groups) == self.open_packs:
-                complete = max(groups, key=lambda group: group.used)
-            group = Group(-1)
-            groups.append(group)
-        group.rows.append(row)
-        group.ordinals.append(ordinal)
-        group.used += measure
-        full = group.used == self.capacity or len(group.rows) == self.max_samples
-        return complete if complete is not None else (group if full else None)
+    def start(self) -> OpenGroups:
+        """Return the groups of a worker that has read no row."""
+        return _PackGroups(self)
 
     def settings(self) -> dict[str, object]:
         """Return all that the batches depend on, by name."""
-        names = ("capacity", "spec", "open_packs", "max_samples", "multiple")
-        return {"mode": "pack", **{name: getattr(self, name) for name in names}}
+        return {"mode": "pack", **settings(self)}
+
+
+class _PackGroups(OpenGroups):
+    """One group per open pack."""
+
+    def __init__(self, grouping: PackGrouping) -> None:
+        super().__init__()
+        samples = math.inf if grouping.max_samples is None else grouping.max_samples
+        limits = Limits(grouping.max_tokens, math.inf, samples, smallest=grouping.strip_length, cheapest=0.0)
+        self.packs = FirstFit(limits, open_packs=grouping.open_packs)
+
+    def add(self, row: Row, *, ordinal: int, measure: int) -> list[Group]:
+        self._append(self.packs.add(measure), row, ordinal)
+        return self._complete()
+
+    def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
+        number = self.packs.reopen(sum(measures), count=len(measures))
+        for row, ordinal in zip(group.rows, group.ordinals, strict=True):
+            self._append(number, row, ordinal)
+        return self._complete()
+
+    def flush(self, key: int) -> Group:
+        self.packs.close(key)
+        self.packs.closed.clear()
+        return super().flush(key)
+
+    def _complete(self) -> list[Group]:
+        groups = [super(_PackGroups, self).flush(number) for number in self.packs.closed]
+        self.packs.closed.clear()
+        return groups
 
 
 def _size(row: Row) -> Size:

@@ -1,9 +1,9 @@
-"""Equal steps on all processes from a stream, and the place in it in accelerate's checkpoints."""
+"""Equal steps on all processes from a stream, and the place in it, saved in accelerate's checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -14,16 +14,47 @@ from torch.utils.data import DataLoader
 
 from ..errors import BucketingError, PlanError
 from ..loaders.state import VERSION, check_state
-from ..loaders.window import WindowRandom
-from .batcher import StreamBatch, StreamingBucketBatcher
+from ..loaders.window import AccumulationWindow
+
+Place = dict[str, Any]
+"""Where one worker stands: a state of the stream and its ordinal, rows read and rejected, and the waiting groups."""
+
+
+class StreamBatch(NamedTuple):
+    """What a worker sends.
+
+    Attributes:
+        batch: The collator's batch; None if the worker has nothing (more) to give.
+        place (`dict`): The worker's place after it.
+        ended (`bool`): Whether this worker's part of the stream is at its end.
+        size (`int`): Rows in the batch.
+    """
+
+    batch: Any
+    place: Place
+    ended: bool
+    size: int = 0
+
+
+class BatchStream(Protocol):
+    """A stream that says where it stands, as [`StreamingBucketBatcher`] does."""
+
+    num_processes: int
+    process_index: int
+    num_shards: int
+    steps_per_epoch: int | None
+    collate_fn: Any
+
+    def start_at(self, epoch: int, places: Sequence[Place | None] = (), *, turn: int = 0) -> None: ...
+    def fingerprint(self) -> dict[str, str]: ...
 
 
 class StreamPlace(NamedTuple):
     """Where this process stands.
 
     Attributes:
-        step (`int`): Steps finished.
-        workers (list): The place of each worker.
+        step (`int`): Finished steps.
+        workers (tuple): The place of each worker.
         turn (`int`): The worker whose batch comes next.
         ended (`bool`): Whether its part of the stream is at its end; the place is then before its last batch, which
             it repeats.
@@ -36,11 +67,11 @@ class StreamPlace(NamedTuple):
 
 
 class ResumableStream(DataLoaderStateMixin):
-    """The batches of a [`StreamingBucketBatcher`], as many steps on each process; see `resume`.
+    """Iterate the batches of a [`StreamingBucketBatcher`] in equal steps on all processes; see `resume`.
 
     A process that has no more batches repeats its last one with weight 0 until all are done. So each batch, a `dict`,
-    gets a `weight` (`float32`, shape `(n,)`) for [`global_mean`][hf_bucketing.losses.global_mean]. Without
-    `steps_per_epoch`, the processes ask each other before each step whether any has a batch left.
+    gets a `weight` (`float32`, shape `(n,)`) for [`global_mean`][hf_bucketing.losses.global_mean]. Before each step,
+    the processes ask each other whether any has a batch left.
 
     What [`ResumableLoader`][hf_bucketing.loaders.ResumableLoader] says of saving holds here as well. All processes
     must save together, and a run is resumed on as many processes and workers as it had.
@@ -48,17 +79,17 @@ class ResumableStream(DataLoaderStateMixin):
     Args:
         accelerator (`Accelerator`): Its device receives the batches.
         loader (`DataLoader`): From `StreamingBucketBatcher.make_loader`, not prepared.
+        stream ([`StreamingBucketBatcher`]): The loader's data set.
 
     Raises:
         PlanError: If the loader was prepared, has persistent workers or is for other processes than run.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any]) -> None:
-        stream = loader.dataset
-        if hasattr(loader, "base_dataloader") or not isinstance(stream, StreamingBucketBatcher):
-            raise PlanError("accelerate would share a stream out once more: pass its loader without preparing it.")
+    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], stream: BatchStream) -> None:
+        if hasattr(loader, "base_dataloader") or loader.dataset is not stream:
+            raise PlanError("accelerate would shard the stream a second time: pass its loader without preparing it.")
         if loader.persistent_workers:
-            raise PlanError("Persistent workers would not hear of the next epoch of a stream; leave them out.")
+            raise PlanError("Persistent workers would not learn of the next epoch; leave persistent_workers out.")
         if (stream.num_processes, stream.process_index) != (accelerator.num_processes, accelerator.process_index):
             raise PlanError(
                 f"This is process {accelerator.process_index} of {accelerator.num_processes}, but the stream is for "
@@ -71,8 +102,8 @@ class ResumableStream(DataLoaderStateMixin):
         self.gradient_state = GradientState()
         self._drop_last = True  # accelerate shall not compute a remainder for gather_for_metrics
         self.epoch = 0
-        self._place = self._window = StreamPlace()
-        self._random = WindowRandom(accelerator)
+        self._place = StreamPlace()
+        self._window = AccumulationWindow(accelerator, self._place)
         self._read: list[Any] = []
         self._generator = torch.Generator()
         if loader.generator is None:
@@ -81,19 +112,19 @@ class ResumableStream(DataLoaderStateMixin):
 
     @property
     def step(self) -> int:
-        """Steps of the epoch that are finished, that of the batch at hand included."""
+        """Finished steps of the epoch, including that of the current batch."""
         return self._place.step
 
     @property
     def rejected(self) -> int:
-        """Rows of this process that had no bucket, as far as its workers have read in this epoch."""
+        """Rejected rows among those that this process's workers have read in this epoch."""
         return sum(place["rejected"] for place in self._read if place is not None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to read, from its start; the present one again changes nothing."""
+        """Choose the epoch to read, from its start; choosing the current one changes nothing."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self._place = self._window = StreamPlace()
+            self._place = self._window.start = StreamPlace()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._generator.manual_seed(self.epoch)
@@ -116,9 +147,7 @@ class ResumableStream(DataLoaderStateMixin):
         while more:
             following = next(source, None) if current is not None else None
             more = self._any(following is not None) and (limit is None or self.step + 1 < limit)
-            if self.accelerator.sync_gradients:
-                self._window = self._place
-                self._random.note()
+            self._window.enter(self._place)
             if current is not None:
                 last = current
                 place = self._place._replace(ended=True) if following is None else current[1]
@@ -162,7 +191,7 @@ class ResumableStream(DataLoaderStateMixin):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of all processes, the same on each; all must call it together."""
-        place = self._place if self.accelerator.sync_gradients else self._window
+        place = self._window.resume_from(self._place)
         mine = {"workers": list(place.workers), "turn": place.turn, "ended": place.ended}
         return {
             "version": VERSION,
@@ -174,7 +203,7 @@ class ResumableStream(DataLoaderStateMixin):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` stood.
+        """Continue where `state` stood.
 
         Raises:
             PlanError: If the stream, its settings, or the number of processes or workers differ.
@@ -183,9 +212,7 @@ class ResumableStream(DataLoaderStateMixin):
         mine = state["processes"][self.accelerator.process_index]
         self.epoch = int(state["epoch"])
         self._place = StreamPlace(int(state["consumed"]), tuple(mine["workers"]), mine["turn"], mine["ended"])
-        self._window = self._place
-        self.accelerator.step = 0
-        self._random.restore()
+        self._window.restore(self._place)
 
     @property
     def _seed(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from ..errors import BucketingError
+from ..files import complete_folder
 from ..media.write import write_video
 
 COLORS = {
@@ -94,15 +94,15 @@ def make_media_dataset(
     Raises:
         BucketingError: If there is nothing to write, or the folder exists and is no such data set.
     """
-    target = Path(folder)
     if num_samples < 1 or not clips:
         raise BucketingError(f"A data set needs a sample and a size, got num_samples={num_samples}, clips={clips}.")
-    if target.exists() and any(target.iterdir()) and not (target / "metadata.jsonl").exists():
-        raise BucketingError(f"{target} exists and holds no metadata.jsonl; choose another folder.")
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    with complete_folder(folder, marker="metadata.jsonl") as partial:
+        _write_samples(partial, num_samples=num_samples, clips=clips, seed=seed)
+
+
+def _write_samples(folder: Path, *, num_samples: int, clips: Sequence[Clip], seed: int) -> None:
     for name in ("videos", "images"):
-        (partial / name).mkdir(parents=True)
+        (folder / name).mkdir()
     rng = np.random.default_rng(seed)
     rows = []
     for number in range(num_samples):
@@ -111,20 +111,17 @@ def make_media_dataset(
         frames = render(clip, shape=shape, color=color, direction=direction, offset=float(rng.random()))
         if clip.frames > 1:
             name = f"videos/{number:04d}.mp4"
-            write_video(partial / name, frames, fps=clip.fps)
+            write_video(folder / name, frames, fps=clip.fps)
             caption = f"a {color} {shape} moving {direction} on a dark background"
         else:
             name = f"images/{number:04d}.{'png' if number % 2 else 'jpg'}"
-            Image.fromarray(next(frames)).save(partial / name)
+            Image.fromarray(next(frames)).save(folder / name)
             caption = f"a picture of a {color} {shape} on a dark background"
         rows.append({"file_name": name, "caption": caption})
-    _write_metadata(partial, rows)
+    _write_metadata(folder, rows)
     videos = [row for row in rows if row["file_name"].startswith("videos/")]
     if videos:
-        _write_metadata(partial / "videos", [{**row, "file_name": Path(row["file_name"]).name} for row in videos])
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
+        _write_metadata(folder / "videos", [{**row, "file_name": Path(row["file_name"]).name} for row in videos])
 
 
 def _write_metadata(folder: Path, rows: list[dict[str, str]]) -> None:

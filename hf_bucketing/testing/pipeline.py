@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from diffusers import (
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from ..errors import BucketingError
+from ..files import complete_folder
 
 _CHANNELS = 4
 _TEXT_DIM = 32
@@ -47,18 +46,11 @@ def make_tiny_pipeline(folder: str | os.PathLike[str], *, family: str = "wan", s
     """
     if family not in _MAKERS:
         raise BucketingError(f"There is no tiny {family!r} pipeline; choose one of {', '.join(_MAKERS)}.")
-    target = Path(folder)
-    if target.exists() and any(target.iterdir()) and not (target / "model_index.json").exists():
-        raise BucketingError(f"{target} exists and is no diffusers pipeline; choose another folder.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = _MAKERS[family]()
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    pipeline.save_pretrained(str(partial))
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
+    with complete_folder(folder, marker="model_index.json") as partial:
+        pipeline.save_pretrained(str(partial))
 
 
 def _wan() -> DiffusionPipeline:

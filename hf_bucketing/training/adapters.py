@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from safetensors import SafetensorError
 
 from ..errors import BucketingError
+from ..files import complete_parts
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 """The file of adapters that diffusers' `load_lora_weights` looks for in a folder."""
@@ -185,12 +186,10 @@ def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str =
 
     Those of `transformer_2` are loaded with `load_into_transformer_2=True`.
     """
-    transformer, partial = getattr(pipeline, component), Path(folder) / ".adapters.partial"
-    type(pipeline).save_lora_weights(
-        str(partial),
-        transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
-        transformer_lora_adapter_metadata=transformer.peft_config[ADAPTER].to_dict(),
-    )
-    for path in partial.iterdir():
-        path.replace(Path(folder) / path.name)
-    partial.rmdir()
+    transformer = getattr(pipeline, component)
+    with complete_parts(folder) as partial:
+        type(pipeline).save_lora_weights(
+            str(partial),
+            transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
+            transformer_lora_adapter_metadata=transformer.peft_config[ADAPTER].to_dict(),
+        )

@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
-from ..files import writing
+from ..files import complete_folder, complete_parts, partial_path
 from .adapters import LORA_WEIGHTS
 
 logger = get_logger(__name__)
@@ -70,20 +70,15 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
     """
     start = time.perf_counter()
     final = folder / f"checkpoint-{progress.global_step}"
-    partial = folder / f".{final.name}.partial"
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    with _without_accelerates_lines(), writing(partial):
-        accelerator.save_state(str(partial))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        with writing(partial):
+    with complete_folder(final) if accelerator.is_main_process else nullcontext(partial_path(final)) as partial:
+        accelerator.wait_for_everyone()
+        with _without_accelerates_lines():
+            accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
             (partial / PROGRESS).write_text(json.dumps({"layout": LAYOUT, **asdict(progress)}))
-        size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+            size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    if accelerator.is_main_process:
         for old in list_checkpoints(folder)[: -limit if limit else 0]:
             shutil.rmtree(old)
         logger.info(f"Saved {final.name} ({size / 2**20:.1f} MiB) in {time.perf_counter() - start:.1f} s")
@@ -210,14 +205,5 @@ def save_pipeline(
         whole = type(sharded).from_config(sharded.config)
         whole.load_state_dict(weights)
         setattr(pipeline, component, whole)
-    partial = folder / ".pipeline.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    with writing(partial):
+    with complete_parts(folder, last=PIPELINE_INDEX) as partial:
         pipeline.save_pretrained(str(partial))
-    (folder / PIPELINE_INDEX).unlink(missing_ok=True)
-    for part in sorted(partial.iterdir(), key=lambda path: path.name == PIPELINE_INDEX):
-        target = folder / part.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        part.rename(target)
-    partial.rmdir()

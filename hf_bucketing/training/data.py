@@ -202,9 +202,4 @@ def _cached_collator(config: TrainingConfig, prepared: PreparedDataset, cache: C
             f"{quoted(given)} change what is decoded, but {config.dataset_dir} holds latents that are encoded "
             "already; give such options to scripts/cache_latents.py."
         )
-    return CachedCollator(
-        cache.folder,
-        stack=config.batching == "bucket",
-        caption_column=prepared.caption_column,
-        empty_text_key=cache.empty_text_key,
-    )
+    return CachedCollator(cache, caption_column=prepared.caption_column)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..buckets.cost import FloatArray
 from ..errors import BucketingError
-from ..report.files import complete_file
+from ..files import complete_file
 from .history import SampleCount, StepLog, count_samples, losses_of, plans_of, sample_lines, steps_of
 
 

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError, CacheError, ColumnError, MediaError
-from hf_bucketing.caching import CachedCollator
+from hf_bucketing.caching import CacheConfig, CachedCollator, Encoder, cache_dataset
 from hf_bucketing.caching.fingerprints import latents_fingerprint, text_fingerprint
-from hf_bucketing.caching.job import CacheJob
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import BucketCollator, PackCollator
 from hf_bucketing.media import ViewRule
@@ -42,15 +41,15 @@ def load_recipe(folder: Path) -> Recipe:
     return recipe_of(str(folder)).load(str(folder))
 
 
-def cached(prepared: PreparedDataset, recipe: Recipe, folder: Path, **options) -> PreparedDataset:
-    result, _ = CacheJob(recipe=recipe, folder=str(folder), **options).run(prepared)
+def cached(prepared: PreparedDataset, recipe: Encoder, folder: Path, **options) -> PreparedDataset:
+    result, _ = cache_dataset(prepared, recipe, CacheConfig(folder=str(folder), **options))
     assert result is not None
     return result
 
 
-def collator_of(data: PreparedDataset, *, stack: bool) -> CachedCollator:
+def collator_of(data: PreparedDataset) -> CachedCollator:
     assert data.cache is not None
-    return CachedCollator(data.cache.folder, stack=stack, empty_text_key=data.cache.empty_text_key)
+    return CachedCollator(data.cache)
 
 
 @pytest.mark.parametrize("views", [CENTRED, RANDOM], ids=["centred", "random"])
@@ -76,7 +75,7 @@ def test_stacks_and_packs_have_the_losses_of_training_from_files(
             step = PackStep(recipe=recipe, objective=objective, packing=packing)
         for rows in groups if stack else [[*groups[0], *groups[1]]]:
             files = from_files([data.dataset[row] for row in rows])
-            entries = collator_of(keyed, stack=stack)([keyed.dataset[row] for row in rows])
+            entries = collator_of(keyed)([keyed.dataset[row] for row in rows])
             shared = ("size", "crop", "flip", "fps", "index", "caption", *(["bucket_id"] if stack else []))
             assert {name: files[name] for name in shared} == {name: entries[name] for name in shared}
             with torch.no_grad():
@@ -100,19 +99,20 @@ def refuse_encoding(patch: pytest.MonkeyPatch, recipe: Recipe) -> None:
 
 def test_the_empty_caption_is_there_for_guidance(prepared, pipeline_dirs, tmp_path: Path) -> None:
     recipe = load_recipe(pipeline_dirs["ltx"])
-    collator = collator_of(cached(prepared, recipe, tmp_path / "cache"), stack=True)
+    collator = collator_of(cached(prepared, recipe, tmp_path / "cache"))
     values, mask = recipe.encode_text([""])
     assert torch.equal(collator.empty_text()["text_mask"], mask[0])
     length = int(mask.sum())
     assert torch.allclose(collator.empty_text()["text_values"][:length], values[0, :length], atol=1e-6)
-    collator.empty_text_key = None
-    with pytest.raises(CacheError, match="empty caption"):
-        collator.empty_text()
+    with pytest.raises(CacheError, match="no entry for the empty caption"):
+        CachedCollator(replace(collator.info, empty_text_key=None)).empty_text()
+    with pytest.raises(BucketingError, match=r"Expected the cache of a PreparedDataset.*got None"):
+        CachedCollator(prepared.cache)
 
 
 def test_missing_corrupt_and_rejected_entries_name_their_row(prepared, pipeline_dir, tmp_path: Path) -> None:
     keyed = cached(prepared, load_recipe(pipeline_dir), tmp_path / "cache")
-    collator, row = collator_of(keyed, stack=True), keyed.dataset[4]
+    collator, row = collator_of(keyed), keyed.dataset[4]
     with pytest.raises(CacheError, match="row 4 has no latents_key: it was rejected"):
         collator([{**row, "latents_key": ""}])
     with pytest.raises(BucketingError, match="catch_all"):
@@ -135,7 +135,7 @@ def test_a_prepared_folder_remembers_its_cache_and_may_move_with_it(prepared, pi
     back = PreparedDataset.load(tmp_path / "there" / "cached")
     assert back.cache == replace(keyed.cache, folder=str(tmp_path / "there" / "cache"))
     assert back.cache.views == {**asdict(RANDOM), "seed": 2}
-    assert set(collator_of(back, stack=True)([back.dataset[0]])) >= {"latents", "text_values"}
+    assert set(collator_of(back)([back.dataset[0]])) >= {"latents", "text_values"}
 
 
 def test_fingerprints_follow_weights_settings_and_tokens(pipeline_dirs) -> None:

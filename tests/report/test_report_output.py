@@ -16,7 +16,6 @@ from hf_bucketing import BucketTable, Size, novelai_ladder
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import SizeColumns, draw_figures, draw_occupancy, format_report, make_report
 from hf_bucketing.report.figures import MAX_BARS
-from hf_bucketing.report.files import complete_file
 from tests.conftest import run_script_here
 from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
 
@@ -82,21 +81,6 @@ def test_figures_and_text_of_the_smallest_data_warn_of_nothing(
     assert format_report(report)
     assert all(path.stat().st_size for path in draw_figures(report, tmp_path))
     assert not list(recwarn)
-
-
-def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    path.write_text("old")
-
-    def write_half() -> None:
-        with complete_file(path) as partial:
-            partial.write_text("ne")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        write_half()
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_reports_need_neither_torch_nor_matplotlib(in_fresh_interpreter: Callable[[str], str]) -> None:

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, BucketTable, LatentSpec, PlanError, Size
 from hf_bucketing.loaders import resume
+from hf_bucketing.plans import PackPlanConfig
+from hf_bucketing.plans.bin_packing import fill_packs
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
 from tests.loaders.loader_worker import collate_rows, stream_rows
 from tests.loaders.test_resume_launch import launch
@@ -23,7 +26,7 @@ TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 ROWS, SHARDS = 90, 6
 BUCKET = BucketGrouping(table=TABLE, batch_size=4)
-PACK = PackGrouping(capacity=120, spec=SPEC, open_packs=3)
+PACK = PackGrouping(max_tokens=120, spec=SPEC, open_packs=3)
 groupings = pytest.mark.parametrize("grouping", [BUCKET, PACK], ids=["bucket", "pack"])
 
 
@@ -108,19 +111,48 @@ def test_rows_are_assigned_where_they_have_no_bucket_and_epochs_differ_where_the
     assert indices[0] != indices[1]
 
 
+@pytest.mark.parametrize("options", [{}, {"max_samples": 3}, {"open_packs": 2}, {"strip_length": 20}], ids=str)
+def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options) -> None:
+    settings = {"max_tokens": 100, "open_packs": 4, **options}
+    sizes = np.random.default_rng(0).integers(1, 100, 400)
+    rows = Dataset.from_dict({"index": range(400), "bucket_id": [0] * 400, "num_tokens": sizes})
+    grouping = PackGrouping(**settings)
+    batches = list(loader(grouping, dataset=rows.to_iterable_dataset()))
+    config = PackPlanConfig(capacity=100, multiple=grouping.strip_length, open_packs=settings["open_packs"],
+                            max_samples=grouping.max_samples)  # fmt: skip
+    spans = np.array([grouping.measure(row) for row in rows])
+    packs = fill_packs(spans, np.zeros(400), config)
+    wanted = [np.flatnonzero(packs == pack).tolist() for pack in range(packs.max() + 1)]
+    assert sorted(batch["index"] for batch in batches) == wanted
+
+
+def test_a_row_that_closes_two_packs_can_be_resumed_between_them() -> None:
+    rows = Dataset.from_dict({"index": range(6), "bucket_id": [0] * 6, "num_tokens": [60, 50, 100, 100, 40, 45]})
+    fresh = partial(loader, PackGrouping(max_tokens=100, open_packs=2), dataset=rows.to_iterable_dataset())
+    states, wanted, whole = [], [], fresh()
+    for batch in whole:
+        wanted.append(batch["index"])
+        states.append(whole.state_dict())
+    assert wanted[:3] == [[0], [2], [3]], "the third row closes the fullest pack, and fills its own"
+    for finished, state in enumerate(states, start=1):
+        again = fresh()
+        again.load_state_dict(state)
+        assert [batch["index"] for batch in again] == wanted[finished:]
+
+
 def test_memory_is_bounded_by_flushing_the_oldest_group() -> None:
     stream = batcher(BucketGrouping(table=TABLE, batch_size=1000), max_buffered=10)
     waiting = []
     for batch in itertools.takewhile(lambda batch: not batch.ended, iter(stream)):
-        waiting.append(sum(len(ordinals) for *_, ordinals in batch.place["groups"]) + batch.size)
+        waiting.append(sum(len(ordinals) for _, ordinals in batch.place["groups"]) + batch.size)
     assert max(waiting) == 11
     assert len(waiting) > 8
 
 
-def test_capacity_gives_each_bucket_as_many_samples_as_fit() -> None:
+def test_max_tokens_gives_each_bucket_as_many_samples_as_fit() -> None:
     tokens = TABLE.num_tokens(np.arange(3), spec=SPEC)
     sizes = Counter()
-    for batch in loader(BucketGrouping(table=TABLE, capacity=96, spec=SPEC)):
+    for batch in loader(BucketGrouping(table=TABLE, max_tokens=96, spec=SPEC)):
         sizes[batch["bucket_id"][0]] = max(sizes[batch["bucket_id"][0]], len(batch["index"]))
     assert sizes == {bucket: 96 // tokens[bucket] for bucket in range(3)}
 
@@ -162,18 +194,21 @@ def test_what_cannot_work_is_an_error() -> None:
     with pytest.raises(PlanError, match="without preparing"):
         resume(accelerator, accelerator.prepare(batcher().make_loader()))
     with pytest.raises(PlanError, match="Persistent workers"):
-        resume(accelerator, batcher().make_loader(num_workers=1, persistent_workers=True))
+        resume(accelerator, DataLoader(batcher(), batch_size=None, num_workers=1, persistent_workers=True))
     with pytest.raises(PlanError, match="process 1 of 2"):
         resume(accelerator, batcher(num_processes=2, process_index=1).make_loader())
-    with pytest.raises(PlanError, match="takes 48 tokens and exceeds capacity=40"):
-        list(loader(PackGrouping(capacity=40, spec=SPEC)))
+    with pytest.raises(PlanError, match="takes 48 tokens and exceeds max_tokens=40"):
+        list(loader(PackGrouping(max_tokens=40, spec=SPEC)))
     with pytest.raises(PlanError, match="no size of 1 or more for bucket 2"):
         list(loader(BucketGrouping(table=TABLE, batch_size={0: 1, 1: 1})))
-    for wrong in ({}, {"batch_size": 1, "capacity": 9}, {"capacity": 9}):
+    for wrong in ({}, {"batch_size": 1, "max_tokens": 9}, {"max_tokens": 9}):
         with pytest.raises(PlanError):
             BucketGrouping(table=TABLE, **wrong)
     with pytest.raises(PlanError, match="open_packs"):
-        PackGrouping(capacity=10, open_packs=0)
+        PackGrouping(max_tokens=10, open_packs=0)
+    for make, old, new in ((BucketGrouping, "capacity", "max_tokens"), (PackGrouping, "multiple", "strip_length")):
+        with pytest.raises(BucketingError, match=f"takes {new} where it took {old}"):
+            make(**{old: 9})
 
 
 @pytest.mark.slow

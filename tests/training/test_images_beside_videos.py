@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, open_table
-from hf_bucketing.caching.job import CacheJob
+from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import PackCollator, RandomResize
 from hf_bucketing.models.registry import recipe_of
@@ -131,7 +131,7 @@ def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
     stream = map_columns(rows.to_iterable_dataset(), BucketColumns(prepared.open_table, prepared.spec))
     collator = PackCollator(prepared.open_table, column=prepared.column,
                             root=prepared.root, random_crop=False)  # fmt: skip
-    loader = StreamingBucketBatcher(stream, PackGrouping(capacity=640), collate_fn=collator).make_loader()
+    loader = StreamingBucketBatcher(stream, PackGrouping(max_tokens=640), collate_fn=collator).make_loader()
     shapes = set()
     for message in loader:
         if message.ended:
@@ -165,7 +165,8 @@ def test_caches_hold_images_at_the_sizes_of_videos(batching, video_dir, pipeline
     prepared = PreparedDataset.load(video_dir)
     prepared = replace(prepared, dataset=prepared.dataset.select(range(5, 9)))
     recipe = recipe_of(str(pipeline_dir)).load(str(pipeline_dir))
-    cached, counts = CacheJob(recipe=recipe, folder=str(tmp_path / "cache"), batching=batching).run(prepared)
+    config = CacheConfig(folder=str(tmp_path / "cache"), batching=batching)
+    cached, counts = cache_dataset(prepared, recipe, config)
     assert counts["encoded"] == 4
     cached.save(tmp_path / "cached")
     settings = {"train_batch_size": 1} if batching == "bucket" else PACK

@@ -22,7 +22,7 @@ def test_inputs_of_a_step_come_from_whatever_the_collator_gave(prepared, pipelin
     rows = [prepared.dataset[row] for row in (0, 6)]
     packs = PackCollator(prepared.spec, **options)(rows)
     stack = BucketCollator(prepared.table, **options)(rows[:1])
-    entries = collator_of(keyed, stack=False)([keyed.dataset[row] for row in (0, 6)])
+    entries = collator_of(keyed)([keyed.dataset[row] for row in (0, 6)])
     for one, other in zip(latents_of(recipe, packs), latents_of(recipe, entries), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
     assert torch.equal(torch.stack(latents_of(recipe, stack)), recipe.encode_latents(stack["pixel_values"]))
@@ -36,7 +36,7 @@ def test_captions_that_are_dropped_are_the_empty_one_of_the_cache(
 ) -> None:
     recipe = load_recipe(pipeline_dirs[family])
     keyed = cached(prepared, recipe, tmp_path / "cache", batching="pack")
-    collator = collator_of(keyed, stack=False)
+    collator = collator_of(keyed)
     empty = {name: values[None] for name, values in collator.empty_text().items()}
     text = TextEmbeddings(empty["text_values"], empty.get("text_mask"))
     entries = collator([keyed.dataset[row] for row in (0, 6)])
