@@ -57,7 +57,7 @@ class Objective(Protocol):
 
 
 def generator_of(*, seed: int, epoch: int, index: int) -> torch.Generator:
-    """Return the generator of one sample's noise in one epoch; on the CPU, so that no device or process matters."""
+    """Return the generator of one sample's noise in one epoch; on the CPU, so that all devices and processes agree."""
     sequence = np.random.SeedSequence((seed, epoch, index, 1))
     return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
