@@ -94,7 +94,7 @@ def test_wan_2_2_with_a_timestep_for_every_token_of_a_video_is_one_timestep_per_
 
 
 def test_a_processor_refuses_an_unknown_scope() -> None:
-    with pytest.raises(PackingError, match="'spatial_position'.*got 'place'"):
+    with pytest.raises(PackingError, match=r"'spatial_position'.*got 'place'"):
         PackedAttnProcessor(scope="place")
 
 
