@@ -27,7 +27,7 @@ class Purpose(IntEnum):
     REPLACEMENT = 8  # seed, epoch, index of the unreadable sample
     RANDOM_RESIZE = 9  # seed, epoch
     TOKEN_DROP = 10  # whatever key the caller gives each sample
-    LOADER = 11  # seed, epoch: base seed of DataLoader workers
+    LOADER = 11  # seed and epoch, of a stream the epoch: base seed of DataLoader workers
 
 
 def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:

@@ -1,4 +1,4 @@
-"""What families share whose text attends in one sequence with the tokens: each strip carries text of its sample."""
+"""Base of the families whose text attends in one sequence with the tokens: each strip carries text of its sample."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -41,12 +41,17 @@ class PackedAttnProcessor:
         backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
         scope (`"sample"`, `"frame"` or `"spatial_position"`): What a token attends to in self-attention: its sample,
             its frame (Latte's spatial blocks), or its row and column in all frames (Latte's temporal blocks).
+
+    Raises:
+        PackingError: If the scope is unknown.
     """
 
     norms_whole_width: ClassVar[bool] = False
     """Whether the norms of queries and keys take all heads together."""
 
     def __init__(self, backend: Backend = "segments", *, scope: Scope = "sample") -> None:
+        if scope not in get_args(Scope):
+            raise PackingError(f"scope must be one of {get_args(Scope)}, got {scope!r}.")
         self.backend = backend
         self.scope = scope
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ..errors import BucketingError, PlanError
 from ..loaders.state import VERSION, check_state
 from ..loaders.window import AccumulationWindow
+from ..randomness import Purpose, integer_seed
 
 Place = dict[str, Any]
 """Where one worker stands: a state of the stream and its ordinal, rows read and rejected, and the waiting groups."""
@@ -127,7 +128,7 @@ class ResumableStream(DataLoaderStateMixin):
             self._place = self._window.start = StreamPlace()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._generator.manual_seed(self.epoch)
+        self._generator.manual_seed(integer_seed(Purpose.LOADER, self.epoch))
         self.stream.start_at(self.epoch, self._place.workers, turn=self._place.turn)
         self.begin()
         try:

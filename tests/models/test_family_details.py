@@ -93,6 +93,11 @@ def test_wan_2_2_with_a_timestep_for_every_token_of_a_video_is_one_timestep_per_
     assert largest_difference(expanded, packed) <= 1e-5
 
 
+def test_a_processor_refuses_an_unknown_scope() -> None:
+    with pytest.raises(PackingError, match=r"'spatial_position'.*got 'place'"):
+        PackedAttnProcessor(scope="place")
+
+
 def test_a_processor_refuses_modules_that_mix_tokens_outside_attention() -> None:
     from diffusers.models.attention_processor import Attention
 
