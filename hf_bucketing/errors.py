@@ -7,18 +7,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+Target = TypeVar("Target", bound=Callable[..., Any])
+
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 _QUOTE = '"'
 _OF_WORKER = re.compile(r"Caught \w+ in DataLoader worker process.*\n(?:\w+\.)*\w+: (.*)", re.DOTALL)
-
-Class = TypeVar("Class", bound=type)
 
 
 class BucketingError(ValueError):
     """Base class of every error that hf_bucketing raises about its input.
 
-    A message names arguments in backquotes, with or without a value: `` `capacity` `` or `` `tail="drop"` ``. Scripts
-    show them as their flags.
+    A message names arguments in backquotes, with or without a value: `` `max_tokens` `` or `` `oversize="drop"` ``.
+    Scripts show them as their flags.
 
     Args:
         message (`str`): What was expected and what was got; and what to do, if there is one thing.
@@ -26,11 +26,11 @@ class BucketingError(ValueError):
             has no flag for.
 
     Example:
-        >>> error = BucketingError("A sample takes 90 tokens.", advice=["raise `capacity`", 'give `tail="drop"`'])
+        >>> error = BucketingError("It takes 90 tokens.", advice=["raise `max_tokens`", 'give `oversize="drop"`'])
         >>> print(error)
-        A sample takes 90 tokens. Raise `capacity`, or give `tail="drop"`.
-        >>> print(error.in_flags({"capacity": "--max_tokens"}))
-        A sample takes 90 tokens. Raise --max_tokens.
+        It takes 90 tokens. Raise `max_tokens`, or give `oversize="drop"`.
+        >>> print(error.in_flags({"max_tokens": "--max_tokens"}))
+        It takes 90 tokens. Raise --max_tokens.
     """
 
     def __init__(self, message: str = "", *, advice: Sequence[str] = ()) -> None:
@@ -104,23 +104,26 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with how to go on as its message."""
 
 
-def refuse_old_names(**new_names: str) -> Callable[[Class], Class]:
-    """Decorate a class whose keyword arguments were renamed: an old name raises an error that says the new one.
+def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_names: str) -> Callable[[Target], Target]:
+    """Decorate a class or function whose keyword arguments were renamed: an old name raises an error with the new one.
 
     Args:
-        **new_names (`str`): The new name of each old one.
+        error (subclass of `BucketingError`): The error to raise.
+        **new_names (`str`): The new name of each old one, or what to write instead.
     """
 
-    def decorate(cls: Class) -> Class:
-        init: Any = cls.__init__  # type: ignore[misc]
+    def decorate(target: Target) -> Target:
+        call: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
 
-        @functools.wraps(init)
-        def checked(self: object, *args: object, **options: object) -> None:
+        @functools.wraps(call)
+        def checked(*args: Any, **options: Any) -> Any:
             for old in options.keys() & new_names.keys():
-                raise BucketingError(f"{cls.__name__} takes {new_names[old]} where it took {old}; use the new name.")
-            init(self, *args, **options)
+                raise error(f"{target.__name__} takes {new_names[old]} where it took {old}; use the new name.")
+            return call(*args, **options)
 
-        cls.__init__ = checked  # type: ignore[misc]
-        return cls
+        if isinstance(target, type):
+            target.__init__ = checked  # type: ignore[misc]
+            return target
+        return checked  # type: ignore[return-value]
 
     return decorate

@@ -27,7 +27,7 @@ def lengths_of(items: int) -> np.ndarray:
 
 
 def plan_of_lengths(lengths: np.ndarray, **options: Any) -> EpochPlan:
-    config = LengthPlanConfig(capacity=60, num_buckets=30, **options)
+    config = LengthPlanConfig(max_tokens=60, num_buckets=30, **options)
     return plan_lengths(lengths, config, epoch=0, num_processes=1)
 
 

@@ -126,7 +126,7 @@ def measure_packs(samples: int) -> dict[str, float]:
     for capacity, name in ((32_768, "32k"), (65_536, "64k")):
         tokens = token_mix(samples, capacity)
         for strategy in ("sequential", "first_fit", "best_fit_decreasing"):
-            config = PackPlanConfig(capacity=capacity, strategy=strategy)
+            config = PackPlanConfig(max_tokens=capacity, strategy=strategy)
             start = time.perf_counter()
             plan = plan_packs(tokens, config, epoch=0, num_processes=1)
             figures[f"pack_{name}_{strategy}_s"] = time.perf_counter() - start
@@ -136,11 +136,11 @@ def measure_packs(samples: int) -> dict[str, float]:
             "random": {},
             "like_costs": {"balance": "cost"},
             "windows_of_8": {"balance": "cost", "accumulation_steps": 8},
-            "filled_to_cost": {"max_cost": largest, "capacity": 4 * capacity},
+            "filled_to_cost": {"max_cost": largest, "max_tokens": 4 * capacity},
         }
         for processes in (8, 64):
             for way, options in ways.items():
-                config = PackPlanConfig(**{"capacity": capacity, "cost_model": COST, **options})
+                config = PackPlanConfig(**{"max_tokens": capacity, "cost_model": COST, **options})
                 plan = plan_packs(tokens, config, epoch=0, num_processes=processes)
                 window = options.get("accumulation_steps", 1)
                 figures[f"pack_{name}_efficiency_{processes}_{way}"] = efficiency(plan, tokens, window=window)

@@ -71,7 +71,7 @@ def prepare(folder: Path, recipe: Recipe, samples: int) -> PreparedDataset:
 
 def loader_of(data: PreparedDataset, collator: Callable[..., Any], workers: int) -> DataLoader[Any]:
     sampler = BucketBatchSampler(
-        data.dataset["bucket_id"], table=data.table, batch_size=BATCH_SIZE, num_processes=1, tail="short"
+        data.dataset["bucket_id"], table=data.table, batch_size=BATCH_SIZE, num_processes=1, remainder="short"
     )
     return DataLoader(
         data.dataset,

@@ -29,7 +29,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Frames of --buckets.")
     defaults = ReportConfig()
     parser.add_argument("--batch_size", type=int, default=defaults.batch_size, help="Samples per process and step.")
-    parser.add_argument("--capacity", type=int, help="Tokens per process and step of packing.")
+    parser.add_argument("--capacity", type=int, argument="max_tokens", help="Tokens per process and step of packing.")
     parser.add_argument("--strip_length", type=int, default=defaults.strip_length, help="Tokens per strip of a pack.")
     parser.add_argument("--num_processes", type=int, default=defaults.num_processes, help="Processes of a step.")
     parser.add_argument("--max_upscale", type=float, default=defaults.rule.max_upscale, help="Of buckets.")

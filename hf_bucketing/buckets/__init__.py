@@ -1,6 +1,6 @@
 """Sizes, rounding, crops, bucket tables, ladders and the assignment of samples to buckets."""
 
-from .assignment import Assignment, AssignmentRule, Rejection
+from .assignment import REJECTED_BUCKET, Assignment, AssignmentRule, Rejection
 from .cost import CostModel
 from .ladders import novelai_ladder, token_ladder
 from .open_table import ImageSizes, OpenTable, open_table
@@ -8,6 +8,7 @@ from .sizes import CropBox, LatentSpec, Size, cover_resize, crop_box
 from .table import BucketTable
 
 __all__ = [
+    "REJECTED_BUCKET",
     "Assignment",
     "AssignmentRule",
     "BucketTable",

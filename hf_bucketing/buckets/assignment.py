@@ -1,4 +1,4 @@
-"""Where samples go: a bucket, or a named reason why not."""
+"""Assign samples to buckets, or reject them for a named reason."""
 
 from __future__ import annotations
 
@@ -12,13 +12,30 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
+from .arrays import BoolArray, FloatArray, IntArray
 from .sizes import Size
 
-IntArray = npt.NDArray[np.int64]
+Metric = Literal["log", "linear"]
+
+REJECTED_BUCKET = -1
+"""The `bucket_id` of a rejected sample."""
+
+CAPTION_SIZE = -2
+"""Width, height and number of frames of a row that is rejected for its caption; those of unreadable rows are −1.
+
+Such a row has no valid size, so it is rejected wherever sizes are turned into buckets or tokens, for a known reason.
+"""
+
+DETOUR = 0.06
+"""Largest |ln(aspect ratio ÷ bucket's)| of a bucket that replaces a nearer one: it crops away 5.8 % at most."""
+
+_CHUNK = 1 << 16  # rows whose intermediate arrays fit into a processor's cache
+_CELL_BITS = 43  # the leading bits of a float64 make cells of ratios, 512 per power of two
+_FIRST_CELL, _LAST_CELL = ((1023 + power) << 52 - _CELL_BITS for power in (-6, 6))
 
 
 class Rejection(IntEnum):
-    """Why a sample has no bucket; `NONE` means that it has one.
+    """Reason why a sample has no bucket; `NONE` means that it has one.
 
     Example:
         >>> Rejection.TOO_SMALL.label
@@ -27,38 +44,31 @@ class Rejection(IntEnum):
 
     NONE = 0
     ASPECT = 1
-    """No bucket's aspect ratio is near enough."""
+    """No bucket has a similar aspect ratio."""
     TOO_SHORT = 2
-    """Fewer frames than any bucket of its kind (images: one frame, videos: more)."""
+    """The sample has fewer frames than any bucket of its kind (images: one frame, videos: more)."""
     TOO_SMALL = 3
-    """Every bucket of a near aspect ratio would enlarge the sample by more than `max_upscale`."""
+    """Every bucket of a similar aspect ratio would enlarge the sample by more than `max_upscale`."""
     UNREADABLE = 4
-    """Its metadata could not be read (negative sizes)."""
+    """The metadata of the sample could not be read (negative sizes)."""
     EMPTY = 5
-    """It holds no frame or no pixel (a size of zero)."""
+    """The sample holds no frame or no pixel (a size of zero)."""
     CAPTION = 6
-    """Its caption is missing or no text (sizes of `CAPTION_SIZE`)."""
+    """The caption is missing or no text (sizes of `CAPTION_SIZE`)."""
 
     @property
     def label(self) -> str:
-        """The name as a `rejection` column holds it, such as `"too_small"`."""
+        """Name of the reason in a `rejection` column, such as `"too_small"`."""
         return self.name.lower()
-
-
-CAPTION_SIZE = -2
-"""Width, height and number of frames of a row that is left out for its caption; those of unreadable rows are −1.
-
-So it stays out wherever sizes are turned into buckets or tokens, and its reason stays known.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignmentRule:
-    """How near a sample must come to its bucket.
+    """Limits on the difference between a sample and its bucket.
 
     Args:
-        metric (`"log"` or `"linear"`): Aspect ratios are compared as |ln(ratio ÷ bucket's ratio)|, which treats
-            portrait and landscape alike, or as |ratio − bucket's ratio|, as NovelAI does.
+        metric (`"log"` or `"linear"`): Distance of two aspect ratios: |ln(ratio ÷ bucket's ratio)|, which treats
+            portrait and landscape alike, or |ratio − bucket's ratio|, as NovelAI does.
         max_aspect_error (`float`, *optional*): Largest error in that metric. Defaults to ln 2 for `"log"`, which
             rejects a sample of which more than half would be cropped away, and to NovelAI's 4 for `"linear"`, where
             the error must stay below it.
@@ -68,37 +78,38 @@ class AssignmentRule:
         BucketingError: On an unknown metric or a limit that is not above 0.
     """
 
-    metric: Literal["log", "linear"] = "log"
+    metric: Metric = "log"
     max_aspect_error: float | None = None
     max_upscale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.metric not in ("log", "linear"):
-            raise BucketingError(f'metric must be "log" or "linear", got {self.metric!r}.')
+            raise BucketingError(f'`metric` must be "log" or "linear", got {self.metric!r}.')
         if not self.max_upscale > 0 or (self.max_aspect_error is not None and not self.max_aspect_error > 0):
             raise BucketingError(f"`max_upscale` and `max_aspect_error` must be above 0, got {self}.")
 
     @property
     def aspect_limit(self) -> float:
-        """The limit that holds: `max_aspect_error`, or the default of the metric."""
+        """Largest aspect error: `max_aspect_error`, or the default of the metric."""
         if self.max_aspect_error is not None:
             return self.max_aspect_error
         return math.log(2) if self.metric == "log" else 4.0
 
-    def is_near(self, error: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.bool_]:
-        """Return whether aspect errors in the rule's metric are within its limit; shape as given."""
+    def is_near(self, error: npt.NDArray[np.floating[Any]]) -> BoolArray:
+        """Return whether aspect errors, in the rule's metric, are within its limit; shape as given."""
         return error <= self.aspect_limit if self.metric == "log" else error < self.aspect_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Where each sample goes.
+    """The buckets and rejections of samples.
 
     Attributes:
-        bucket_id (`int32`, shape `(n,)`): Position in the table, −1 for a rejected sample.
-        rejection (`int8`, shape `(n,)`): A [`Rejection`] per sample, 0 where there is none.
-        aspect_error (`float32`, shape `(n,)`): Distance to the bucket's aspect ratio in the rule's metric, NaN if
-            rejected.
+        bucket_id (`int32`, shape `(n,)`): Position in the table, `REJECTED_BUCKET` (−1) for a rejected
+            sample.
+        rejection (`int8`, shape `(n,)`): [`Rejection`] of each sample, 0 for none.
+        aspect_error (`float32`, shape `(n,)`): Distance to the aspect ratio of the bucket in the rule's metric, NaN
+            for a rejected sample.
     """
 
     bucket_id: npt.NDArray[np.int32]
@@ -106,8 +117,16 @@ class Assignment:
     aspect_error: npt.NDArray[np.float32]
 
 
+def has_bucket(bucket_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
+    """Return which ids are buckets; shape as given.
+
+    No bucket: [`REJECTED_BUCKET`], and the marks of batches in a plan, which are lower.
+    """
+    return bucket_ids > REJECTED_BUCKET
+
+
 def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
-    """Return the columns of frames, heights and widths as `int64` arrays of one length."""
+    """Return columns of frames, heights and widths as `int64` arrays of one length."""
     arrays = tuple(np.atleast_1d(np.asarray(column, np.int64)) for column in columns)
     if len({array.shape for array in arrays}) != 1:
         raise BucketingError(f"frames, heights and widths must be equally long, got {[a.shape for a in arrays]}.")
@@ -115,7 +134,7 @@ def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
 
 
 def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
-    """Return `CAPTION` where all are `CAPTION_SIZE`, `UNREADABLE` where one is negative, `EMPTY` where one is zero."""
+    """Return the rejections that follow from sizes alone: `CAPTION`, `UNREADABLE` (negative), `EMPTY` (zero)."""
     smallest, largest = np.minimum.reduce(columns), np.maximum.reduce(columns)
     reasons = [
         (largest == CAPTION_SIZE) & (smallest == CAPTION_SIZE),
@@ -144,19 +163,8 @@ def count_rejections(rejection: npt.ArrayLike) -> dict[str, int]:
     return {label: count for label, count in counts if count}
 
 
-FloatArray = npt.NDArray[np.float64]
-Float32Array = npt.NDArray[np.float32]
-
-DETOUR = 0.06
-"""Largest |ln(aspect ratio ÷ bucket's)| of a bucket that takes the place of a nearer one: 5.8 % are cropped away."""
-
-_CHUNK = 1 << 16  # rows whose intermediate arrays fit into a processor's cache
-_CELL_BITS = 43  # the leading bits of a float64 make cells of ratios, 512 per power of two
-_FIRST_CELL, _LAST_CELL = ((1023 + power) << 52 - _CELL_BITS for power in (-6, 6))
-
-
 class _Samples(NamedTuple):
-    """Sizes of samples, and what the search in each group needs of them; all arrays `(n,)`."""
+    """Sizes of samples and values derived from them for the search, all of shape `(n,)`."""
 
     heights: IntArray
     widths: IntArray
@@ -178,13 +186,15 @@ class _Samples(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The buckets of one number of frames and one tier, in order of aspect ratio.
+    """The buckets of one number of frames and one tier, by rising aspect ratio.
 
     Attributes:
-        boundaries: Between neighbours; a sample below or on one is nearer to the left bucket.
-        below: For each cell of ratios, how many boundaries lie in lower cells; None if a cell holds two.
-        least_area: No sample of fewer pixels can fill one of the buckets.
-        neighbours: How many places away from the nearest bucket another one may be that is near enough for a detour.
+        boundaries: Aspect ratios between neighbours; a sample below or on one is nearer to the left bucket.
+        below: Number of boundaries in the cells below each cell of ratios; None if a cell holds two.
+        least_heights: Fewest rows of pixels of a sample that fills each bucket.
+        least_widths: Fewest columns of pixels of a sample that fills each bucket.
+        least_area: Fewest pixels of a sample that fills any of the buckets.
+        neighbours: Largest distance, in positions, from the nearest bucket to one within `DETOUR`.
     """
 
     frames: int
@@ -199,23 +209,23 @@ class _Group:
     neighbours: int
 
     def nearest(self, samples: _Samples) -> IntArray:
-        """Return the position of the nearest bucket for each sample."""
+        """Return the position of the bucket nearest to each sample."""
         if self.below is None:
             return np.searchsorted(self.boundaries[:-1], samples.ratios).astype(np.int64)
         below = self.below[samples.cells].astype(np.int64)
         return below + (samples.ratios > self.boundaries[below])
 
-    def is_filled(self, bucket: IntArray, samples: _Samples) -> npt.NDArray[np.bool_]:
-        """Return whether each sample fills its bucket without being enlarged too much."""
+    def is_filled(self, bucket: IntArray, samples: _Samples) -> BoolArray:
+        """Return whether each sample fills its bucket without too much enlargement."""
         return (samples.heights >= self.least_heights[bucket]) & (samples.widths >= self.least_widths[bucket])
 
 
 class BucketSearch:
-    """Buckets arranged for searching.
+    """Search structure over the buckets of a table.
 
     Args:
-        sizes (sequence of [`Size`]): The buckets.
-        tiers (sequence of `int`): One per bucket.
+        sizes (sequence of [`Size`]): Sizes of the buckets.
+        tiers (sequence of `int`): Tier of each bucket.
         rule ([`AssignmentRule`]): Metric and limits.
     """
 
@@ -228,7 +238,7 @@ class BucketSearch:
         ]
 
     def _group(self, table: IntArray, members: IntArray) -> _Group:
-        # Of equal ratios, unique keeps the one that stands first in the table.
+        # unique keeps the bucket that comes first in the table among those of equal ratio.
         ratios, first = np.unique(table[members, 2] / table[members, 1], return_index=True)
         ids = members[first]
         left, right = ratios[:-1], ratios[1:]
@@ -257,7 +267,7 @@ class BucketSearch:
         """Assign samples, all three arrays of shape `(n,)`, as [`BucketTable.assign`] describes."""
         count = len(frames)
         result = Assignment(
-            bucket_id=np.full(count, -1, np.int32),
+            bucket_id=np.full(count, REJECTED_BUCKET, np.int32),
             rejection=unusable(frames, heights, widths),
             aspect_error=np.full(count, np.nan, np.float32),
         )
@@ -278,7 +288,7 @@ class BucketSearch:
             rows = np.flatnonzero(waiting & _of_kind(group, frames) & (area >= group.least_area))
             if len(rows):
                 self._assign_group(group, rows, samples.select(rows), out)
-                waiting[rows] = out.bucket_id[rows] < 0
+                waiting[rows] = ~has_bucket(out.bucket_id[rows])
         rows = np.flatnonzero(waiting)
         if len(rows):
             out.rejection[rows] = self._reasons(frames[rows], samples.select(rows))
@@ -288,20 +298,20 @@ class BucketSearch:
         error = self._error(group, bucket, samples)
         near = self.rule.is_near(error)
         taken = near & group.is_filled(bucket, samples)
-        out.bucket_id[rows] = np.where(taken, group.ids[bucket], -1)
+        out.bucket_id[rows] = np.where(taken, group.ids[bucket], REJECTED_BUCKET)
         out.aspect_error[rows] = np.where(taken, error, np.float32(np.nan))
         if group.neighbours:
             others = np.flatnonzero(near & ~taken)
             self._detour(group, rows[others], (bucket[others], samples.select(others)), out)
 
-    def _error(self, group: _Group, bucket: IntArray, samples: _Samples) -> Float32Array:
+    def _error(self, group: _Group, bucket: IntArray, samples: _Samples) -> npt.NDArray[np.float32]:
         """Return the distance of each sample to a bucket in the rule's metric."""
         if self.rule.metric == "log":
             return np.abs(samples.logarithms - group.logarithms[bucket]).astype(np.float32)
         return np.abs(samples.ratios - group.ratios[bucket]).astype(np.float32)
 
     def _detour(self, group: _Group, rows: IntArray, near: tuple[IntArray, _Samples], out: Assignment) -> None:
-        """Give samples that their nearest bucket would enlarge the next nearest within DETOUR that does not."""
+        """Reassign samples that their nearest bucket would enlarge to the next nearest within DETOUR that does not."""
         nearest, samples = near
         least = np.full(len(rows), np.inf)
         for step in range(-group.neighbours, group.neighbours + 1):
@@ -317,7 +327,7 @@ class BucketSearch:
             out.aspect_error[rows[better]] = error[within]
 
     def _reasons(self, frames: IntArray, samples: _Samples) -> npt.NDArray[np.int8]:
-        """Say why samples have no bucket: none has so few frames, none is near their ratio, or none is as small."""
+        """Return why samples have no bucket: none has so few frames, a similar ratio, or a size that they fill."""
         reason = np.full(len(frames), Rejection.TOO_SHORT, np.int8)
         for group in reversed(self.groups):
             rows = np.flatnonzero(_of_kind(group, frames) & (reason != Rejection.TOO_SMALL))
@@ -328,19 +338,19 @@ class BucketSearch:
         return reason
 
 
-def _of_kind(group: _Group, frames: IntArray) -> npt.NDArray[np.bool_]:
-    """Return which samples may take the group's number of frames: images one, videos as many as they have."""
+def _of_kind(group: _Group, frames: IntArray) -> BoolArray:
+    """Return which samples may take the group's number of frames: one for images, at most their own for videos."""
     return frames == 1 if group.frames == 1 else frames >= group.frames
 
 
 def _cells(ratios: FloatArray) -> IntArray:
-    """Return the cell of each ratio; cells rise with the ratio exactly, as do the bits of positive floats."""
+    """Return the cell of each ratio; cells rise with the ratio, as the bits of positive floats do."""
     cells: IntArray = np.clip((ratios.view(np.int64) >> _CELL_BITS) - _FIRST_CELL, 0, _LAST_CELL - _FIRST_CELL)
     return cells
 
 
 def _count_by_cell(boundaries: FloatArray) -> npt.NDArray[np.int16] | None:
-    """Return how many boundaries lie below each cell, None if one of the cells holds two."""
+    """Return how many boundaries lie below each cell, None if a cell holds two."""
     per_cell = np.bincount(_cells(boundaries), minlength=_LAST_CELL - _FIRST_CELL + 1)
     if per_cell.max() > 1:
         return None

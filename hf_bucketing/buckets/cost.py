@@ -1,4 +1,4 @@
-"""What a step costs: linear in its tokens, quadratic in the tokens that attend to each other."""
+"""The cost of a step: linear in its tokens, quadratic in the tokens that attend to each other."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-
-FloatArray = npt.NDArray[np.float64]
+from .arrays import FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Cost of samples whose tokens attend to their own sample alone: `linear · Σ tokens + quadratic · Σ tokens²`.
+    """Cost of samples that attend to themselves alone: `linear · Σ tokens + quadratic · Σ tokens²`.
 
     Equal tokens are not equal time: one sample of 8 tokens has four times the token pairs of four samples of 2.
 
     Args:
-        linear (`float`): Cost of a token, at least 0.
-        quadratic (`float`): Cost of a pair of tokens of one sample, at least 0; one of the two above 0.
+        linear (`float`): Cost of one token, at least 0.
+        quadratic (`float`): Cost of one pair of tokens of a sample, at least 0. At least one of the two is above 0.
 
     Raises:
         BucketingError: If a coefficient is negative or not finite, or both are 0.
@@ -42,19 +41,19 @@ class CostModel:
     def for_transformer(cls, width: int) -> CostModel:
         """Return the floating-point operations of one transformer block's forward pass; a multiply-add counts as two.
 
-        Of the 12·width² weights of a block (4·width² of attention, 8·width² of a feed-forward four times as wide), a
-        token meets each in one multiply-add: 24·width². Scores and weighted values take width multiply-adds each per
-        pair of tokens: 4·width. Attention to a text is left out. Source: the counts of Kaplan et al., "Scaling Laws
-        for Neural Language Models" (2020, table 1), and of PaLM (Chowdhery et al., 2022, appendix B).
+        A block has 12·width² weights (4·width² in attention, 8·width² in a feed-forward four times as wide), and each
+        token takes one multiply-add per weight: 24·width². Scores and weighted values take width multiply-adds each
+        per pair of tokens: 4·width. Attention to a text is not counted. Source: the counts of Kaplan et al., "Scaling
+        Laws for Neural Language Models" (2020, table 1), and of PaLM (Chowdhery et al., 2022, appendix B).
 
         Args:
-            width (`int`): Width of the model (its hidden size), at least 1.
+            width (`int`): Hidden size of the model, at least 1.
 
         Raises:
             BucketingError: If the width is below 1.
 
         Example:
-            At 6·width tokens, attention costs as much as all else:
+            At 6·width tokens, attention costs as much as everything else:
 
             >>> model = CostModel.for_transformer(1536)  # Wan 2.1 1.3B
             >>> model.linear * 9216 == model.quadratic * 9216**2
@@ -68,7 +67,7 @@ class CostModel:
         """Return the cost of each sample; shape as given.
 
         Args:
-            num_tokens (array of `int`, any shape): Tokens of each sample, at least 0.
+            num_tokens (array of `int`, any shape): Number of tokens of each sample, at least 0.
         """
         tokens = np.asarray(num_tokens, np.float64)
         return self.linear * tokens + self.quadratic * tokens**2

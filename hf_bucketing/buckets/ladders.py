@@ -12,6 +12,9 @@ from ..errors import BucketingError
 from .sizes import LatentSpec, Size
 from .table import BucketTable
 
+COMMON_RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 21 / 9)
+"""Common aspect ratios of images and videos, width ÷ height of a landscape."""
+
 
 def novelai_ladder(
     max_size: tuple[int, int] = (512, 768),
@@ -23,16 +26,16 @@ def novelai_ladder(
 ) -> BucketTable:
     """Return NovelAI's image buckets: for each side, the longest other side within an area cap.
 
-    Both passes are made: the tallest bucket for each width and the widest for each height. Buckets stand in order of
-    width, and of falling height for equal widths. Source: NovelAI's aspect ratio bucketing (2022).
+    The table holds the tallest bucket for each width and the widest for each height, by rising width and, for equal
+    widths, by falling height. Source: NovelAI's aspect ratio bucketing (2022).
 
     Args:
         max_size (`tuple[int, int]`): Two sides in pixels whose product caps the area of a bucket, inclusive.
         min_dim (`int`): Shortest side in pixels, a multiple of `step`.
         max_dim (`int`): Longest side in pixels.
         step (`int`): Sides are multiples of this many pixels.
-        base (`tuple[int, int]`, *optional*): `(height, width)` of a bucket that the table holds in any case and that
-            batches of mixed buckets use.
+        base (`tuple[int, int]`, *optional*): `(height, width)` of a bucket that the table always holds, and whose size
+            mixed batches take.
 
     Returns:
         [`BucketTable`]: 19 buckets of one frame with the defaults.
@@ -70,10 +73,6 @@ def novelai_ladder(
     )
 
 
-COMMON_RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 21 / 9)
-"""Aspect ratios that most images and videos have, width ÷ height of a landscape."""
-
-
 def token_ladder(
     spec: LatentSpec,
     tokens: Sequence[int],
@@ -86,13 +85,13 @@ def token_ladder(
 ) -> BucketTable:
     """Return buckets of nearly equal token counts, for each token budget and number of frames.
 
-    A budget is spent on the whole sample, so more frames mean smaller frames and batches of one budget cost the same.
+    A budget covers the whole sample, so more frames mean smaller frames and batches of one budget cost the same.
     Each budget gets the common aspect ratios ([`COMMON_RATIOS`] and their transposes, at the nearest sizes of whole
     tokens), and evenly spaced ones (in log space) wherever two neighbours are more than `aspect_step` apart.
 
-    Sizes of the model's own join the budget that they are within the tolerance of. At a number of frames at which no
-    budget is, they make a budget of their own, with all aspect ratios, so that a sample smaller than the model's size
-    by a little, or of another shape, does not fall to the next lower budget.
+    A size of the model's own joins the budget whose tolerance it meets. Where no budget matches at some number of
+    frames, the size makes a budget of its own with all aspect ratios, so that a sample slightly smaller than it, or of
+    another shape, does not fall to the next lower budget.
 
     A larger `aspect_step` makes fewer buckets, which crop more but fill more of their batches. With Wan's own sizes,
     8,190 and 32,760 tokens, 1, 17, 49 and 81 frames and a `max_aspect_ratio` of 2.5, steps of 0.08, 0.16 and inf make
@@ -103,19 +102,19 @@ def token_ladder(
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
         tokens (sequence of `int`): Token budgets per sample, one resolution tier each. No bucket has more tokens than
-            the largest, except one of `sizes`, which may exceed it by the tolerance.
+            the largest budget; only those of `sizes` may exceed it, by the tolerance.
         frames (sequence of `int`): Valid frame counts (`k * temporal_stride + 1`).
         sizes (sequence of `(height, width)`): The model's own sizes in pixels, rounded down to whole tokens. They and
             their transposes are buckets at each number of frames at which the largest budget admits them.
         max_aspect_ratio (`float`): Largest ratio of the longer to the shorter side, at least 1, except of `sizes`.
         aspect_step (`float`): Largest distance of neighbouring aspect ratios, as |ln(ratio ÷ ratio)|; a larger one
-            makes fewer buckets, and `math.inf` leaves the common ratios alone.
+            makes fewer buckets, and `math.inf` keeps only the common ratios.
         tolerance (`float`): Largest relative distance of a bucket's token count from its budget.
 
     Returns:
         [`BucketTable`]: Ordered by frames, budget, and aspect ratio from portrait to landscape; the tier of a bucket
-        is the rank of its budget at its number of frames. Aspect ratios that no bucket within the tolerance comes near
-        are left out, as happens where a frame has few tokens.
+        is the rank of its budget at its number of frames. An aspect ratio is missing where no size within the
+        tolerance comes near it, as happens if a frame has few tokens.
 
     Raises:
         BucketingError: On an invalid number of frames or a limit out of range, or when a budget has no bucket for
@@ -174,7 +173,7 @@ def _on_grid(sizes: Sequence[tuple[int, int]], spec: LatentSpec) -> list[tuple[i
 
 
 def _aspect_goals(max_ratio: float, step: float) -> list[float]:
-    """Return the logarithms of the landscape aspect ratios wanted: common ones, and others where they are far apart.
+    """Return the logarithms of the wanted landscape aspect ratios: common ones, and others between distant ones.
 
     Example:
         >>> [round(math.exp(goal), 2) for goal in _aspect_goals(1.6, 0.1)]
@@ -191,7 +190,7 @@ def _aspect_goals(max_ratio: float, step: float) -> list[float]:
 
 
 def _candidates(fewest: float, most: float, spec: LatentSpec, max_ratio: float) -> list[tuple[int, int]]:
-    """Return `(height, width)` in pixels of all landscapes and squares with so many tokens per frame."""
+    """Return `(height, width)` in pixels of all landscapes and squares with `fewest` to `most` tokens per frame."""
     step_height, step_width = spec.multiples
     per_height = step_width / step_height  # a landscape has at most sqrt(tokens · this) rows of tokens
     rows = range(max(1, int(math.sqrt(fewest / max_ratio * per_height))), int(math.sqrt(most * per_height)) + 2)
@@ -206,7 +205,7 @@ def _candidates(fewest: float, most: float, spec: LatentSpec, max_ratio: float) 
 def _nearest_shapes(
     candidates: list[tuple[int, int]], goals: Sequence[float], *, reach: float, area: float
 ) -> set[tuple[int, int]]:
-    """Return the candidate nearest to each aspect ratio; of equally near ones that of the area wanted."""
+    """Return the candidate nearest to each aspect ratio; among equally near ones, the nearest to the wanted area."""
     if not candidates:
         return set()
     heights, widths = np.array(candidates).T

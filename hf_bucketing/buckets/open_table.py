@@ -1,4 +1,4 @@
-"""The open table: no fixed buckets, each sample keeps its own size."""
+"""The open table: each sample keeps its own size, and images may take the sizes of videos."""
 
 from __future__ import annotations
 
@@ -10,23 +10,100 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .assignment import Assignment, AssignmentRule, IntArray, Rejection, as_columns, unusable
-from .sizes import LatentSpec, Size
+from .arrays import FloatArray, IntArray
+from .assignment import (
+    REJECTED_BUCKET,
+    Assignment,
+    AssignmentRule,
+    Rejection,
+    as_columns,
+    has_bucket,
+    unusable,
+)
+from .sizes import IntOrArray, LatentSpec, Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSizes:
+    """Heights and widths of a data set's videos, to which its images are cover-resized and cropped.
+
+    Among the sizes that do not enlarge it beyond the rule's `max_upscale`, an image takes the one nearest in aspect
+    ratio; among equally near ones, the largest. Open-Sora-Plan trains images and videos jointly in this way. Make one
+    with [`OpenTable.images_at_video_sizes`].
+
+    Args:
+        sizes (`tuple[tuple[int, int], ...]`): Different `(height, width)` in pixels, at least one; kept from the
+            largest area to the smallest.
+        rule ([`AssignmentRule`]): Metric and limits.
+
+    Raises:
+        BucketingError: If there is no size, one is named twice, or a side is below 1.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    rule: AssignmentRule
+
+    def __post_init__(self) -> None:
+        sizes = sorted({(int(h), int(w)) for h, w in self.sizes}, key=lambda size: (-size[0] * size[1], size))
+        if not sizes or len(sizes) != len(self.sizes) or min(map(min, sizes)) < 1:
+            raise BucketingError(f"Images need one or more different sizes of at least 1×1, got {self.sizes}.")
+        object.__setattr__(self, "sizes", tuple(sizes))
+
+    def assign(self, heights: IntArray, widths: IntArray) -> Assignment:
+        """Assign each image to one of `sizes`; its position is the `bucket_id`.
+
+        An image is rejected as `ASPECT` if no size has a similar ratio, as `TOO_SMALL` if all those would enlarge it.
+
+        Args:
+            heights (array of `int`, shape `(n,)`): Heights in pixels, at least 1.
+            widths (array of `int`, shape `(n,)`): Widths in pixels, at least 1.
+
+        Returns:
+            [`Assignment`]: Arrays of shape `(n,)`.
+        """
+        least = np.full(len(heights), np.inf, np.float32)
+        position = np.full(len(heights), REJECTED_BUCKET, np.int32)
+        any_near = np.zeros(len(heights), np.bool_)
+        shapes = self._shape(heights, widths)
+        largest_heights, largest_widths = heights * self.rule.max_upscale, widths * self.rule.max_upscale
+        for number, (height, width) in enumerate(self.sizes):
+            error = np.abs(shapes - self._shape(np.array([height]), np.array([width])))
+            error = np.round(error, 9).astype(np.float32)  # equal ratios of unequal sizes differ in the last bits
+            near = self.rule.is_near(error)
+            better = near & (height <= largest_heights) & (width <= largest_widths) & (error < least)
+            least[better], position[better] = error[better], number
+            any_near |= near
+        taken = has_bucket(position)
+        rejection = np.where(any_near, Rejection.TOO_SMALL, Rejection.ASPECT)
+        return Assignment(
+            bucket_id=position,
+            rejection=np.where(taken, Rejection.NONE, rejection).astype(np.int8),
+            aspect_error=np.where(taken, least, np.float32(np.nan)),
+        )
+
+    def _shape(self, heights: IntArray, widths: IntArray) -> FloatArray:
+        """Return the coordinate in which the metric measures distances.
+
+        For `"log"` a difference of logarithms, whose sign alone changes when height and width are exchanged.
+        """
+        if self.rule.metric == "log":
+            return np.asarray(np.log(widths) - np.log(heights))
+        return np.asarray(widths / heights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTable:
-    """No fixed buckets: each sample keeps its own size, rounded up to whole tokens, frames cut to a valid number.
+    """A table without fixed buckets: each sample keeps its own size, rounded up to whole tokens, frames rounded down.
 
-    A bucket id is the size's place in the grid of all sizes, so it means the same in every data set and needs no
-    list: 9 bits of latent frames, 11 of rows, 11 of columns, in units of one patch. Make one with [`open_table`].
+    A bucket id encodes the token grid of the size, so it means the same in every data set and needs no list: 9 bits of
+    token frames, 11 of rows, 11 of columns, each less one. Make one with [`open_table`].
     With `image_sizes`, the rounded height and width of an image are assigned to one of those instead; with
     `max_frames`, longer samples are cut.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
-        image_sizes ([`ImageSizes`], *optional*): What images take instead of their own size.
-        max_frames (`int`, *optional*): Frames that a sample keeps at most.
+        image_sizes ([`ImageSizes`], *optional*): Sizes that images take instead of their own.
+        max_frames (`int`, *optional*): Most frames that a sample keeps.
 
     Raises:
         BucketingError: If one of `image_sizes` does not divide into whole tokens, or `max_frames` is below 1.
@@ -49,20 +126,17 @@ class OpenTable:
                 )
 
     def size(self, bucket_id: int) -> Size:
-        """Return the size that a bucket id stands for.
+        """Return the size of a bucket id.
 
         Raises:
             BucketingError: If the id is negative.
         """
-        if bucket_id < 0:
+        if bucket_id <= REJECTED_BUCKET:
             raise BucketingError(f"A rejected sample (bucket_id {bucket_id}) has no size.")
-        t, h, w = bucket_id >> 22, bucket_id >> 11 & 2047, bucket_id & 2047
-        step_height, step_width = self.spec.multiples
-        frames = ((t + 1) * self.spec.patch[0] - 1) * self.spec.temporal_stride + 1
-        return Size(frames, (h + 1) * step_height, (w + 1) * step_width)
+        return self.spec.size_of(*_grid_of_id(bucket_id))
 
     def num_tokens(self, bucket_ids: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
-        """Return the tokens of each bucket id, 0 for −1; shape as given.
+        """Return the tokens of each bucket id, 0 for rejected samples; shape as given.
 
         Raises:
             BucketingError: If `spec` is not the table's own.
@@ -70,18 +144,18 @@ class OpenTable:
         if spec != self.spec:
             raise BucketingError(f"The open table was made for {self.spec}, not for {spec}.")
         ids = np.asarray(bucket_ids, np.int64)
-        tokens = ((ids >> 22) + 1) * ((ids >> 11 & 2047) + 1) * ((ids & 2047) + 1)
-        return np.where(ids < 0, 0, tokens)
+        t, h, w = _grid_of_id(ids)
+        return np.where(has_bucket(ids), t * h * w, 0)
 
     def cut(self, frames: npt.ArrayLike) -> IntArray:
-        """Return how many frames of each sample are left; shape as given."""
+        """Return the frames that each sample keeps; shape as given."""
         count = np.asarray(frames, np.int64)
         return count if self.max_frames is None else np.minimum(count, self.max_frames)
 
     def assign(self, frames: npt.ArrayLike, heights: npt.ArrayLike, widths: npt.ArrayLike) -> Assignment:
-        """Give each sample the id of its own rounded size; arguments as in [`BucketTable.assign`].
+        """Assign each sample to its own rounded size; arguments as in [`BucketTable.assign`].
 
-        Images get the id of one of `image_sizes` where the table has them, or are rejected.
+        If the table has `image_sizes`, an image is assigned to one of them or rejected.
 
         Raises:
             BucketingError: If the arrays differ in length, or a sample is larger than 512 × 2048 × 2048 tokens.
@@ -90,13 +164,12 @@ class OpenTable:
         rejection = unusable(count, height, width)
         usable = rejection == Rejection.NONE
         whole = self.spec.snap_arrays(*(np.where(usable, column, 1) for column in (count, height, width)))
-        t = ((whole[0] - 1) // self.spec.temporal_stride + 1) // self.spec.patch[0] - 1
-        h, w = (side // step - 1 for side, step in zip(whole[1:], self.spec.multiples, strict=True))
-        if len(count) and (t.max() >= 512 or max(h.max(), w.max()) >= 2048):
+        t, h, w = self.spec.grid_of(*whole)
+        if len(count) and (t.max() > 512 or max(h.max(), w.max()) > 2048):
             raise BucketingError("A sample is larger than 512 × 2048 × 2048 tokens; use a BucketTable to bound it.")
         error = np.abs(np.log(whole[2] / whole[1]) - np.log(np.maximum(width, 1) / np.maximum(height, 1)))
         own = Assignment(
-            bucket_id=np.where(usable, t << 22 | h << 11 | w, -1).astype(np.int32),
+            bucket_id=np.where(usable, _id_of_grid(t, h, w), REJECTED_BUCKET).astype(np.int32),
             rejection=rejection,
             aspect_error=np.where(usable, error, np.nan).astype(np.float32),
         )
@@ -108,9 +181,9 @@ class OpenTable:
         """Replace the assignment of the rows that are images."""
         assert self.image_sizes is not None
         taken = self.image_sizes.assign(sides[0][rows], sides[1][rows])
-        h, w = (np.array(self.image_sizes.sizes) // self.spec.multiples - 1)[taken.bucket_id].T
-        ids = own.bucket_id[rows] >> 22 << 22 | h << 11 | w
-        own.bucket_id[rows] = np.where(taken.bucket_id < 0, -1, ids)
+        height, width = np.array(self.image_sizes.sizes)[taken.bucket_id].T
+        ids = _id_of_grid(*self.spec.grid_of(np.ones_like(height), height, width))
+        own.bucket_id[rows] = np.where(has_bucket(taken.bucket_id), ids, REJECTED_BUCKET)
         own.rejection[rows] = taken.rejection
         own.aspect_error[rows] = taken.aspect_error
 
@@ -125,10 +198,10 @@ class OpenTable:
         """Return the table in which images take the rounded heights and widths of a data set's videos.
 
         Args:
-            frames (array of `int`, shape `(n,)`): Of the whole data set; rows of more than one frame are videos.
-            heights (array of `int`, shape `(n,)`): In pixels.
-            widths (array of `int`, shape `(n,)`): In pixels.
-            rule ([`AssignmentRule`], *optional*): Metric and limits; by default log, ln 2, and no enlarging.
+            frames (array of `int`, shape `(n,)`): Frames of all rows of the data set; videos have more than one.
+            heights (array of `int`, shape `(n,)`): Heights in pixels.
+            widths (array of `int`, shape `(n,)`): Widths in pixels.
+            rule ([`AssignmentRule`], *optional*): Metric and limits; by default log, ln 2, and no enlargement.
 
         Raises:
             BucketingError: If the arrays differ in length, a sample is larger than the table, or there is no video.
@@ -142,24 +215,32 @@ class OpenTable:
         columns = as_columns(self.cut(frames), heights, widths)
         videos = [column[columns[0] > 1] for column in columns]
         ids = np.unique(OpenTable(spec=self.spec).assign(*videos).bucket_id)
-        sizes = {self.size(bucket)[1:] for bucket in ids.tolist() if bucket >= 0}
+        sizes = {self.size(bucket)[1:] for bucket in ids[has_bucket(ids)].tolist()}
         if not sizes:
             raise BucketingError("There is no readable video whose size images could take; let them keep their own.")
         return replace(self, image_sizes=ImageSizes(sizes=tuple(sizes), rule=rule or AssignmentRule()))
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with the strides, the patch, the sizes that images take, or `max_frames`."""
+        """Sixteen hex digits that depend on the strides, the patch, `image_sizes` and `max_frames`."""
         options = "".join(f" {option}" for option in (self.image_sizes, self.max_frames) if option is not None)
         return hashlib.sha256(f"open {self.spec}{options}".encode()).hexdigest()[:16]
 
 
+def _id_of_grid(t: IntArray, h: IntArray, w: IntArray) -> IntArray:
+    return t - 1 << 22 | h - 1 << 11 | w - 1
+
+
+def _grid_of_id(bucket_id: IntOrArray) -> tuple[IntOrArray, IntOrArray, IntOrArray]:
+    return (bucket_id >> 22) + 1, (bucket_id >> 11 & 2047) + 1, (bucket_id & 2047) + 1
+
+
 def open_table(spec: LatentSpec, *, max_frames: int | None = None) -> OpenTable:
-    """Return the table in which each sample keeps its own size: for packing, or one bucket per rounded size.
+    """Return the table in which each sample keeps its own size, for packing or one bucket per rounded size.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
-        max_frames (`int`, *optional*): Frames that a sample keeps at most, such as those of a model's positions.
+        max_frames (`int`, *optional*): Most frames that a sample keeps, such as those that a model has positions for.
 
     Raises:
         BucketingError: If `max_frames` is below 1.
@@ -171,67 +252,3 @@ def open_table(spec: LatentSpec, *, max_frames: int | None = None) -> OpenTable:
         Size(frames=49, height=480, width=832)
     """
     return OpenTable(spec=spec, max_frames=max_frames)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSizes:
-    """Heights and widths of a data set's videos, which its images are cover-resized and cropped to.
-
-    An image takes, of the sizes that do not enlarge it beyond the rule's `max_upscale`, the one nearest in aspect
-    ratio; of equally near ones the largest. Training images at the sizes of videos is Open-Sora-Plan's way of joint
-    training. Make one with [`OpenTable.images_at_video_sizes`].
-
-    Args:
-        sizes (`tuple[tuple[int, int], ...]`): Different `(height, width)` in pixels, at least one; kept from the
-            largest area to the smallest.
-        rule ([`AssignmentRule`]): Metric and limits.
-
-    Raises:
-        BucketingError: If there is no size, one is named twice, or a side is below 1.
-    """
-
-    sizes: tuple[tuple[int, int], ...]
-    rule: AssignmentRule
-
-    def __post_init__(self) -> None:
-        sizes = sorted({(int(h), int(w)) for h, w in self.sizes}, key=lambda size: (-size[0] * size[1], size))
-        if not sizes or len(sizes) != len(self.sizes) or min(map(min, sizes)) < 1:
-            raise BucketingError(f"Images need one or more different sizes of at least 1×1, got {self.sizes}.")
-        object.__setattr__(self, "sizes", tuple(sizes))
-
-    def assign(self, heights: IntArray, widths: IntArray) -> Assignment:
-        """Return the position in `sizes` of each image's size, as `bucket_id`.
-
-        An image is rejected as `ASPECT` if no size is near enough, as `TOO_SMALL` if all that are would enlarge it.
-
-        Args:
-            heights (array of `int`, shape `(n,)`): In pixels, at least 1.
-            widths (array of `int`, shape `(n,)`): In pixels, at least 1.
-
-        Returns:
-            [`Assignment`]: Arrays of shape `(n,)`.
-        """
-        least = np.full(len(heights), np.inf, np.float32)
-        position = np.full(len(heights), -1, np.int32)
-        any_near = np.zeros(len(heights), np.bool_)
-        shapes = self._shape(heights, widths)
-        largest_heights, largest_widths = heights * self.rule.max_upscale, widths * self.rule.max_upscale
-        for number, (height, width) in enumerate(self.sizes):
-            error = np.abs(shapes - self._shape(np.array([height]), np.array([width])))
-            error = np.round(error, 9).astype(np.float32)  # equal ratios of unequal sizes differ in the last bits
-            near = self.rule.is_near(error)
-            better = near & (height <= largest_heights) & (width <= largest_widths) & (error < least)
-            least[better], position[better] = error[better], number
-            any_near |= near
-        rejection = np.where(any_near, Rejection.TOO_SMALL, Rejection.ASPECT)
-        return Assignment(
-            bucket_id=position,
-            rejection=np.where(position >= 0, Rejection.NONE, rejection).astype(np.int8),
-            aspect_error=np.where(position >= 0, least, np.float32(np.nan)),
-        )
-
-    def _shape(self, heights: IntArray, widths: IntArray) -> npt.NDArray[np.float64]:
-        """Return what the metric measures; a difference of logarithms, which transposing only turns in sign."""
-        if self.rule.metric == "log":
-            return np.asarray(np.log(widths) - np.log(heights))
-        return np.asarray(widths / heights)

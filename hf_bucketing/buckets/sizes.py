@@ -1,4 +1,4 @@
-"""Sizes of samples, the grid that a VAE and a patch embedding lay over them, and cover-resize with crop."""
+"""Sizes of samples, their grid of latents and tokens, and cover-resize with crop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
+from .arrays import IntArray
 
 RoundMode = Literal["up", "down", "nearest"]
-IntOrArray = TypeVar("IntOrArray", int, npt.NDArray[np.int64])
+IntOrArray = TypeVar("IntOrArray", int, IntArray)
 
 
 class Size(NamedTuple):
@@ -49,8 +50,8 @@ def round_to_multiple(value: IntOrArray, multiple: int, *, mode: RoundMode = "up
     """Round to a multiple of `multiple`, never below one multiple, in exact integers.
 
     Args:
-        value (`int` or array of `int`): What to round, at least 1.
-        multiple (`int`): At least 1.
+        value (`int` or array of `int`): Value to round, at least 1.
+        multiple (`int`): Unit to round to, at least 1.
         mode (`"up"`, `"down"` or `"nearest"`): Halves go up in `"nearest"`.
 
     Returns:
@@ -74,11 +75,11 @@ def round_to_multiple(value: IntOrArray, multiple: int, *, mode: RoundMode = "up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
-    """How a VAE and a patch embedding turn a size in pixels into a grid of tokens.
+    """Strides of a VAE and patch of a transformer: how a size in pixels becomes a grid of tokens.
 
     Args:
-        temporal_stride (`int`): Frames per latent frame after the first (a causal video VAE keeps the first frame
-            alone, so valid frame counts are `k * temporal_stride + 1`); 1 for image VAEs.
+        temporal_stride (`int`): Frames per latent frame after the first; 1 for image VAEs. A causal video VAE encodes
+            the first frame alone, so valid frame counts are `k * temporal_stride + 1`.
         spatial_stride (`int`): Pixels per latent pixel, along height and width.
         patch (`tuple[int, int, int]`): Latent frames, rows and columns per token.
 
@@ -102,7 +103,7 @@ class LatentSpec:
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """What height and width in pixels must be multiples of."""
+        """Pixels per token along height and width: valid heights and widths are multiples of them."""
         return self.spatial_stride * self.patch[1], self.spatial_stride * self.patch[2]
 
     def snap(self, size: Size, *, mode: RoundMode = "up", frames_mode: RoundMode = "down") -> Size:
@@ -111,8 +112,8 @@ class LatentSpec:
         Args:
             size (`Size`): Any size of at least one frame, row and column.
             mode (`"up"`, `"down"` or `"nearest"`): How height and width are rounded.
-            frames_mode (same): How the number of frames is rounded. It is cut by default, because frames that the
-                file does not hold cannot be made up.
+            frames_mode (same): How the number of frames is rounded; down by default, because missing frames cannot be
+                made up.
 
         Returns:
             `Size`: A size that [`grid`][LatentSpec.grid] accepts.
@@ -132,8 +133,8 @@ class LatentSpec:
         *,
         mode: RoundMode = "up",
         frames_mode: RoundMode = "down",
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Do what [`snap`][LatentSpec.snap] does to arrays of frames, heights and widths, each of shape `(n,)`.
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the valid sizes next to arrays of frames, heights and widths, each of shape `(n,)`; see `snap`.
 
         Raises:
             BucketingError: If a mode is unknown.
@@ -157,8 +158,7 @@ class LatentSpec:
         if min(size) < 1 or self.snap(size) != size:
             hint = "" if min(size) < 1 else f"; the next valid size is {self.snap(size)}"
             raise BucketingError(f"Size {size} does not divide into whole tokens of {self}{hint}.")
-        frames = (size.frames - 1) // self.temporal_stride + 1
-        return frames, size.height // self.spatial_stride, size.width // self.spatial_stride
+        return self._latent(*size)
 
     def grid(self, size: Size) -> tuple[int, int, int]:
         """Return the token grid `(t, h, w)` of a valid size.
@@ -166,8 +166,25 @@ class LatentSpec:
         Raises:
             BucketingError: If the size does not divide into whole tokens.
         """
-        t, h, w = (latent // side for latent, side in zip(self.latent_size(size), self.patch, strict=True))
-        return t, h, w
+        self.latent_size(size)
+        return self.grid_of(*size)
+
+    def grid_of(
+        self, frames: IntOrArray, heights: IntOrArray, widths: IntOrArray
+    ) -> tuple[IntOrArray, IntOrArray, IntOrArray]:
+        """Return the token grid `(t, h, w)` of valid frames, heights and widths, unchecked; arrays of any shape."""
+        t, h, w = self._latent(frames, heights, widths)
+        return t // self.patch[0], h // self.patch[1], w // self.patch[2]
+
+    def size_of(self, t: int, h: int, w: int) -> Size:
+        """Return the valid size with the token grid `(t, h, w)`."""
+        step_height, step_width = self.multiples
+        return Size((t * self.patch[0] - 1) * self.temporal_stride + 1, h * step_height, w * step_width)
+
+    def _latent(
+        self, frames: IntOrArray, height: IntOrArray, width: IntOrArray
+    ) -> tuple[IntOrArray, IntOrArray, IntOrArray]:
+        return (frames - 1) // self.temporal_stride + 1, height // self.spatial_stride, width // self.spatial_stride
 
     def num_tokens(self, size: Size) -> int:
         """Return the number of tokens of a valid size: the product of its grid.
@@ -180,7 +197,7 @@ class LatentSpec:
 
 
 class CropBox(NamedTuple):
-    """The part of a resized frame that is kept, in pixels."""
+    """The part of a resized frame that a crop keeps, in pixels."""
 
     top: int
     left: int
@@ -191,12 +208,12 @@ class CropBox(NamedTuple):
 def cover_resize(height: int, width: int, *, target: Size) -> tuple[int, int]:
     """Return the smallest `(height, width)` of the same aspect ratio that covers the target.
 
-    One side equals the target's, the other is rounded to the nearest pixel and is never below the target's.
+    One side equals that of the target; the other is rounded to the nearest pixel and never below that of the target.
 
     Args:
         height (`int`): Height of the source in pixels.
         width (`int`): Width of the source in pixels.
-        target (`Size`): Its `height` and `width` are to be covered.
+        target (`Size`): Size whose `height` and `width` are covered.
 
     Raises:
         BucketingError: If a side is below 1.
@@ -218,10 +235,10 @@ def crop_box(height: int, width: int, *, target: Size, y: float = 0.5, x: float 
     Args:
         height (`int`): Height of the resized frame in pixels.
         width (`int`): Width of the resized frame in pixels.
-        target (`Size`): Size of the box.
+        target (`Size`): Size whose `height` and `width` the box has.
         y (`float`): Position of the box from the top (0) to the bottom (1) of the free space; 0.5 centres it.
             A uniform draw from [0, 1) makes every position equally likely.
-        x (`float`): Same from left to right.
+        x (`float`): Position of the box from the left (0) to the right (1) of the free space.
 
     Raises:
         BucketingError: If the box is larger than the frame or a position lies outside [0, 1].

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .assignment import Assignment, AssignmentRule, BucketSearch, IntArray, as_columns
+from .arrays import IntArray
+from .assignment import Assignment, AssignmentRule, BucketSearch, as_columns
 from .sizes import LatentSpec, Size
 
 
@@ -24,10 +25,10 @@ class BucketTable:
         sizes (`tuple[Size, ...]`): The buckets, all different, at least one.
         tiers (`tuple[int, ...]`, *optional*): Resolution tier of each bucket, larger for higher resolution.
             A sample takes the highest tier that does not enlarge it. Defaults to one tier.
-        base (`int`, *optional*): Id of the bucket for batches that mix buckets.
+        base (`int`, *optional*): Id of the bucket whose size mixed batches take.
 
     Raises:
-        BucketingError: On an empty table, a bucket named twice, a side below 1, or `tiers` or `base` that do not fit.
+        BucketingError: On an empty table, a bucket named twice, a side below 1, or unsuitable `tiers` or `base`.
     """
 
     sizes: tuple[Size, ...]
@@ -44,7 +45,7 @@ class BucketTable:
             if min(size) < 1:
                 raise BucketingError(f"Bucket {position} is {size}; every side must be at least 1.")
             if size in sizes[:position]:
-                raise BucketingError(f"Bucket {size} stands in the table twice; name each size once.")
+                raise BucketingError(f"The table holds bucket {size} twice; name each size once.")
         if len(self.tiers) != len(sizes):
             raise BucketingError(f"A table of {len(sizes)} buckets needs as many tiers, got {len(self.tiers)}.")
         if self.base is not None and not 0 <= self.base < len(sizes):
@@ -83,12 +84,12 @@ class BucketTable:
         return self.sizes[bucket_id]
 
     def num_tokens(self, bucket_ids: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
-        """Return the tokens of each bucket id, 0 for −1; shape as given.
+        """Return the tokens of each bucket id, 0 for rejected samples; shape as given.
 
         Raises:
             BucketingError: If a bucket of the table does not divide into whole tokens.
         """
-        per_bucket = np.array([*map(spec.num_tokens, self.sizes), 0], np.int64)
+        per_bucket = np.array([*map(spec.num_tokens, self.sizes), 0], np.int64)  # REJECTED_BUCKET (−1) is the last one
         return np.take(per_bucket, np.asarray(bucket_ids, np.int64))
 
     def assign(
@@ -99,18 +100,19 @@ class BucketTable:
         *,
         rule: AssignmentRule | None = None,
     ) -> Assignment:
-        """Send each sample to the bucket that loses least of it.
+        """Assign each sample to the bucket that loses least of it.
 
-        Images go to one-frame buckets, videos to buckets of more frames: the most frames that the sample has, then
+        Images go to one-frame buckets, videos to buckets of more frames: as many frames as the sample can fill, then
         the highest tier, and in it the nearest aspect ratio. If that bucket would enlarge the sample too much, another
-        of the tier takes its place that keeps 94 % of the frame or more (|ln(ratio ÷ bucket's)| up to 0.06); if there
-        is none, the next tier follows, then fewer frames. Ties go to the bucket that stands first in the table.
+        of the tier that keeps 94 % of the frame or more (|ln(ratio ÷ bucket's)| up to 0.06) replaces it. If there is
+        none, the search goes on with the next lower tier, then with fewer frames. Ties go to the bucket that comes
+        first in the table.
 
         Args:
             frames (array of `int`, shape `(n,)`): Frames at the target fps; 1 for an image, negative if unreadable.
-            heights (array of `int`, shape `(n,)`): In pixels.
-            widths (array of `int`, shape `(n,)`): In pixels.
-            rule ([`AssignmentRule`], *optional*): Metric and limits; by default log, ln 2, and no enlarging.
+            heights (array of `int`, shape `(n,)`): Heights in pixels.
+            widths (array of `int`, shape `(n,)`): Widths in pixels.
+            rule ([`AssignmentRule`], *optional*): Metric and limits; by default log, ln 2, and no enlargement.
 
         Returns:
             [`Assignment`]: Arrays of shape `(n,)`.
@@ -123,14 +125,14 @@ class BucketTable:
         )
 
     def with_base(self, size: Sequence[int] | None = None) -> BucketTable:
-        """Return the same table with a base bucket, for batches that mix buckets (`tail="catch_all"`).
+        """Return the same table with a base bucket, for batches that mix buckets (`remainder="catch_all"`).
 
-        The ids of the buckets stay. Give the new table to the sampler and to the collator.
+        Bucket ids do not change. Give the new table to the sampler and to the collator.
 
         Args:
             size (`(height, width)` or `(frames, height, width)`, *optional*): A bucket of the table; without frames,
-                the one of fewest frames. By default the bucket that most samples can fill: of those of fewest frames
-                and of the lowest tier, the nearest to a square.
+                the one with the fewest frames. By default the bucket that most samples can fill: the one nearest to a
+                square among those with the fewest frames and the lowest tier.
 
         Raises:
             BucketingError: If the table has no such bucket.
@@ -162,13 +164,13 @@ class BucketTable:
     def images_at_video_sizes(self) -> BucketTable:
         """Return the table whose one-frame buckets are the heights and widths of its buckets of more frames.
 
-        So that images train at the sizes of videos, as in Open-Sora-Plan. Other one-frame buckets are left out; the
-        buckets of videos keep their order and tiers, and stand behind those of images. The buckets of images have a
-        tier for each number of frames and tier that they stem from, higher for larger frames: a large image takes
-        the size of the largest videos. A size that stems from several belongs to the highest.
+        Images then train at the sizes of videos, as in Open-Sora-Plan. Other one-frame buckets are dropped; the
+        buckets of videos keep their order and tiers, and follow those of images. The buckets of images get one tier
+        per number of frames and tier of the videos, higher for larger frames: a large image takes the size of the
+        largest videos. A size that comes from several of them belongs to the highest.
 
         Raises:
-            BucketingError: If the table has no bucket of more than one frame, or its base bucket is left out.
+            BucketingError: If the table has no bucket of more than one frame, or its base bucket would be dropped.
 
         Example:
             >>> table = BucketTable(sizes=((1, 64, 64), (9, 48, 80), (9, 80, 48), (17, 48, 80)))
@@ -177,7 +179,9 @@ class BucketTable:
         """
         videos = [(size, tier) for size, tier in zip(self.sizes, self.tiers, strict=True) if size.frames > 1]
         if not videos:
-            raise BucketingError("Images can take the sizes of videos only in a table with buckets of several frames.")
+            raise BucketingError(
+                "Images can take the sizes of videos only if the table has buckets of several frames."
+            )
         areas: dict[tuple[int, int], int] = {}
         for size, tier in videos:
             areas[size.frames, tier] = max(areas.get((size.frames, tier), 0), size.height * size.width)
@@ -198,7 +202,7 @@ class BucketTable:
         )
 
     def to_json(self) -> str:
-        """Return the table as JSON text that [`from_json`][BucketTable.from_json] reads back unchanged."""
+        """Return the table as JSON text; [`from_json`][BucketTable.from_json] reads it back unchanged."""
         sizes = [list(size) for size in self.sizes]
         return json.dumps({"version": 1, "sizes": sizes, "tiers": list(self.tiers), "base": self.base})
 
@@ -219,5 +223,5 @@ class BucketTable:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with any size, tier, base or their order."""
+        """Sixteen hex digits that depend on all sizes, tiers, the base, and their order."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Value
 
-from ..buckets.assignment import CAPTION_SIZE, IntArray
+from ..buckets.arrays import IntArray
+from ..buckets.assignment import CAPTION_SIZE
 from ..errors import ColumnError
 from .apply import undecoded
 from .arrays import is_text

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ..buckets.arrays import IntArray
 from ..errors import BucketingError, ColumnError, MediaError
 from ..randomness import Purpose, generator
-
-IntArray = npt.NDArray[np.int64]
 
 
 class StandIns:

@@ -1,18 +1,28 @@
-"""The length batch sampler: batches of samples of like length."""
+"""The length batch sampler: batches of samples of similar length."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..plans.epoch import EpochPlan, IntArray
-from ..plans.lengths import LengthPlanConfig, length_buckets, oversize_rows, plan_lengths
+from ..buckets.arrays import FloatArray, IntArray
+from ..errors import PlanError, refuse_old_names
+from ..plans.checks import Oversize
+from ..plans.epoch import EpochPlan
+from ..plans.lengths import (
+    OLD_NAMES,
+    Boundaries,
+    LengthPlanConfig,
+    LengthRemainder,
+    LengthStrategy,
+    length_buckets,
+    oversize_rows,
+    plan_lengths,
+)
 from .planned import PlannedBatchSampler
-from .state import settings
 
 
+@refuse_old_names(PlanError, **OLD_NAMES)
 class LengthBatchSampler(PlannedBatchSampler):
     """Draw batches of samples that differ in length alone, such as audio or latents of one height and width.
 
@@ -20,66 +30,97 @@ class LengthBatchSampler(PlannedBatchSampler):
 
     Args:
         lengths (array of `int` or `float`, shape `(n,)`): Length of each sample of the DataLoader's data set, in any
-            unit; 0 or less for those that are never drawn.
-        weights (array of `float`, shape `(n,)`, *optional*): How often each row comes per epoch; by default once.
-        longest_first (`bool`): Start every epoch with its most expensive step (samples × longest), to run out of
-            memory at once or never.
-        num_processes (`int`, *optional*): Defaults to accelerate's.
-        process_index (`int`, *optional*): For plain DDP; see [`PlannedBatchSampler`].
-        **options: `strategy`, `batch_size` or `capacity`, `num_buckets`, `boundaries`, `drop_last`, `shuffle`,
-            `oversize` and `seed` of [`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig].
+            unit: tokens, frames, seconds. Samples with a length of 0 or less are never drawn.
+        batch_size (`int`, *optional*): Samples per process and step.
+        max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: number of samples × longest
+            of them, in the unit of the lengths.
+        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
+        strategy (`str`): `"bucket"` (lengths between the same two boundaries), `"random"` or `"sorted"`.
+        num_buckets (`int`): Number of buckets, for `"quantile"` and `"uniform"` boundaries.
+        boundaries (`str` or sequence of `float`): `"quantile"`, `"uniform"`, or the upper bounds of the buckets.
+        remainder (`str`): What happens to samples that do not fill a step: `"short"` (smaller batches) or `"drop"`.
+        oversize (`str`): What happens to a sample longer than `max_tokens`: an `"error"` that names it, an
+            `"own_batch"` above the limit, or a counted `"drop"`.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
+        shuffle (`bool`): If False, samples keep their order (`"sorted"`: rising length), and so do steps.
+        seed (`int`): Seed of all draws, at least 0.
+        longest_first (`bool`): Start every epoch with its most expensive step (samples × longest), so that a lack of
+            memory shows at once.
+        num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
+        process_index (`int`, *optional*): Process whose batches are drawn, for plain DDP; see [`PlannedBatchSampler`].
+
+    The settings are described in full in [`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig].
 
     Raises:
-        PlanError: If not exactly one of `batch_size` and `capacity` is given, or a sample exceeds the capacity and
+        PlanError: On settings that `LengthPlanConfig` refuses, or if a sample exceeds `max_tokens` and
             `oversize="error"`; the message names the longest.
 
     Example:
-        >>> sampler = LengthBatchSampler([3, 9, 4, 8], capacity=20, num_buckets=2, num_processes=1, shuffle=False)
+        >>> sampler = LengthBatchSampler([3, 9, 4, 8], max_tokens=20, num_buckets=2, num_processes=1, shuffle=False)
         >>> list(sampler), sampler.boundaries
         ([[0, 2], [1, 3]], [4, 9])
     """
+
+    config: LengthPlanConfig
 
     def __init__(
         self,
         lengths: npt.ArrayLike,
         *,
+        batch_size: int | None = None,
+        max_tokens: float | None = None,
+        max_samples: int | None = None,
+        strategy: LengthStrategy = "bucket",
+        num_buckets: int = 10,
+        boundaries: Boundaries = "quantile",
+        remainder: LengthRemainder = "short",
+        oversize: Oversize = "error",
         weights: npt.ArrayLike | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
         longest_first: bool = False,
         num_processes: int | None = None,
         process_index: int | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__(num_processes=num_processes, process_index=process_index)
+        super().__init__(
+            weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
+        )
         self.lengths = np.asarray(lengths)
-        self.weights = None if weights is None else np.asarray(weights, np.float64)
-        self.longest_first = longest_first
-        self.config = LengthPlanConfig(**options)
+        self.config = LengthPlanConfig(
+            strategy=strategy,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            max_samples=max_samples,
+            num_buckets=num_buckets,
+            boundaries=boundaries,
+            remainder=remainder,
+            oversize=oversize,
+            shuffle=shuffle,
+            seed=seed,
+        )
         oversize_rows(self.lengths, self.config)
 
     @property
     def boundaries(self) -> list[float]:
-        """Upper bound of each bucket, included: what to pad to for static shapes; whole if the lengths are."""
+        """Upper bound of each bucket, included: the lengths to pad to for static shapes; whole if the lengths are."""
         bounds: list[float] = length_buckets(self.lengths, self.config).tolist()
         return bounds
 
     def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
-        plan = plan_lengths(
+        return plan_lengths(
             self.lengths,
             self.config,
             epoch=epoch,
             num_processes=num_processes,
-            weights=self.weights,
+            weights=self.weights,  # type: ignore[arg-type]  # no mapping comes in
             consumed=consumed,
         )
-        if not self.longest_first or not plan.num_steps:
-            return plan
-        longest = np.maximum.reduceat(self.lengths[plan.indices], plan.offsets[:-1])
-        return plan.most_expensive_first(np.repeat(longest, np.diff(plan.offsets)))
 
-    def _identity(self) -> dict[str, object]:
-        return {
-            "rows": self.lengths,
-            "weights": self.weights,
-            "longest_first": self.longest_first,
-            **settings(self.config),
-        }
+    def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
+        if not plan.num_steps:
+            return np.zeros(0)
+        longest: FloatArray = np.maximum.reduceat(self.lengths[plan.indices], plan.offsets[:-1])
+        return np.repeat(longest, np.diff(plan.offsets))
+
+    def _columns(self) -> dict[str, object]:
+        return {"rows": self.lengths}

@@ -1,101 +1,141 @@
-"""The pack batch sampler: samples of any size that run as one sequence."""
+"""The pack batch sampler: samples of any size that run as one packed sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..plans.bin_packing import PackPlanConfig
-from ..plans.epoch import EpochPlan, IntArray
-from ..plans.packs import plan_packs, sample_spans
+from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.cost import CostModel
+from ..errors import PlanError, refuse_old_names
+from ..plans.bin_packing import PackStrategy
+from ..plans.checks import Oversize
+from ..plans.epoch import EpochPlan
+from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
 from .planned import PlannedBatchSampler
 from .rejected import warn_of_rejected
-from .state import settings
 
 
+@refuse_old_names(PlanError, **OLD_NAMES)
 class PackBatchSampler(PlannedBatchSampler):
-    """Draw packs: samples of any size whose tokens together fit a capacity.
+    """Draw packs: samples of any size whose tokens together are at most `max_tokens`.
 
     Args:
         num_tokens (array of `int`, shape `(n,)`, or callable of the epoch): The data set's `num_tokens` column; rows
-            of 0 are never drawn. A callable, such as that of [`RandomResize`], counts them anew in each epoch.
-        capacity (`int`): Tokens per process and step.
-        text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, where the model attends to
-            them together with its own, as joint attention does.
-        weights (array of `float`, shape `(n,)`, *optional*): How often each row comes per epoch; by default once.
-        rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
-            rejected rows by reason; not needed where `num_tokens` is a column of that data set.
+            of 0 are never drawn. A callable, such as that of [`RandomResize`], gives the column of each epoch.
+        max_tokens (`int`): Tokens per process and step.
+        max_cost (`float`, *optional*): Largest cost per process and step, in the units of `cost_model`.
+        max_samples (`int`, *optional*): Most samples per pack.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost`, `balance` and
+            `longest_first`.
+        strip_length (`int`): Tokens per strip; each sample takes whole strips. Give the `strip_length` of
+            `enable_packing`.
+        text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
+            attention.
+        strategy (`str`): `"sequential"`, `"first_fit"` or `"best_fit_decreasing"`.
+        open_packs (`int`): Packs held open at once by `"first_fit"`.
+        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
+        balance (`"none"` or `"cost"`): Whether packs of similar cost meet in a step.
+        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`.
+        oversize (`str`): What happens to a sample that exceeds a limit by itself: an `"error"` that names it, an
+            `"own_batch"` (a pack of its own, above the limit), or a counted `"drop"`.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
+        shuffle (`bool`): If False, samples and packs keep the order of the rows, as far as `strategy` does.
+        seed (`int`): Seed of all draws, at least 0.
         longest_first (`bool`): Start every epoch with its most expensive step (tokens, or cost with a `cost_model`),
-            to run out of memory at once or never.
-        num_processes (`int`, *optional*): Defaults to accelerate's.
-        process_index (`int`, *optional*): For plain DDP; see [`PlannedBatchSampler`].
-        **options: `strategy`, `open_packs`, `window`, `max_samples`, `cost_model`, `max_cost`, `multiple` (set it to
-            the packs' `strip_length`: each sample takes whole strips), `balance`, `accumulation_steps`, `oversize` and
-            `seed` of [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig].
+            so that a lack of memory shows at once.
+        rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
+            rejected rows by reason; not needed if `num_tokens` is a column of that data set.
+        num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
+        process_index (`int`, *optional*): Process whose packs are drawn, for plain DDP; see [`PlannedBatchSampler`].
+
+    The settings are described in full in [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig].
 
     Raises:
-        PlanError: On options that [`PackPlanConfig`] refuses, or if a row exceeds a limit and `oversize="error"`; the
+        PlanError: On settings that `PackPlanConfig` refuses, or if a row exceeds a limit and `oversize="error"`; the
             message names the largest.
     """
+
+    config: PackPlanConfig
 
     def __init__(
         self,
         num_tokens: npt.ArrayLike | Callable[[int], npt.ArrayLike],
         *,
-        capacity: int,
+        max_tokens: int,
+        max_cost: float | None = None,
+        max_samples: int | None = None,
+        cost_model: CostModel | None = None,
+        strip_length: int = 1,
         text_tokens: npt.ArrayLike = 0,
+        strategy: PackStrategy = "first_fit",
+        open_packs: int = 16,
+        window: int = 4096,
+        balance: Balance = "none",
+        accumulation_steps: int = 1,
+        oversize: Oversize = "error",
         weights: npt.ArrayLike | None = None,
-        rejection: npt.ArrayLike | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
         longest_first: bool = False,
+        rejection: npt.ArrayLike | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__(num_processes=num_processes, process_index=process_index)
+        super().__init__(
+            weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
+        )
         self._num_tokens = num_tokens
         self.text_tokens = np.asarray(text_tokens, np.int64)
-        self.weights = None if weights is None else np.asarray(weights, np.float64)
-        self.longest_first = longest_first
-        self.config = PackPlanConfig(capacity=capacity, **options)
+        self.config = PackPlanConfig(
+            max_tokens=max_tokens,
+            max_cost=max_cost,
+            max_samples=max_samples,
+            cost_model=cost_model,
+            strip_length=strip_length,
+            strategy=strategy,
+            open_packs=open_packs,
+            window=window,
+            balance=balance,
+            accumulation_steps=accumulation_steps,
+            oversize=oversize,
+            shuffle=shuffle,
+            seed=seed,
+        )
         first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
         warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=process_index)
 
     @property
     def num_tokens(self) -> IntArray:
-        """Tokens of each row in the present epoch, `(n,)`."""
+        """Tokens of each row in the present epoch, shape `(n,)`."""
         return self.tokens_in(self.epoch)
 
     def tokens_in(self, epoch: int) -> IntArray:
-        """Return the tokens of each row in an epoch, `(n,)`."""
+        """Return the tokens of each row in an epoch, shape `(n,)`."""
         given = self._num_tokens
         return np.asarray(given(epoch) if callable(given) else given, np.int64)
 
     def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
-        num_tokens = self.tokens_in(epoch)
-        plan = plan_packs(
-            num_tokens,
+        return plan_packs(
+            self.tokens_in(epoch),
             self.config,
             epoch=epoch,
             num_processes=num_processes,
             text_tokens=self.text_tokens,
-            weights=self.weights,
+            weights=self.weights,  # type: ignore[arg-type]  # no mapping comes in
             consumed=consumed,
         )
-        if not self.longest_first:
-            return plan
-        spans, _ = sample_spans(num_tokens, self.config, text_tokens=self.text_tokens)
-        taken, model = spans[plan.indices], self.config.cost_model
-        return plan.most_expensive_first(taken if model is None else model.cost(taken))
 
-    def _identity(self) -> dict[str, object]:
+    def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
+        spans, _ = sample_spans(self.tokens_in(epoch), self.config, text_tokens=self.text_tokens)
+        taken, model = spans[plan.indices], self.config.cost_model
+        return taken if model is None else model.cost(taken)
+
+    def _columns(self) -> dict[str, object]:
         return {
             "rows": self.tokens_in(0),
             "text_tokens": self.text_tokens if self.text_tokens.ndim else int(self.text_tokens),
-            "weights": self.weights,
-            "longest_first": self.longest_first,
-            **settings(self.config),
         }

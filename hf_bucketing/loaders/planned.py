@@ -1,4 +1,4 @@
-"""What all batch samplers share: an epoch plan in the form that accelerate shards, and the place in it."""
+"""The base class of all batch samplers: an epoch plan in the form that accelerate shards, and its resume."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from accelerate import PartialState
 from torch.utils.data import Sampler
 
+from ..buckets.arrays import FloatArray, IntArray
 from ..errors import PlanError
-from ..plans.epoch import EpochPlan, IntArray
-from .state import VERSION, check_state, describe
+from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
+from .state import VERSION, check_state, describe, settings
 
 Legs = tuple[tuple[int, int], ...]
-"""How the present epoch has gone so far: numbers of processes, each with the steps that they finished."""
+"""History of the present epoch: pairs of a number of processes and the steps that they finished."""
 
 
 class PlannedBatchSampler(Sampler[list[int]]):
@@ -26,15 +28,32 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     There is no `batch_size` attribute on purpose: with one, accelerate drops every group that holds a short batch.
 
+    A subclass sets `config`, and defines `_make_plan`, `_sample_costs` and `_columns`.
+
     Args:
-        num_processes (`int`, *optional*): Defaults to accelerate's `PartialState` if it is up, else to 1.
-        process_index (`int`, *optional*): Yield this process's batches alone.
+        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences of rows
+            per epoch.
+        longest_first (`bool`): Start every epoch with its most expensive step.
+        num_processes (`int`, *optional*): Number of processes; by default that of accelerate's `PartialState` if it
+            exists, else 1.
+        process_index (`int`, *optional*): Process whose batches alone are yielded.
 
     Raises:
         PlanError: If `process_index` is not below `num_processes`.
     """
 
-    def __init__(self, *, num_processes: int | None, process_index: int | None) -> None:
+    config: BucketPlanConfig | LengthPlanConfig | PackPlanConfig
+
+    def __init__(
+        self,
+        *,
+        weights: npt.ArrayLike | Mapping[int, float] | None,
+        longest_first: bool,
+        num_processes: int | None,
+        process_index: int | None,
+    ) -> None:
+        self.weights = weights if weights is None or isinstance(weights, Mapping) else np.asarray(weights, np.float64)
+        self.longest_first = longest_first
         self._num_processes = num_processes
         self.process_index = process_index
         self.epoch = 0
@@ -58,18 +77,18 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     @property
     def first_step(self) -> int:
-        """Step of the present plan with which iterating starts; 0 unless the epoch was resumed."""
+        """First step of the present plan to yield; 0 unless the epoch was resumed."""
         return self._legs[-1][1] if self._resumes_its_plan else 0
 
     @property
     def _resumes_its_plan(self) -> bool:
-        """Whether the last leg ran on as many processes as now, so that its plan goes on."""
+        """Whether the last leg ran on as many processes as now, so that its plan continues."""
         return bool(self._legs) and self._legs[-1][0] == self.num_processes
 
     def plan(self, epoch: int | None = None) -> EpochPlan:
         """Return the plan of an epoch, by default of the present one.
 
-        Where the present epoch was begun on another number of processes, this is the plan of what was left of it.
+        If the present epoch began on another number of processes, this is the plan of what was left of it.
 
         Raises:
             PlanError: If no step can be planned.
@@ -84,7 +103,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
     def _plan_after(self, epoch: int, num_processes: int, legs: Legs) -> EpochPlan:
         consumed: IntArray | None = None
         for processes, steps in legs:
-            plan = self._make_plan(epoch, processes, consumed)
+            plan = self._ordered_plan(epoch, processes, consumed)
             if steps > plan.num_steps:
                 raise PlanError(
                     f"The saved sampler state has {steps} steps on {processes} processes, but epoch {epoch} has only "
@@ -94,31 +113,47 @@ class PlannedBatchSampler(Sampler[list[int]]):
             consumed = taken if consumed is None else np.concatenate([consumed, taken])
             if steps == plan.num_steps:
                 return _empty_plan(num_processes, consumed=len(consumed))
-        return self._make_plan(epoch, num_processes, consumed)
+        return self._ordered_plan(epoch, num_processes, consumed)
+
+    def _ordered_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
+        plan = self._make_plan(epoch, num_processes, consumed)
+        return plan.most_expensive_first(self._sample_costs(plan, epoch)) if self.longest_first else plan
+
+    def total_steps(self, epochs: int) -> int:
+        """Return the steps of epochs 0 to `epochs - 1` together; the number of steps differs between epochs.
+
+        Raises:
+            PlanError: If an epoch cannot be planned.
+        """
+        return sum(self._ordered_plan(epoch, self.num_processes, None).num_steps for epoch in range(epochs))
 
     def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         """Plan an epoch, or what is left of it after the rows `consumed`."""
         raise NotImplementedError
 
-    def _identity(self) -> Mapping[str, object]:
-        """Return all that the plan depends on beside epoch and processes, by name, `seed` among it."""
+    def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
+        """Return the cost of each sample of a plan, in the order of `plan.indices`."""
+        raise NotImplementedError
+
+    def _columns(self) -> Mapping[str, object]:
+        """Return the columns and tables that the plan depends on, by name."""
         raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate, from its start; the present epoch again changes nothing."""
+        """Go to the start of an epoch; the present epoch again changes nothing."""
         if epoch != self.epoch:
             self.epoch, self._legs = epoch, ()
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Return what resumes this epoch, as JSON values, the same on every process.
+        """Return the state to resume this epoch from, as JSON values, the same on every process.
 
         Args:
-            step (`int`, *optional*): Steps of the present plan that are finished, `first_step` by default. Only the
-                training loop knows: workers draw batches ahead of it.
+            step (`int`, *optional*): Number of finished steps of the present plan, by default `first_step`. Only the
+                training loop knows it, because workers draw batches ahead.
 
         Returns:
-            `dict`: `version`, `fingerprint`, `seed`, `epoch` and `consumed`, pairs of a number of processes and the
-            steps that they finished, in the order in which they ran.
+            `dict`: `version`, `fingerprint`, `seed`, `epoch` and `consumed`: pairs of a number of processes and the
+            steps that they finished, in order.
         """
         seed, fingerprint = self._fingerprint()
         legs = self._legs[:-1] if self._resumes_its_plan else self._legs
@@ -133,14 +168,14 @@ class PlannedBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` stood, on any number of processes.
+        """Resume from a saved state, on any number of processes.
 
-        With as many processes as before, the batches are the very ones that were left; with another number, the
-        samples that were left are planned anew.
+        On as many processes as before, exactly the remaining batches follow; on another number, the remaining samples
+        are planned anew.
 
         Raises:
-            PlanError: If the state is of another version, data set, table, configuration or seed; the message says
-                which of them differs.
+            PlanError: If the state belongs to another version, data set, table, configuration or seed; the message
+                names the difference.
         """
         seed, fingerprint = self._fingerprint()
         check_state(state, fingerprint=fingerprint, seed=seed)
@@ -149,10 +184,9 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     def _fingerprint(self) -> tuple[int, dict[str, str]]:
         if self._described is None:
-            parts = dict(self._identity())
-            seed = parts.pop("seed")
-            assert isinstance(seed, int), "every plan has a seed"
-            self._described = (seed, {name: describe(part) for name, part in parts.items()})
+            parts = {**self._columns(), "weights": self.weights, "longest_first": self.longest_first}
+            parts |= {name: value for name, value in settings(self.config).items() if name != "seed"}
+            self._described = (self.config.seed, {name: describe(part) for name, part in parts.items()})
         return self._described
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -165,7 +199,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
 
 def _empty_plan(num_processes: int, *, consumed: int) -> EpochPlan:
-    """Return the plan of an epoch of which nothing is left."""
+    """Return the plan of a finished epoch."""
     return EpochPlan(
         indices=np.zeros(0, np.int64),
         offsets=np.zeros(1, np.int64),

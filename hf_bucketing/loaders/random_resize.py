@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..buckets.arrays import IntArray
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
 from ..randomness import Purpose, generator
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +70,8 @@ class RandomResize:
 
         def count(epoch: int) -> IntArray:
             drawn = self._sides(heights, widths, indices=indices, epoch=epoch)
-            whole_frames, *sides = self.spec.snap_arrays(frames, *drawn)
-            latent_frames = (whole_frames - 1) // self.spec.temporal_stride + 1
-            step_height, step_width = self.spec.multiples
-            tokens = latent_frames // self.spec.patch[0] * (sides[0] // step_height) * (sides[1] // step_width)
-            return np.where(usable, tokens, 0)
+            t, h, w = self.spec.grid_of(*self.spec.snap_arrays(frames, *drawn))
+            return np.where(usable, t * h * w, 0)
 
         return count
 

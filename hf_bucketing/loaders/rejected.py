@@ -1,4 +1,4 @@
-"""What a sampler says about the rows that it never draws because they were rejected."""
+"""Warn about rejected rows, which a sampler never draws."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def warn_of_rejected(
     rejection: npt.ArrayLike | None = None,
     process_index: int | None = None,
 ) -> None:
-    """Log once, from the main process, how many rows were rejected, and why; nothing if none was.
+    """Log from the main process how many rows were rejected, and why; log nothing if none was.
 
     Args:
-        rows (array or `datasets.Column`): What the sampler was given for the rows. A column of a data set whose
-            `rejection` column gives the reasons needs no `rejection`.
+        rows (array or `datasets.Column`): Column that the sampler was given. If it belongs to a data set with a
+            `rejection` column, that gives the reasons by itself.
         usable (`bool`, shape `(n,)`): False for rejected rows.
-        rejection (array, shape `(n,)`, *optional*): A `rejection` column, or the numbers of an
+        rejection (array, shape `(n,)`, *optional*): Reasons, as a `rejection` column or as the numbers of an
             [`Assignment`][hf_bucketing.Assignment].
-        process_index (`int`, *optional*): Of a sampler outside accelerate; the first one logs.
+        process_index (`int`, *optional*): Index of this process, for samplers outside accelerate; process 0 logs.
 
     Raises:
-        PlanError: If `rejection` has not one value per row.
+        PlanError: If `rejection` does not have one value per row.
     """
     if rejection is None and isinstance(rows, Column) and isinstance(rows.source, Dataset):
         rejection = rows.source["rejection"] if "rejection" in rows.source.column_names else None
     if rejection is not None and isinstance(rejection, Sequence | np.ndarray) and len(rejection) != len(usable):
-        raise PlanError(f"Give one rejection per row: expected {len(usable)}, got {len(rejection)}.")
+        raise PlanError(f"`rejection` needs one value per row: expected {len(usable)}, got {len(rejection)}.")
     rejected = np.flatnonzero(~usable)
     main = PartialState().is_main_process if PartialState._shared_state else process_index in (None, 0)
     if not len(rejected) or not main:

@@ -9,8 +9,9 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+from ..buckets.arrays import IntArray
 from ..errors import BucketingError
-from ..plans.epoch import EpochPlan, IntArray
+from ..plans.epoch import EpochPlan
 from ..randomness import Purpose, integer_seed
 from .check import check_loader, planned_sampler
 from .window import AccumulationWindow

@@ -1,4 +1,4 @@
-"""Saved states: short descriptions of all that a plan depends on, and the refusal of a state that does not fit."""
+"""Saved states: short descriptions of everything that a plan depends on, and the check that a state fits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from ..errors import PlanError
 
-VERSION = 2
+VERSION = 3
 
 
 def describe(value: object) -> str:
-    """Return a short text that is equal for equal values: the value itself, or a digest where it is long.
+    """Return a short text that is equal for equal values: the value itself, or a digest if it is long.
 
     Example:
         >>> describe(16), describe(np.arange(5, dtype=np.int64))
@@ -29,20 +29,20 @@ def describe(value: object) -> str:
 
 
 def settings(config: Any) -> dict[str, object]:
-    """Return the fields of a configuration by name; `vars` for dataclasses with slots."""
+    """Return the fields of a dataclass by name, like `vars`, also if it has slots."""
     return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
 def check_state(state: Mapping[str, Any], *, fingerprint: Mapping[str, str], seed: int) -> None:
-    """Refuse a saved state that another data set, table, configuration, seed or version made.
+    """Raise unless a saved state belongs to the present data set, table, configuration, seed and version.
 
     Args:
-        state (mapping): As saved.
-        fingerprint (mapping of `str` to `str`): What there is now, by name.
-        seed (`int`): The present one.
+        state (mapping): The saved state.
+        fingerprint (mapping of `str` to `str`): Present descriptions, by name.
+        seed (`int`): Present seed.
 
     Raises:
-        PlanError: Names each part that differs, with its value then and now.
+        PlanError: If one differs; the message gives the saved and the present value of each difference.
     """
     if state.get("version") != VERSION:
         raise PlanError(

@@ -1,12 +1,13 @@
-"""An epoch as data: which rows come in which step on which process."""
+"""An epoch as data: the rows of every step on every process."""
 
-from .bin_packing import PackPlanConfig
 from .buckets import BucketPlanConfig, plan_buckets
-from .epoch import EpochPlan
+from .epoch import MIXED, PACKED, EpochPlan
 from .lengths import LengthPlanConfig, length_buckets, plan_lengths
-from .packs import plan_packs
+from .packs import PackPlanConfig, plan_packs
 
 __all__ = [
+    "MIXED",
+    "PACKED",
     "BucketPlanConfig",
     "EpochPlan",
     "LengthPlanConfig",

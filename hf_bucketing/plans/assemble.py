@@ -1,25 +1,25 @@
-"""From dealt rows to an epoch plan: order, labels and counts."""
+"""Assemble an epoch plan from dealt rows: order, labels and counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from ..buckets.arrays import IntArray
 from .deal import CATCH_ALL, Steps, ranges
-from .epoch import EpochPlan, IntArray
+from .epoch import EpochPlan
 from .rows import EpochRows
 
 _CHUNK = 2**22
 
 
 def take_segments(values: IntArray, first: IntArray, lengths: IntArray) -> IntArray:
-    """Return `values[f : f + n]` for each first position f and length n, one after the other.
+    """Concatenate `values[f : f + n]` for each first position f and length n.
 
-    Works in pieces, so that it needs little memory beside the result.
+    Works in pieces, to need little memory besides the result.
 
     Example:
         >>> take_segments(np.array([5, 6, 7, 8]), np.array([2, 0]), np.array([2, 1]))
@@ -46,25 +46,37 @@ def lockstep_plan(
     chosen: EpochRows,
     filled: int = 0,
 ) -> EpochPlan:
-    """Make a plan of steps in which every process takes `size` samples, from `first` on."""
+    """Make a plan of steps in which every process takes `steps.size` samples, starting at `steps.first`."""
     indices = take_segments(rows, steps.first, steps.size * num_processes)
     offsets = np.concatenate([[0], np.cumsum(np.repeat(steps.size, num_processes))])
     labels = np.repeat(steps.bucket, num_processes).astype(np.int32)
     caught = np.flatnonzero(labels == CATCH_ALL)
-    labels[caught] = labels_of(bucket_ids, indices, offsets[caught], offsets[caught + 1], base=base)
+    if base is not None:
+        labels[caught] = labels_of(bucket_ids, indices, offsets[caught], offsets[caught + 1], base=base)
     return counted_plan(indices, offsets, labels, num_processes=num_processes, chosen=chosen, filled=filled)
 
 
-def labels_of(
-    bucket_ids: IntArray, indices: IntArray, start: IntArray, stop: IntArray, *, base: int | None
-) -> IntArray:
-    """Return the bucket of each batch `indices[start:stop]`: its rows' own, or `base` if they have several."""
+def labels_of(bucket_ids: IntArray, indices: IntArray, start: IntArray, stop: IntArray, *, base: int) -> IntArray:
+    """Return the bucket of each batch `indices[start:stop]`: that of its rows, or `base` if they have several."""
     if not len(start):
         return np.zeros(0, np.int64)
     ids = bucket_ids[take_segments(indices, start, stop - start)]
     first = np.cumsum(stop - start) - (stop - start)
     low, high = np.minimum.reduceat(ids, first), np.maximum.reduceat(ids, first)
-    return np.where(low == high, low, -1 if base is None else base)
+    return np.where(low == high, low, base)
+
+
+def unbucketed_plan(
+    rows: IntArray, first: IntArray, sizes: IntArray, *, label: int, num_processes: int, chosen: EpochRows
+) -> EpochPlan:
+    """Make a plan of the batches `rows[first : first + size]`, all with the same label."""
+    return counted_plan(
+        take_segments(rows, first, sizes),
+        np.concatenate([[0], np.cumsum(sizes)]),
+        np.full(len(sizes), label, np.int32),
+        num_processes=num_processes,
+        chosen=chosen,
+    )
 
 
 def counted_plan(
@@ -75,29 +87,25 @@ def counted_plan(
     num_processes: int,
     chosen: EpochRows,
     filled: int = 0,
-    drop_reasons: Mapping[str, int] = MappingProxyType({}),
 ) -> EpochPlan:
-    """Make a plan and its counts.
+    """Make a plan and count what it keeps, repeats and drops; rows without another reason are the `remainder`.
 
     Args:
         indices (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
         offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
-        labels (`int64` or `int32`, shape `(num_batches,)`): Their buckets.
-        num_processes (`int`): At least 1.
-        chosen ([`EpochRows`]): What the epoch had left.
-        filled (`int`): How many of the indices repeat a row only to fill a batch.
-        drop_reasons (mapping of `str` to `int`): What was left out, but for `chosen.drop_reasons`, which are added,
-            and `remainder`, which is the rest.
+        labels (`int64` or `int32`, shape `(num_batches,)`): Bucket of each batch.
+        num_processes (`int`): Processes that share the batches, at least 1.
+        chosen ([`EpochRows`]): The rows that were left of the epoch.
+        filled (`int`): Number of indices that repeat a row only to complete a batch.
     """
-    reasons = {**chosen.drop_reasons, **drop_reasons}
-    reasons["remainder"] = len(chosen.rows) - sum(drop_reasons.values()) - (len(indices) - filled)
+    reasons = {**chosen.drop_reasons, "remainder": len(chosen.rows) - (len(indices) - filled)}
     repeats = filled > 0 or chosen.repeats
     return EpochPlan(
         indices=indices,
         offsets=offsets,
         bucket_ids=labels.astype(np.int32, copy=False),
         num_processes=num_processes,
-        # Filling up leaves no row out, and may take rows that were consumed, which are not kept by this plan.
+        # Completing steps drops no row, and may take consumed rows, which this plan does not keep.
         repeated=len(indices) - _count_different(chosen.rows if filled else indices) if repeats else 0,
         drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
         consumed=chosen.consumed,

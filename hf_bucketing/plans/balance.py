@@ -1,4 +1,4 @@
-"""Which batches meet in a step, so that no process waits."""
+"""Group batches of similar cost into one step, so that no process waits."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import heapq
 
 import numpy as np
 
-from .epoch import IntArray
-from .rows import FloatArray
+from ..buckets.arrays import FloatArray, IntArray
 
-_LIKE_STEPS = 64
+_SORTED_STEPS = 64
 
 
 def split_largest(offsets: IntArray, num_processes: int) -> IntArray | None:
-    """Halve the batches of most samples until their number is a multiple of `num_processes`.
+    """Halve the batches with the most samples until the number of batches is a multiple of `num_processes`.
 
     Args:
         offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
-        num_processes (`int`): At least 1.
+        num_processes (`int`): Processes that share the batches, at least 1.
 
     Returns:
-        The new bounds, or None if there are too few samples for that.
+        The new bounds, or None if there are too few samples.
 
     Example:
         >>> split_largest(np.array([0, 5, 6, 8]), 5)
@@ -45,16 +44,43 @@ def split_largest(offsets: IntArray, num_processes: int) -> IntArray | None:
     return np.sort(np.concatenate([offsets, np.array(cuts, np.int64)]))
 
 
-def like_costs_together(costs: FloatArray, num_processes: int, *, rng: np.random.Generator) -> IntArray:
-    """Return an order of the batches in which each step's have like costs, among those of 64 random steps.
+def even_batches(
+    rows: IntArray, offsets: IntArray, num_processes: int, *, rng: np.random.Generator | None
+) -> tuple[IntArray, IntArray]:
+    """Make the number of batches a multiple of `num_processes` by splitting those with the most samples.
+
+    With fewer samples than batches, each sample becomes a batch, and fewer than `num_processes` samples are dropped:
+    the last ones, or random ones with a generator.
 
     Args:
-        costs (`float64`, shape `(num_batches,)`): A multiple of `num_processes`.
-        num_processes (`int`): At least 1.
-        rng (`numpy.random.Generator`): Chooses the 64 steps, and the order of all.
+        rows (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
+        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
+        num_processes (`int`): Processes that share the batches, at least 1.
+        rng (`numpy.random.Generator`, *optional*): Chooses the dropped samples.
+
+    Returns:
+        The rows that are kept, and the new bounds.
+    """
+    even = split_largest(offsets, num_processes)
+    if even is not None:
+        return rows, even
+    spare = len(rows) % num_processes
+    rows = rows[: len(rows) - spare] if rng is None else np.delete(rows, rng.permutation(len(rows))[:spare])
+    return rows, np.arange(len(rows) + 1)
+
+
+def similar_costs_together(costs: FloatArray, num_processes: int, *, rng: np.random.Generator) -> IntArray:
+    """Return an order of the batches in which those of one step have similar costs.
+
+    The batches of 64 random steps are sorted by cost, and neighbours meet in a step.
+
+    Args:
+        costs (`float64`, shape `(num_batches,)`): Cost of each batch; their number is a multiple of `num_processes`.
+        num_processes (`int`): Processes that share the batches, at least 1.
+        rng (`numpy.random.Generator`): Source of the 64 steps and of the order of all steps.
     """
     order = rng.permutation(len(costs))
-    window = np.arange(len(costs)) // (_LIKE_STEPS * num_processes)
+    window = np.arange(len(costs)) // (_SORTED_STEPS * num_processes)
     order = order[np.lexsort((costs[order], window))]
     return rng.permutation(order.reshape(-1, num_processes)).ravel()
 
@@ -62,16 +88,16 @@ def like_costs_together(costs: FloatArray, num_processes: int, *, rng: np.random
 def longest_first_to_least_loaded(
     costs: FloatArray, num_processes: int, *, window: int, rng: np.random.Generator
 ) -> IntArray:
-    """Return an order of the batches in which the processes have like costs in every `window` steps.
+    """Return an order of the batches in which the processes have similar costs in every `window` steps.
 
     Graham's longest-processing-time rule in each window: the most expensive batch first, each to the process with the
-    least so far that has a step left.
+    lowest sum so far among those with a step left.
 
     Args:
-        costs (`float64`, shape `(num_batches,)`): A multiple of `num_processes`.
-        num_processes (`int`): At least 1.
+        costs (`float64`, shape `(num_batches,)`): Cost of each batch; their number is a multiple of `num_processes`.
+        num_processes (`int`): Processes that share the batches, at least 1.
         window (`int`): Steps between two synchronisations of the processes; the last window may be shorter.
-        rng (`numpy.random.Generator`): Chooses the batches of each window, and the order inside it.
+        rng (`numpy.random.Generator`): Source of the batches of each window and of the order inside it.
     """
     order = rng.permutation(len(costs))
     whole = len(costs) // (window * num_processes) * window * num_processes

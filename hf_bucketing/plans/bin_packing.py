@@ -1,4 +1,4 @@
-"""What a pack plan depends on."""
+"""Greedy bin packing, in plain Python because each choice depends on the last."""
 
 from __future__ import annotations
 
@@ -6,89 +6,30 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ..buckets.cost import CostModel
-from ..errors import PlanError
-from .epoch import IntArray
-from .rows import FloatArray
+from ..buckets.arrays import FloatArray, IntArray
 
 PackStrategy = Literal["sequential", "first_fit", "best_fit_decreasing"]
-Balance = Literal["none", "cost"]
-PackOversize = Literal["error", "own_pack", "drop"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackPlanConfig:
-    """What a pack plan depends on, beside the rows, the epoch and the number of processes.
-
-    Args:
-        capacity (`int`): Tokens that one process takes in one step: the limit of memory.
-        strategy (`str`): Samples come in random order.
-            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
-            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
-            `"best_fit_decreasing"` takes `window` samples at a time, the largest first, each into the pack that it
-            fills best; the samples of the emptiest packs go on to the next window. The fullest packs.
-        open_packs (`int`): For `"first_fit"`: packs held open at once; the fullest is closed when one more is needed.
-        window (`int`): For `"best_fit_decreasing"`: samples at a time.
-        max_samples (`int`, *optional*): Largest number of samples per pack.
-        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): For `max_cost` and `balance`.
-        max_cost (`float`, *optional*): Largest cost of a pack: the limit of time, in the units of the cost model.
-            Packs filled to the same cost take the same time, if the capacity lets them get there.
-        multiple (`int`): Each sample takes its tokens rounded up to this multiple, as a pack of strips does.
-        balance (`"none"` or `"cost"`): Which packs meet in a step. `"none"`: random ones. `"cost"`: without gradient
-            accumulation, packs of like cost among those of 64 steps, which are more alike than random ones (packs
-            filled to one `max_cost` need no such choice); with it, the packs of each accumulation window are dealt to
-            the processes, the most expensive first, each to the process with the least so far.
-        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
-            once per window.
-        oversize (`str`): A sample that exceeds `capacity` or `max_cost` by itself is an `"error"` that names it, gets
-            an `"own_pack"` above the limit, or is a counted `"drop"`.
-        seed (`int`): Not negative.
-
-    Raises:
-        PlanError: On a value below 1, an unknown name, or a cost option without a cost model.
-    """
-
-    capacity: int
-    strategy: PackStrategy = "first_fit"
-    open_packs: int = 16
-    window: int = 4096
-    max_samples: int | None = None
-    cost_model: CostModel | None = None
-    max_cost: float | None = None
-    multiple: int = 1
-    balance: Balance = "none"
-    accumulation_steps: int = 1
-    oversize: PackOversize = "error"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        names = {"strategy": PackStrategy, "balance": Balance, "oversize": PackOversize}
-        for name, choices in names.items():
-            if getattr(self, name) not in get_args(choices):
-                raise PlanError(
-                    f"`{name}` must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}."
-                )
-        for name in ("capacity", "open_packs", "window", "max_samples", "multiple", "accumulation_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"`{name}` must be at least 1, got {value}.")
-        if self.max_cost is not None and not self.max_cost > 0:
-            raise PlanError(f"max_cost must be above 0, got {self.max_cost}.")
-        if self.cost_model is None and (self.max_cost is not None or self.balance == "cost"):
-            raise PlanError('max_cost and balance="cost" need cost_model=, such as CostModel.for_transformer(width).')
-
+Sample = tuple[int, float]
+"""Tokens and cost."""
 
 _CHUNK = 2**18
-Sample = tuple[int, float]
 
 
 class Limits(NamedTuple):
-    """What a pack may hold, and the least that a sample takes of it."""
+    """What a pack may hold, and the least that a sample takes of it.
+
+    Attributes:
+        tokens (`int`): Most tokens of a pack.
+        cost (`float`): Largest cost of a pack; infinite for no limit.
+        samples (`float`): Most samples of a pack; infinite for no limit.
+        smallest (`int`): No sample takes fewer tokens; a pack with less room is closed.
+        cheapest (`float`): No sample costs less.
+    """
 
     tokens: int
     cost: float
@@ -101,37 +42,33 @@ class Limits(NamedTuple):
         return 1 - min(room / self.tokens, cost_room / self.cost if math.isfinite(self.cost) else 1)
 
 
-def fill_packs(spans: IntArray, costs: FloatArray, config: PackPlanConfig) -> IntArray:
+def fill_packs(
+    spans: IntArray, costs: FloatArray, limits: Limits, *, strategy: PackStrategy, open_packs: int, window: int
+) -> IntArray:
     """Return the pack of each sample.
 
     Args:
-        spans (`int64`, shape `(n,)`): Tokens that each sample takes, at least 1 and at most the capacity.
-        costs (`float64`, shape `(n,)`): Cost of each; 0 without a limit of cost.
-        config ([`PackPlanConfig`]): Strategy and limits.
+        spans (`int64`, shape `(n,)`): Tokens that each sample takes, at least 1 and at most `limits.tokens`.
+        costs (`float64`, shape `(n,)`): Cost of each sample; 0 without a limit of cost.
+        limits ([`Limits`]): What a pack may hold.
+        strategy (`str`): As in [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig].
+        open_packs (`int`): Packs held open at once by `"first_fit"`.
+        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
 
     Returns:
         `int64` of shape `(n,)`: Packs 0, 1, 2, … without a gap, nearly in the order of the samples.
     """
-    if not len(spans):
-        return np.zeros(0, np.int64)
-    limits = Limits(
-        config.capacity,
-        math.inf if config.max_cost is None else config.max_cost,
-        math.inf if config.max_samples is None else config.max_samples,
-        int(spans.min()),
-        float(costs.min()),
-    )
     samples = _one_by_one(spans, costs)
-    if config.strategy == "best_fit_decreasing":
-        return np.array(_best_fit_decreasing(samples, limits, window=config.window), np.int64)
-    if config.strategy == "first_fit":
-        add = FirstFit(limits, open_packs=config.open_packs).add
+    if strategy == "best_fit_decreasing":
+        return np.array(_best_fit_decreasing(samples, limits, window=window), np.int64)
+    if strategy == "first_fit":
+        add = FirstFit(limits, open_packs=open_packs).add
         return np.array(array("q", (add(span, cost) for span, cost in samples)), np.int64)
     return np.array(_sequential(samples, limits), np.int64)
 
 
 def _one_by_one(spans: IntArray, costs: FloatArray) -> Iterator[Sample]:
-    """Yield samples as Python numbers, made of a part of the arrays at a time."""
+    """Yield samples as Python numbers, converting a part of the arrays at a time to save memory."""
     for start in range(0, len(spans), _CHUNK):
         yield from zip(
             spans[start : start + _CHUNK].tolist(),
@@ -248,13 +185,13 @@ def _best_fit(
 ) -> tuple[list[list[tuple[int, float, int]]], list[int], list[float]]:
     """Put each sample, the largest first, into the pack that it fills best; return the packs and their two rooms.
 
-    Largest and best are meant by the limit that the samples use more of; the other one is only kept.
+    Samples and packs are compared by the limit, tokens or cost, that the samples use more of.
     """
     by_cost = sum(cost for _, cost, _ in samples) / limits.cost > sum(span for span, _, _ in samples) / limits.tokens
     members: list[list[tuple[int, float, int]]] = []
     rooms: list[int] = []
     cost_rooms: list[float] = []
-    open_packs: list[tuple[float, int]] = []  # the room of every open pack, in rising order, and its number
+    open_packs: list[tuple[float, int]] = []  # room and number of every open pack, by rising room
     for sample in sorted(samples, key=lambda sample: sample[by_cost], reverse=True):
         span, cost, _ = sample
         at = bisect_left(open_packs, (sample[by_cost], -1))
@@ -286,7 +223,7 @@ def _emptiest(
     *,
     most: int,
 ) -> set[int]:
-    """Return the packs, the emptiest first, whose samples may do better in the next window; `most` samples at most."""
+    """Return the emptiest packs, of `most` samples in all, whose samples are tried again in the next window."""
     chosen: set[int] = set()
     fullness = [limits.fullness(room, cost_room) for room, cost_room in zip(rooms, cost_rooms, strict=True)]
     for pack in sorted(range(len(members)), key=fullness.__getitem__):

@@ -1,73 +1,82 @@
-"""What a bucket plan depends on."""
+"""The bucket plan: batches of one bucket, by default in lockstep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PlanError
+from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.assignment import has_bucket
+from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose, generator
 from .assemble import counted_plan, labels_of, lockstep_plan
-from .deal import Steps, TailPolicy, deal, group_rows, ranges, spread_order
-from .epoch import EpochPlan, IntArray, check_processes
-from .rows import EpochRows, FloatArray, epoch_rows
+from .checks import check_choices, check_processes
+from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order
+from .epoch import EpochPlan
+from .rows import EpochRows, epoch_rows, shuffled
+
+Weights = npt.ArrayLike | Mapping[int, float]
 
 
+@refuse_old_names(PlanError, tail="remainder")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlanConfig:
-    """What a bucket plan depends on, beside the rows, the epoch and the number of processes.
+    """Settings of a bucket plan.
 
     Args:
         batch_size (`int` or mapping of bucket id to `int`): Samples per process and step.
-        tail (`str`): What happens to a bucket's samples that do not fill a step on all processes.
-            `"short"` deals them evenly in one smaller step, and what remains of all buckets one by one in mixed
+        remainder (`str`): What happens to a bucket's samples that do not fill a step on all processes.
+            `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
             steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
-            `"drop"` leaves them out of this epoch.
-            `"repeat"` fills their step up with samples of the same bucket, which are counted as repeated.
-            `"catch_all"` deals what remains of all buckets in batches at the size of the bucket `base`; the last such
-            step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows happen
-            to be of one bucket keeps that bucket's size.
-        base (`int`, *optional*): Bucket of catch-all batches; `tail="catch_all"` needs it.
-        lockstep (`bool`): All processes take the same bucket and as many samples in the same step. If False, each
-            process draws from its own share, as in NovelAI's aspect ratio bucketing: rows are trimmed to a multiple
-            of `batch_size · num_processes`, dealt to the processes in turn, and each process makes batches of them by
-            itself, of its remainders in the base bucket. So steps hold different buckets, which DDP allows as every
-            process runs as many steps, but the fastest waits for the slowest. Needs one `batch_size` for all buckets
-            and `tail="catch_all"`.
-        seed (`int`): Not negative.
+            `"drop"` drops them from this epoch.
+            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated.
+            `"catch_all"` deals the remainders of all buckets in batches at the size of the bucket `base`; the last
+            such step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows
+            happen to be of one bucket keeps that bucket's size.
+        base (`int`, *optional*): Bucket of catch-all batches; `remainder="catch_all"` needs it.
+        lockstep (`bool`): Whether all processes take the same bucket and equally many samples in the same step. If
+            False, each process draws from its own share, as in NovelAI's aspect ratio bucketing: rows are trimmed to a
+            multiple of `batch_size · num_processes` and dealt to the processes in turn; each process makes batches of
+            its rows, and puts its remainders in the base bucket. Steps then hold different buckets, which DDP allows
+            because every process runs equally many steps, but the fastest process waits for the slowest. Needs one
+            `batch_size` for all buckets, `remainder="catch_all"` and `shuffle=True`.
+        shuffle (`bool`): If False, rows stay in their order within each bucket, and buckets come in the order of their
+            ids, the mixed and catch-all steps last.
+        seed (`int`): Seed of all draws, at least 0.
 
     Raises:
-        PlanError: On a batch size below 1, an unknown tail policy, or options that do not go together.
+        PlanError: On a batch size below 1, an unknown `remainder`, or settings that do not go together.
     """
 
     batch_size: int | Mapping[int, int]
-    tail: TailPolicy = "short"
+    remainder: Remainder = "short"
     base: int | None = None
     lockstep: bool = True
+    shuffle: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
         sizes = self.batch_size.values() if isinstance(self.batch_size, Mapping) else [self.batch_size]
         if not sizes or min(sizes) < 1:
-            raise PlanError(f"Every batch size must be at least 1, got {self.batch_size!r}.")
-        if self.tail not in get_args(TailPolicy):
-            raise PlanError(f"tail must be one of {', '.join(get_args(TailPolicy))}; got {self.tail!r}.")
-        if self.tail == "catch_all" and self.base is None:
-            raise PlanError('tail="catch_all" needs base=, the bucket whose size the mixed batches get.')
-        if not self.lockstep and self.tail != "catch_all":
+            raise PlanError(f"Every `batch_size` must be at least 1, got {self.batch_size!r}.")
+        check_choices(self, remainder=Remainder)
+        if self.remainder == "catch_all" and self.base is None:
+            raise PlanError('`remainder="catch_all"` needs `base`, the bucket whose size the mixed batches get.')
+        if not self.lockstep and self.remainder != "catch_all":
             raise PlanError(
-                "lockstep=False puts what remains of a process's buckets into batches of the base bucket: "
-                f'give tail="catch_all" with it, got {self.tail!r}.'
+                "`lockstep=False` puts the remainders of each process into batches of the base bucket: "
+                f'give `remainder="catch_all"` with it, got {self.remainder!r}.'
             )
         if not self.lockstep and isinstance(self.batch_size, Mapping):
             raise PlanError(
-                "lockstep=False needs one batch size for all buckets: with several, the processes would not have "
+                "`lockstep=False` needs one batch size for all buckets: with several, the processes would not have "
                 "equally many steps."
             )
+        if not (self.lockstep or self.shuffle):
+            raise PlanError("`lockstep=False` draws batches at random; leave it out with `shuffle=False`.")
 
     def batch_sizes(self, bucket_ids: IntArray) -> IntArray:
         """Return the batch size of each of the given buckets.
@@ -79,22 +88,19 @@ class BucketPlanConfig:
             return np.full(len(bucket_ids), self.batch_size, np.int64)
         missing = [int(bucket) for bucket in bucket_ids if int(bucket) not in self.batch_size]
         if missing:
-            raise PlanError(f"batch_size names no size for buckets {missing}; add them or reject their samples.")
+            raise PlanError(f"`batch_size` names no size for buckets {missing}; add them or reject their samples.")
         return np.array([self.batch_size[int(bucket)] for bucket in bucket_ids], np.int64)
 
     @property
     def base_size(self) -> int | None:
-        """Samples per process and step of a catch-all batch; None for other tails.
+        """Samples per process and step of a catch-all batch; None without any.
 
         Raises:
             PlanError: If a mapping names no batch size for the base bucket.
         """
-        if self.base is None or self.tail != "catch_all":
+        if self.base is None or self.remainder != "catch_all":
             return None
         return int(self.batch_sizes(np.array([self.base]))[0])
-
-
-Weights = npt.ArrayLike | Mapping[int, float]
 
 
 def plan_buckets(
@@ -109,20 +115,21 @@ def plan_buckets(
     """Plan an epoch of bucketed batches.
 
     Args:
-        bucket_ids (array of `int`, shape `(n,)`): Bucket of each row; negative for rejected rows, which are dropped.
-        config ([`BucketPlanConfig`]): Batch sizes, tail policy and seed.
-        epoch (`int`): Not negative; every epoch has its own order.
-        num_processes (`int`): At least 1.
-        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): How often each row,
-            or each row of a bucket, comes per epoch: 2.0 twice, 0.5 in every second epoch. Buckets that a mapping
-            does not name have weight 1. By default every row comes once.
-        consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were; the
-            plan then holds what the epoch has left, which may be no step at all.
+        bucket_ids (array of `int`, shape `(n,)`): Bucket of each row, `REJECTED_BUCKET` (−1) for rejected rows, which
+            are dropped.
+        config ([`BucketPlanConfig`]): Batch sizes, remainder and seed.
+        epoch (`int`): Number of the epoch, at least 0; every epoch has its own order.
+        num_processes (`int`): Processes that share the batches, at least 1.
+        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per
+            epoch of each row, or of each row of a bucket: 2.0 is twice, 0.5 in every second epoch. Buckets that a
+            mapping does not name have weight 1. By default every row occurs once.
+        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions. The plan then holds
+            what is left of the epoch, which may be no step at all.
 
     Returns:
-        [`EpochPlan`]: With drop reasons `rejected`, `weight` (rows that do not come in this epoch) and `remainder`.
-        Steps stand in one uniform random order, which has the distribution of drawing buckets one after the other
-        weighted by the steps that they have left.
+        [`EpochPlan`]: With the drop reasons `rejected`, `weight` (rows that do not occur in this epoch) and
+        `remainder`. Steps are in one uniform random order, which has the distribution of drawing buckets one after
+        the other, weighted by the steps that they have left.
 
     Raises:
         PlanError: If no row has a bucket, or too few for one step, or a bucket has no batch size.
@@ -138,21 +145,25 @@ def plan_buckets(
     check_processes(num_processes)
     ids = np.asarray(bucket_ids) if np.size(bucket_ids) else np.zeros(0, np.int64)
     by_row = row_weights(ids, weights) if isinstance(weights, Mapping) else weights
-    chosen = epoch_rows(ids >= 0, weights=by_row, consumed=consumed, seed=config.seed, epoch=epoch)
+    chosen = epoch_rows(has_bucket(ids), weights=by_row, consumed=consumed, seed=config.seed, epoch=epoch)
     if not len(chosen.rows) and not chosen.consumed:
         raise PlanError(
             "No row has a bucket: the data set is empty or every row was rejected. "
             "Look at the counts of its rejection column, and choose a table that fits the data."
         )
-    rng = generator(Purpose.BUCKET_PLAN, config.seed, epoch, chosen.consumed)
-    if config.lockstep:
+    rng = generator(Purpose.BUCKET_PLAN, config.seed, epoch, chosen.consumed) if config.shuffle else None
+    if rng is None or config.lockstep:
         plan = plan_lockstep(ids, config, chosen=chosen, num_processes=num_processes, rng=rng)
     else:
         plan = plan_independent(ids, config, chosen=chosen, num_processes=num_processes, rng=rng)
     if not plan.num_steps and not chosen.consumed:
         raise PlanError(
             f"{len(chosen.rows)} rows with a bucket do not fill one step of {num_processes} processes"
-            + (' under `tail="drop"`; use `tail="short"` or smaller batches.' if config.tail == "drop" else ".")
+            + (
+                ' under `remainder="drop"`; use `remainder="short"` or smaller batches.'
+                if config.remainder == "drop"
+                else "."
+            )
         )
     return plan
 
@@ -165,17 +176,17 @@ def plan_lockstep(
     num_processes: int,
     rng: np.random.Generator | None,
 ) -> EpochPlan:
-    """Plan steps in which all processes take the same bucket; without a generator, rows and buckets in their order."""
+    """Plan steps in which all processes take the same bucket; without a generator, rows and buckets stay in order."""
     groups = group_rows(chosen.rows, bucket_ids, rng=rng)
     spare = None
-    if config.tail == "repeat" and rng is not None and chosen.consumed:
-        # Of a bucket of which little is left, rows seen before come again first, instead of the same few many times.
-        spare = group_rows(np.concatenate([rng.permutation(chosen.seen), groups.rows]), bucket_ids, rng=None)
+    if config.remainder == "repeat" and chosen.consumed:
+        # Fill a nearly exhausted bucket with rows seen earlier, rather than repeating the few that remain.
+        spare = group_rows(np.concatenate([shuffled(chosen.seen, rng), groups.rows]), bucket_ids, rng=None)
     dealt = deal(
         groups,
         config.batch_sizes(groups.buckets),
         num_processes=num_processes,
-        tail=config.tail,
+        remainder=config.remainder,
         base_size=config.base_size,
         spare=spare,
         rng=rng,
@@ -183,7 +194,7 @@ def plan_lockstep(
     del groups
     steps = dealt.steps
     if rng is None:
-        order = np.argsort(np.where(steps.bucket < 0, np.iinfo(np.int64).max, steps.bucket), kind="stable")
+        order = np.argsort(np.where(has_bucket(steps.bucket), steps.bucket, np.iinfo(np.int64).max), kind="stable")
     else:
         order = rng.permutation(len(steps.first))
     steps = Steps(*(column[order] for column in steps))
@@ -199,7 +210,7 @@ def plan_lockstep(
 
 
 def row_weights(bucket_ids: IntArray, weights: Mapping[int, float]) -> FloatArray:
-    """Return each row's weight, from weights by bucket; 1 for buckets that are not named."""
+    """Return the weight of each row from weights by bucket; 1 for buckets that are not named."""
     by_row = np.ones(len(bucket_ids))
     for bucket, weight in weights.items():
         by_row[bucket_ids == bucket] = weight
@@ -221,6 +232,7 @@ def plan_independent(
     distribution of drawing buckets weighted by the batches that they have left. Every list is a multiple of the batch
     size, so all processes have equally many batches. Source: the README of novelai-aspect-ratio-bucketing.
     """
+    assert config.base is not None, "BucketPlanConfig checks it"
     size = int(config.batch_sizes(np.zeros(1, np.int64))[0])
     rows = rng.permutation(chosen.rows)
     rows = rows[: len(rows) // (size * num_processes) * size * num_processes]
@@ -239,7 +251,7 @@ def _batches_of(rows: IntArray, bucket_ids: IntArray, *, size: int, rng: np.rand
     groups = group_rows(rows, bucket_ids, rng=rng)
     full = groups.counts // size * size
     whole = groups.rows[np.repeat(groups.starts, full) + ranges(full)]
-    rest = groups.counts - full
-    left = groups.rows[np.repeat(groups.starts + full, rest) + ranges(rest)]
+    count = groups.counts - full
+    left = groups.rows[np.repeat(groups.starts + full, count) + ranges(count)]
     left = left[spread_order(len(left) // size, size)]
     return rng.permutation(np.concatenate([whole, left]).reshape(-1, size))

@@ -1,4 +1,4 @@
-"""Rows of buckets, dealt into steps that all processes take together."""
+"""Deal the rows of buckets into steps that all processes take together."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .epoch import MIXED, IntArray
+from ..buckets.arrays import IntArray
+from ..buckets.assignment import REJECTED_BUCKET
+from .epoch import MIXED
+from .rows import shuffled
 
-TailPolicy = Literal["short", "drop", "repeat", "catch_all"]
+Remainder = Literal["short", "drop", "repeat", "catch_all"]
 
-CATCH_ALL = -2
-"""Marks a step of several buckets, until the rows of its batches tell their sizes."""
+CATCH_ALL = -4
+"""Marks a catch-all step until the bucket of each of its batches is known; never in a finished plan."""
 
 
 class Groups(NamedTuple):
-    """Rows, bucket by bucket: `counts[i]` of them for bucket `buckets[i]`."""
+    """Rows sorted by bucket: `counts[i]` rows of bucket `buckets[i]`, in the order of `buckets`."""
 
     rows: IntArray
     buckets: IntArray
@@ -24,12 +27,12 @@ class Groups(NamedTuple):
 
     @property
     def starts(self) -> IntArray:
-        """Where each bucket's rows start."""
+        """Position of each bucket's first row."""
         return np.cumsum(self.counts) - self.counts
 
 
 class Steps(NamedTuple):
-    """Steps: the position of its first row, samples per process, bucket; all of shape `(num_steps,)`."""
+    """Position of each step's first row, its samples per process and its bucket; all of shape `(num_steps,)`."""
 
     first: IntArray
     size: IntArray
@@ -37,7 +40,7 @@ class Steps(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Steps over rows; `filled` of the rows stand there to fill a step and have a place of their own."""
+    """Steps over rows; `filled` counts repeated rows appended to complete a step."""
 
     rows: IntArray
     steps: Steps
@@ -45,16 +48,16 @@ class Deal(NamedTuple):
 
 
 def group_rows(rows: IntArray, bucket_ids: IntArray, *, rng: np.random.Generator | None) -> Groups:
-    """Return the rows bucket by bucket, shuffled within each; in their own order without a generator.
+    """Sort rows by bucket and shuffle them within each bucket; without a generator they keep their order.
 
     Args:
         rows (`int64`, shape `(n,)`): Row numbers.
         bucket_ids (array of `int`, shape `(num_rows,)`): Bucket of each row of the data set.
-        rng (`numpy.random.Generator`, *optional*): Makes the order.
+        rng (`numpy.random.Generator`, *optional*): Source of the order.
     """
     whole = len(rows) == len(bucket_ids) and bool((np.diff(rows) == 1).all())
     ids = bucket_ids if whole else bucket_ids[rows]
-    if len(ids) and ids.min() >= 0 and ids.max() < 2**16:
+    if len(ids) and ids.min() > REJECTED_BUCKET and ids.max() < 2**16:
         keys: npt.NDArray[Any] = ids.astype(np.uint16)
         present = np.bincount(ids)
         buckets = np.flatnonzero(present)
@@ -79,46 +82,48 @@ def deal(
     sizes: IntArray,
     *,
     num_processes: int,
-    tail: TailPolicy,
+    remainder: Remainder,
     base_size: int | None = None,
     spare: Groups | None = None,
     rng: np.random.Generator | None,
 ) -> Deal:
-    """Deal the rows of each bucket into full steps, and what is left by the tail policy.
+    """Deal the rows of each bucket into full steps, and its remainder as `remainder` says.
 
     Args:
         groups ([`Groups`]): Rows of `k` buckets.
         sizes (`int64`, shape `(k,)`): Samples per process and step of each bucket.
         num_processes (`int`): At least 1.
-        tail (`str`): See [`BucketPlanConfig`].
+        remainder (`str`): See [`BucketPlanConfig`].
         base_size (`int`, *optional*): Samples per process and step of a catch-all step.
-        spare ([`Groups`], *optional*): Rows of at least the same buckets that fill steps up, by default `groups`.
-        rng (`numpy.random.Generator`, *optional*): Chooses what is mixed and what is left out.
+        spare ([`Groups`], *optional*): Rows that complete the steps of `"repeat"`, for at least the same buckets; by
+            default `groups`.
+        rng (`numpy.random.Generator`, *optional*): Chooses which rows are mixed and which are dropped.
     """
     per_step = sizes * num_processes
-    full, rest = groups.counts // per_step, groups.counts % per_step
+    full, left_over = groups.counts // per_step, groups.counts % per_step
     whole = Steps(
         np.repeat(groups.starts, full) + ranges(full) * np.repeat(per_step, full),
         np.repeat(sizes, full),
         np.repeat(groups.buckets, full),
     )
     first_left = groups.starts + full * per_step
-    if tail == "short":
-        size = rest // num_processes
+    if remainder == "short":
+        size = left_over // num_processes
         some = size > 0
         short = Steps(first_left[some], size[some], groups.buckets[some])
-        left = _left(groups, first_left + size * num_processes)
-        left = left if rng is None else rng.permutation(left)
+        left = shuffled(_left(groups, first_left + size * num_processes), rng)
         count = len(left) // num_processes
         mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
         return _join(groups.rows, whole, short, extra=(left, mixed))
-    if tail == "repeat":
+    if remainder == "repeat":
         filled = _filled(groups, groups if spare is None else spare, first_left=first_left, per_step=per_step)
-        some = rest > 0
+        some = left_over > 0
         first = np.cumsum(per_step[some]) - per_step[some]
         steps = Steps(first, sizes[some], groups.buckets[some])
-        return _join(groups.rows, whole, extra=(filled, steps))._replace(filled=int((per_step - rest)[some].sum()))
-    if tail == "catch_all":
+        return _join(groups.rows, whole, extra=(filled, steps))._replace(
+            filled=int((per_step - left_over)[some].sum())
+        )
+    if remainder == "catch_all":
         assert base_size is not None
         left, size = _spread(_left(groups, first_left), base_size, num_processes=num_processes, rng=rng)
         steps = Steps((np.cumsum(size) - size) * num_processes, size, np.full(len(size), CATCH_ALL))
@@ -127,19 +132,19 @@ def deal(
 
 
 def ranges(counts: IntArray) -> IntArray:
-    """Return 0 … c−1 for each count c, one after the other: [2, 3] -> [0, 1, 0, 1, 2]."""
+    """Return 0 … c − 1 for each count c, concatenated: [2, 3] -> [0, 1, 0, 1, 2]."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
 def spread_order(num_batches: int, size: int, *, num_short: int = 0, short_size: int = 0) -> IntArray:
-    """Return the order that deals rows, sorted by bucket, to batches in turn, so that each batch gets many buckets.
+    """Return the order that deals rows sorted by bucket to batches in turn, so that each batch mixes many buckets.
 
     Args:
-        num_batches (`int`): Batches of `size` rows.
-        size (`int`): At least `short_size`.
-        num_short (`int`): Batches of `short_size` rows, after the others.
-        short_size (`int`): At least 0.
+        num_batches (`int`): Number of batches of `size` rows.
+        size (`int`): Rows of a full batch, at least `short_size`.
+        num_short (`int`): Number of batches of `short_size` rows, after the others.
+        short_size (`int`): Rows of a short batch, at least 0.
 
     Example:
         >>> spread_order(2, 3, num_short=1, short_size=1)
@@ -159,13 +164,13 @@ def _left(groups: Groups, first_left: IntArray) -> IntArray:
 
 
 def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: IntArray) -> IntArray:
-    """Return, for each bucket with a rest, a full step: the rest, then spare rows of the bucket from its first on."""
-    rest = groups.starts + groups.counts - first_left
-    some = rest > 0
+    """Return a full step for each bucket with a remainder: the remainder, then spare rows of the bucket."""
+    left_over = groups.starts + groups.counts - first_left
+    some = left_over > 0
     at = np.searchsorted(spare.buckets, groups.buckets[some])
     first, own, start, count = (
         np.repeat(column, per_step[some])
-        for column in (first_left[some], rest[some], spare.starts[at], spare.counts[at])
+        for column in (first_left[some], left_over[some], spare.starts[at], spare.counts[at])
     )
     place = ranges(per_step[some])
     filling = place >= own
@@ -178,7 +183,7 @@ def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: In
 def _spread(
     left: IntArray, size: int, *, num_processes: int, rng: np.random.Generator | None
 ) -> tuple[IntArray, IntArray]:
-    """Deal what is left of all buckets into steps of `size` and one smaller one; return the rows and the sizes."""
+    """Deal the remainders of all buckets into steps of `size` and one smaller step; return the rows and the sizes."""
     spare = len(left) % num_processes
     if spare:
         out = np.arange(len(left) - spare, len(left)) if rng is None else rng.permutation(len(left))[:spare]
@@ -189,7 +194,7 @@ def _spread(
 
 
 def _join(rows: IntArray, *parts: Steps, extra: tuple[IntArray, Steps]) -> Deal:
-    """Return all steps; those of `extra` count positions in rows of their own."""
+    """Join all steps; those of `extra` refer to rows of their own, which are appended."""
     more, steps = extra
     parts = (*parts, steps._replace(first=steps.first + len(rows)))
     return Deal(np.concatenate([rows, more]), Steps(*(np.concatenate(column) for column in zip(*parts, strict=True))))

@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PlanError
+from ..buckets.arrays import FloatArray, IntArray
+from ..errors import PlanError, refuse_old_names
 
-IntArray = npt.NDArray[np.int64]
-MIXED = -1
-"""The bucket id of a batch in a mixed step, whose processes hold different buckets."""
+MIXED = -2
+"""Bucket id of a batch that belongs to no bucket: in a mixed step, or of any lengths.
+
+The processes of a mixed step hold different buckets, because they share the remainders.
+"""
+
+PACKED = -3
+"""Bucket id of a pack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +33,14 @@ class EpochPlan:
     Args:
         indices (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
         offsets (`int64`, shape `(num_batches + 1,)`): Batch `i` is `indices[offsets[i]:offsets[i + 1]]`, never empty.
-        bucket_ids (`int32`, shape `(num_batches,)`): Bucket of each batch, −1 where it has none (packs) or where the
-            processes of its step hold different ones because they share what was left over.
+        bucket_ids (`int32`, shape `(num_batches,)`): Bucket of each batch, [`MIXED`] (−2) for a batch without a
+            bucket of its own, [`PACKED`] (−3) for a pack.
         num_processes (`int`): Processes that share the batches.
         repeated (`int`): Occurrences in the plan of rows that the epoch holds already.
-        drop_reasons (mapping of `str` to `int`): Rows that are not in the plan, by reason.
-        consumed (`int`): Occurrences that the epoch had before this plan, which holds what it had left: a plan made
-            in the middle of an epoch, for another number of processes. `kept + dropped + consumed` is the number of
-            rows, unless rows repeat.
+        drop_reasons (mapping of `str` to `int`): Number of rows that are not in the plan, by reason.
+        consumed (`int`): Occurrences that the epoch had before this plan. Above 0 for the plan of what is left of an
+            epoch, made for another number of processes. `kept + dropped + consumed` is the number of rows, unless
+            rows repeat.
 
     Raises:
         PlanError: If the number of batches is no multiple of `num_processes`, or arrays and offsets do not fit.
@@ -90,24 +96,25 @@ class EpochPlan:
         """Steps whose processes hold different buckets; all of them in a plan without buckets."""
         by_step = self.bucket_ids.reshape(self.num_steps, self.num_processes)
         first = by_step[:, :1]
-        return int(np.count_nonzero(((by_step != first) | (first == MIXED)).any(axis=1)))
+        return int(np.count_nonzero(((by_step != first) | np.isin(first, (MIXED, PACKED))).any(axis=1)))
 
+    @refuse_old_names(PlanError, capacity="max_tokens")
     def summary(
         self,
         *,
         num_tokens: npt.ArrayLike | None = None,
         costs: npt.ArrayLike | None = None,
-        capacity: float | None = None,
+        max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """Return the counts of the plan as JSON values, and what its steps cost if the rows' costs are known.
+        """Return the counts of the plan as JSON values, and the cost of its steps if the rows' costs are known.
 
         Args:
             num_tokens (array, shape `(num_rows,)`, *optional*): Tokens or length of each row of the data set. Adds
-                `padding`: the share of what is computed that is none of them.
+                `padding`: the share of the computed tokens that belong to no sample.
             costs (array, shape `(num_rows,)`, *optional*): Cost of each row; by default its tokens. Adds
-                `cost_imbalance`, largest ÷ mean over the processes, as it adds up over the steps (1: no process ever
+                `cost_imbalance`, largest ÷ mean cost over the processes, summed over the steps (1: no process ever
                 waits), and the `cheapest_step` and the `most_expensive_step`, by their slowest process.
-            capacity (`float`, *optional*): For packs: what each has room for. Without it, batches are padded to their
+            max_tokens (`int`, *optional*): Tokens that a pack has room for. Without it, batches are padded to their
                 longest sample, and each of their samples costs as much as the most expensive.
         """
         counts = {
@@ -125,16 +132,16 @@ class EpochPlan:
         if num_tokens is not None:
             tokens = np.asarray(num_tokens)[self.indices]
             longest = np.maximum.reduceat(tokens, self.offsets[:-1])
-            computed = (longest * sizes).sum() if capacity is None else capacity * self.num_batches
+            computed = (longest * sizes).sum() if max_tokens is None else max_tokens * self.num_batches
             counts["padding"] = 1 - float(tokens.sum() / computed)
         if costs is not None or num_tokens is not None:
             each = np.asarray(num_tokens if costs is None else costs, np.float64)[self.indices]
-            if capacity is None:
+            if max_tokens is None:
                 each = np.repeat(np.maximum.reduceat(each, self.offsets[:-1]), sizes)
             counts.update(self._cost_summary(each))
         return counts
 
-    def _cost_summary(self, sample_costs: npt.NDArray[np.float64]) -> dict[str, Any]:
+    def _cost_summary(self, sample_costs: FloatArray) -> dict[str, Any]:
         batches = np.add.reduceat(sample_costs, self.offsets[:-1]).reshape(-1, self.num_processes)
         slowest = batches.max(axis=1)
         cheapest, dearest = int(slowest.argmin()), int(slowest.argmax())
@@ -145,7 +152,7 @@ class EpochPlan:
         }
 
     def most_expensive_first(self, sample_costs: npt.ArrayLike) -> EpochPlan:
-        """Return this plan with its most expensive step moved to the front, to run out of memory at once or never.
+        """Return this plan with its most expensive step moved to the front, so that a lack of memory shows at once.
 
         Args:
             sample_costs (array, shape `(num_samples,)`): Cost of each sample of the plan, in the order of `indices`.
@@ -175,16 +182,10 @@ class EpochPlan:
             yield self.batch(position)
 
     def rows_in_steps(self, start: int, stop: int) -> IntArray:
-        """Return the rows of all processes in steps `start` to `stop - 1`; `stop` may overshoot."""
+        """Return the rows of all processes in steps `start` to `stop - 1`; `stop` may lie beyond the last step."""
         first, last = (min(step, self.num_steps) * self.num_processes for step in (start, stop))
         return self.indices[self.offsets[first] : self.offsets[last]]
 
     def samples_in_steps(self, start: int, stop: int) -> int:
-        """Return how many samples all processes together take in steps `start` to `stop - 1`; `stop` may overshoot."""
+        """Return how many samples all processes together take in steps `start` to `stop - 1`; see `rows_in_steps`."""
         return len(self.rows_in_steps(start, stop))
-
-
-def check_processes(num_processes: int) -> None:
-    """Raise PlanError unless at least one process shares the plan."""
-    if num_processes < 1:
-        raise PlanError(f"num_processes must be at least 1, got {num_processes}.")

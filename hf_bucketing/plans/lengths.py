@@ -1,4 +1,4 @@
-"""What a length plan depends on."""
+"""The length plan: batches of samples that differ in length alone."""
 
 from __future__ import annotations
 
@@ -11,83 +11,92 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PlanError
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
+from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose, generator
-from .assemble import counted_plan, take_segments
-from .balance import split_largest
+from .assemble import unbucketed_plan
+from .balance import even_batches
 from .buckets import BucketPlanConfig, plan_lockstep
-from .epoch import MIXED, EpochPlan, IntArray, check_processes
-from .rows import BoolArray, EpochRows, FloatArray, epoch_rows
+from .checks import Oversize, check_at_least_one, check_choices, check_positive, check_processes
+from .deal import Remainder
+from .epoch import MIXED, EpochPlan
+from .rows import EpochRows, epoch_rows, shuffled
 
 LengthStrategy = Literal["bucket", "random", "sorted"]
-LengthOversize = Literal["error", "own_batch", "drop"]
+LengthRemainder = Literal["short", "drop"]
 Boundaries = Literal["quantile", "uniform"] | Sequence[float]
 
+OLD_NAMES = {"capacity": "max_tokens", "drop_last": 'remainder="drop" or "short"'}
 
+_CHUNK = 2**18
+
+
+@refuse_old_names(PlanError, **OLD_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthPlanConfig:
-    """What a length plan depends on, beside the lengths, the epoch and the number of processes.
+    """Settings of a length plan.
 
     Args:
         strategy (`str`): `"bucket"` makes batches of samples whose lengths lie between the same two boundaries;
             `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
-            for the least padding and the least mixing.
+            which pads and mixes least.
         batch_size (`int`, *optional*): Samples per process and step.
-        capacity (`float`, *optional*): Instead of `batch_size`, in the unit of the lengths: the number of samples ×
-            the longest of them is at most this. In a bucket, its upper bound counts as the longest, so all its full
-            batches are of one size, and can be padded to one shape.
-        num_buckets (`int`): For `"quantile"` and `"uniform"` boundaries.
+        max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: the number of samples × the
+            longest of them, in the unit of the lengths, which may be tokens, frames, seconds or any other. In a
+            bucket, its upper bound counts as the longest, so that all its full batches have one size and can be
+            padded to one shape.
+        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
+        num_buckets (`int`): Number of buckets, for `"quantile"` and `"uniform"` boundaries.
         boundaries (`str` or sequence of `float`): `"quantile"`: equally many samples in each bucket. `"uniform"`:
-            equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included; what is longer
-            than the last one makes one more bucket.
-        drop_last (`bool`): Leave out what fills no step on all processes, instead of making smaller batches of it.
-        shuffle (`bool`): If False, samples stay in their order (`"sorted"`: of rising length), and steps too; for
-            evaluation.
-        oversize (`str`): A sample longer than the capacity is an `"error"` that names it, gets an `"own_batch"` above
-            the capacity, or is a counted `"drop"`.
-        seed (`int`): Not negative.
+            equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included; samples longer
+            than the last one make one more bucket.
+        remainder (`str`): What happens to samples that do not fill a step on all processes: `"short"` makes smaller
+            batches of them, `"drop"` drops them.
+        oversize (`str`): What happens to a sample longer than `max_tokens`: an `"error"` that names it, an
+            `"own_batch"` above the limit, or a counted `"drop"`.
+        shuffle (`bool`): If False, samples keep their order (`"sorted"`: rising length), and so do steps.
+        seed (`int`): Seed of all draws, at least 0.
 
     Raises:
-        PlanError: If not exactly one of `batch_size` and `capacity` is given, on an unknown name, a value below 1, or
-            boundaries that do not rise.
+        PlanError: If not exactly one of `batch_size` and `max_tokens` is given, on an unknown name, a value below 1,
+            or boundaries that do not rise.
     """
 
     strategy: LengthStrategy = "bucket"
     batch_size: int | None = None
-    capacity: float | None = None
+    max_tokens: float | None = None
+    max_samples: int | None = None
     num_buckets: int = 10
     boundaries: Boundaries = "quantile"
-    drop_last: bool = False
+    remainder: LengthRemainder = "short"
+    oversize: Oversize = "error"
     shuffle: bool = True
-    oversize: LengthOversize = "error"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in {"strategy": LengthStrategy, "oversize": LengthOversize}.items():
-            if getattr(self, name) not in get_args(choices):
-                raise PlanError(f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}.")
-        if (self.batch_size is None) == (self.capacity is None):
-            raise PlanError("Give either batch_size or capacity.")
-        if (self.batch_size is not None and self.batch_size < 1) or self.num_buckets < 1:
-            raise PlanError(
-                f"Expected batch_size and num_buckets of at least 1, got {self.batch_size} and {self.num_buckets}."
-            )
-        if self.capacity is not None and not self.capacity > 0:
-            raise PlanError(f"capacity must be above 0, got {self.capacity}.")
+        if self.remainder not in get_args(LengthRemainder) and self.remainder in get_args(Remainder):
+            raise PlanError(f'`remainder="{self.remainder}"` is for buckets of sizes; lengths take "short" or "drop".')
+        check_choices(self, strategy=LengthStrategy, remainder=LengthRemainder, oversize=Oversize)
+        if (self.batch_size is None) == (self.max_tokens is None):
+            raise PlanError("Give either `batch_size` or `max_tokens`.")
+        if self.batch_size is not None and self.max_samples is not None:
+            raise PlanError("`max_samples` goes with `max_tokens`; `batch_size` is the number of samples already.")
+        check_at_least_one(self, "batch_size", "max_samples", "num_buckets")
+        check_positive(self, "max_tokens")
         if isinstance(self.boundaries, str):
             if self.boundaries not in ("quantile", "uniform"):
-                raise PlanError(f'boundaries must be "quantile", "uniform" or numbers, got {self.boundaries!r}.')
+                raise PlanError(f'`boundaries` must be "quantile", "uniform" or numbers, got {self.boundaries!r}.')
         else:
             bounds = tuple(map(float, self.boundaries))
             if not bounds or not all(low < high for low, high in pairwise(bounds)):
-                raise PlanError(f"Boundaries must be numbers that rise, got {self.boundaries!r}.")
+                raise PlanError(f"`boundaries` must be numbers that rise, got {self.boundaries!r}.")
             object.__setattr__(self, "boundaries", bounds)
 
     def upper_bounds(self, lengths: npt.NDArray[Any]) -> FloatArray:
         """Return the upper bound of each bucket, included; the last one is at least the largest of the lengths.
 
         Args:
-            lengths (array of `int` or `float`, shape `(n,)`): At least one; those that are to be bucketed.
+            lengths (array of `int` or `float`, shape `(n,)`): Lengths of the samples in the buckets, at least one.
 
         Example:
             >>> LengthPlanConfig(batch_size=1, num_buckets=3, boundaries="uniform").upper_bounds(np.array([1.0, 4, 7]))
@@ -104,9 +113,6 @@ class LengthPlanConfig:
         return np.unique(bounds).astype(np.float64)
 
 
-_CHUNK = 2**18
-
-
 def plan_lengths(
     lengths: npt.ArrayLike,
     config: LengthPlanConfig,
@@ -118,30 +124,30 @@ def plan_lengths(
 ) -> EpochPlan:
     """Plan an epoch of batches of samples that differ in length alone, the same number on every process.
 
-    With `strategy="bucket"` this is a bucket plan: lockstep and tail are those of [`plan_buckets`]. Otherwise
-    neighbouring batches make a step; if their number does not divide evenly among the processes, those of most
-    samples are split, and only if all hold one, fewer than `num_processes` samples are dropped.
+    With `strategy="bucket"` this is a bucket plan: lockstep and remainders are those of [`plan_buckets`]. Otherwise
+    neighbouring batches make a step. If their number does not divide evenly among the processes, those with the most
+    samples are split; only if all hold one sample, fewer than `num_processes` samples are dropped.
 
     Args:
         lengths (array of `int` or `float`, shape `(n,)`): Length of each row in any unit, 0 or less for rejected ones.
-        config ([`LengthPlanConfig`]): Strategy, batch size or capacity, and seed.
-        epoch (`int`): Not negative; every epoch has its own order.
-        num_processes (`int`): At least 1.
-        weights (array of `float`, shape `(n,)`, *optional*): How often each row comes per epoch; by default once.
-        consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were; the
-            plan then holds what the epoch has left, which may be no step at all.
+        config ([`LengthPlanConfig`]): Strategy, size of batches, and seed.
+        epoch (`int`): Number of the epoch, at least 0; every epoch has its own order.
+        num_processes (`int`): Processes that share the batches, at least 1.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
+        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions. The plan then holds
+            what is left of the epoch, which may be no step at all.
 
     Returns:
-        [`EpochPlan`]: With the bucket of each batch, −1 where there are no buckets, and drop reasons `rejected`,
-        `oversize`, `weight` (rows that do not come in this epoch) and `remainder`.
+        [`EpochPlan`]: With the bucket of each batch, `MIXED` where there are no buckets, and the drop reasons
+        `rejected`, `oversize`, `weight` (rows that do not occur in this epoch) and `remainder`.
 
     Raises:
-        PlanError: If a row exceeds the capacity (the message names the longest), or too few rows have a length.
+        PlanError: If a row exceeds `max_tokens` (the message names the longest), or too few rows have a length.
 
     Example:
         Two buckets, up to 3 and up to 8 long: batches of four and of one.
 
-        >>> config = LengthPlanConfig(capacity=12, num_buckets=2, shuffle=False)
+        >>> config = LengthPlanConfig(max_tokens=12, num_buckets=2, shuffle=False)
         >>> plan = plan_lengths([8, 1, 2, 3, 7, 3], config, epoch=0, num_processes=1)
         >>> [batch.tolist() for batch in plan.batches()]
         [[1, 2, 3, 5], [0], [4]]
@@ -161,34 +167,37 @@ def plan_lengths(
     make = _in_buckets if config.strategy == "bucket" else _one_after_the_other
     plan = make(values, config, chosen=chosen, num_processes=num_processes, rng=rng)
     if not plan.num_steps and not chosen.consumed:
-        raise PlanError(f"{len(chosen.rows)} rows do not fill one step of {num_processes} processes; drop_last=False?")
+        raise PlanError(
+            f'{len(chosen.rows)} rows do not fill one step of {num_processes} processes under `remainder="drop"`; '
+            'use `remainder="short"` or smaller batches.'
+        )
     return plan
 
 
 def oversize_rows(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> BoolArray:
-    """Return which rows are longer than the capacity.
+    """Return which rows are longer than `config.max_tokens`.
 
     Raises:
         PlanError: If there is one and `config.oversize` is `"error"`; the message names the longest.
     """
-    over: BoolArray = lengths > (np.inf if config.capacity is None else config.capacity)
+    over: BoolArray = lengths > _limit(config)
     if config.oversize == "error" and over.any():
         worst = int(lengths.argmax())
         raise PlanError(
-            f"Row {worst} is {lengths[worst]} long and exceeds `capacity={config.capacity}` "
+            f"Row {worst} is {lengths[worst]} long and exceeds `max_tokens={config.max_tokens}` "
             f"({np.count_nonzero(over)} rows do).",
-            advice=["raise `capacity`", 'give `oversize="own_batch"` or `oversize="drop"`'],
+            advice=["raise `max_tokens`", 'give `oversize="own_batch"` or `oversize="drop"`'],
         )
     return over
 
 
 def length_buckets(lengths: npt.ArrayLike, config: LengthPlanConfig) -> npt.NDArray[Any]:
-    """Return the upper bound of each bucket, included: what its batches can be padded to for static shapes.
+    """Return the upper bound of each bucket, included: the length to pad its batches to for static shapes.
 
     Args:
         lengths (array of `int` or `float`, shape `(n,)`): As for [`plan_lengths`]; whole numbers have whole bounds.
-        config ([`LengthPlanConfig`]): Its boundaries. None exceeds the capacity, but for the one of the rows above
-            the capacity, if those get batches of their own.
+        config ([`LengthPlanConfig`]): Settings with the boundaries. No bound exceeds `max_tokens`, except that of the
+            oversize rows if those get batches of their own.
 
     Returns:
         `int64` or `float64` of shape `(num_buckets,)`, rising. Equal bounds are one bucket, so there may be fewer than
@@ -198,17 +207,21 @@ def length_buckets(lengths: npt.ArrayLike, config: LengthPlanConfig) -> npt.NDAr
         PlanError: If no row has a length.
     """
     values = np.asarray(lengths)
-    capacity = np.inf if config.capacity is None else config.capacity
-    over = values[values > capacity] if config.oversize == "own_batch" else values[:0]
-    inside = values[(values > 0) & (values <= capacity)]
+    limit = _limit(config)
+    over = values[values > limit] if config.oversize == "own_batch" else values[:0]
+    inside = values[(values > 0) & (values <= limit)]
     if not len(inside) + len(over):
-        raise PlanError("No row has a length above 0 that the capacity can hold.")
-    bounds = np.minimum(config.upper_bounds(inside), capacity) if len(inside) else np.zeros(0)
+        raise PlanError("No row has a length above 0 and within `max_tokens`.")
+    bounds = np.minimum(config.upper_bounds(inside), limit) if len(inside) else np.zeros(0)
     bounds = np.append(bounds, over.max()) if len(over) else bounds
     if np.issubdtype(values.dtype, np.integer):
         bounds = np.floor(bounds).astype(np.int64)
     bounds = np.unique(bounds)
     return bounds[bounds > 0]
+
+
+def _limit(config: LengthPlanConfig) -> float:
+    return np.inf if config.max_tokens is None else config.max_tokens
 
 
 def _in_buckets(
@@ -221,18 +234,20 @@ def _in_buckets(
 ) -> EpochPlan:
     """Plan as for buckets of sizes."""
     bounds = length_buckets(values, config)
-    ids = np.searchsorted(bounds, values)
     settings = BucketPlanConfig(
-        batch_size=config.batch_size or _sizes_for(bounds, config.capacity or 0),
-        tail="drop" if config.drop_last else "short",
+        batch_size=_batch_sizes(bounds, config) if config.batch_size is None else config.batch_size,
+        remainder=config.remainder,
     )
+    ids = np.searchsorted(bounds, values)
     return plan_lockstep(ids, settings, chosen=chosen, num_processes=num_processes, rng=rng)
 
 
-def _sizes_for(bounds: npt.NDArray[Any], capacity: float) -> dict[int, int]:
+def _batch_sizes(bounds: npt.NDArray[Any], config: LengthPlanConfig) -> dict[int, int]:
     """Return how many samples of each bucket fit, at least one."""
-    sizes = np.floor(capacity / bounds)
-    sizes -= sizes * bounds > capacity  # the division may have been rounded up
+    limit = _limit(config)
+    sizes = np.floor(limit / bounds)
+    sizes -= sizes * bounds > limit  # the division may have been rounded up
+    sizes = np.minimum(sizes, np.inf if config.max_samples is None else config.max_samples)
     return dict(enumerate(np.maximum(sizes, 1).astype(int).tolist()))
 
 
@@ -244,30 +259,20 @@ def _one_after_the_other(
     num_processes: int,
     rng: np.random.Generator | None,
 ) -> EpochPlan:
-    """Cut the rows, in random order or sorted, into batches, and make steps of neighbouring ones."""
-    rows = chosen.rows if rng is None else rng.permutation(chosen.rows)
+    """Cut the rows, in random order or sorted, into batches, and make steps of neighbouring batches."""
+    rows = shuffled(chosen.rows, rng)
     if config.strategy == "sorted":
         rows = rows[np.argsort(values[rows], kind="stable")]
     offsets = _cut(values[rows], config)
-    if config.drop_last:
+    if config.remainder == "drop":
         first, size = _whole_steps(offsets, config, num_processes=num_processes, rng=rng)
     else:
-        even = split_largest(offsets, num_processes)
-        if even is None:  # fewer samples than batches wanted: all single ones but fewer than num_processes
-            spare = len(rows) % num_processes
-            rows = rows[: len(rows) - spare] if rng is None else np.delete(rows, rng.permutation(len(rows))[:spare])
-            even = np.arange(len(rows) + 1)
-        first, size = even[:-1], np.diff(even)
+        rows, offsets = even_batches(rows, offsets, num_processes, rng=rng)
+        first, size = offsets[:-1], np.diff(offsets)
     if rng is not None:
         order = rng.permutation(np.arange(len(size)).reshape(-1, num_processes)).ravel()
         first, size = first[order], size[order]
-    return counted_plan(
-        take_segments(rows, first, size),
-        np.concatenate([[0], np.cumsum(size)]),
-        np.full(len(size), MIXED, np.int32),
-        num_processes=num_processes,
-        chosen=chosen,
-    )
+    return unbucketed_plan(rows, first, size, label=MIXED, num_processes=num_processes, chosen=chosen)
 
 
 def _whole_steps(
@@ -283,17 +288,18 @@ def _whole_steps(
 
 
 def _cut(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> IntArray:
-    """Return the bounds of batches of consecutive samples, each as large as the batch size or the capacity allows."""
+    """Return the bounds of batches of consecutive samples, each as large as the limits allow."""
     if config.batch_size is not None:
         return np.append(np.arange(0, len(lengths), config.batch_size), len(lengths))
-    capacity = config.capacity or 0
+    limit = _limit(config)
+    most = np.inf if config.max_samples is None else config.max_samples
     cuts = array("q", [0])
     count, longest = 0, 0.0
     position = 0
     for start in range(0, len(lengths), _CHUNK):
         for length in lengths[start : start + _CHUNK].tolist():
             longest = max(length, longest)
-            if count and (count + 1) * longest > capacity:
+            if count and ((count + 1) * longest > limit or count == most):
                 cuts.append(position)
                 count, longest = 0, length
             count += 1

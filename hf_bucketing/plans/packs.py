@@ -1,17 +1,91 @@
-"""The pack plan: samples of any size dealt into packs that fit a number of tokens."""
+"""The pack plan: samples of any size, packed within a number of tokens."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PlanError
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
+from ..buckets.cost import CostModel
+from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose, generator
-from .assemble import counted_plan, take_segments
-from .balance import like_costs_together, longest_first_to_least_loaded, split_largest
-from .bin_packing import PackPlanConfig, fill_packs
-from .epoch import MIXED, EpochPlan, IntArray, check_processes
-from .rows import BoolArray, FloatArray, epoch_rows
+from .assemble import unbucketed_plan
+from .balance import even_batches, longest_first_to_least_loaded, similar_costs_together
+from .bin_packing import Limits, PackStrategy, fill_packs
+from .checks import Oversize, check_at_least_one, check_choices, check_positive, check_processes
+from .epoch import PACKED, EpochPlan
+from .rows import epoch_rows, shuffled
+
+Balance = Literal["none", "cost"]
+
+OLD_NAMES = {"capacity": "max_tokens", "multiple": "strip_length"}
+
+
+@refuse_old_names(PlanError, **OLD_NAMES)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlanConfig:
+    """Settings of a pack plan.
+
+    Args:
+        max_tokens (`int`): Tokens that one process takes in one step: the limit of memory.
+        max_cost (`float`, *optional*): Largest cost of a pack, in the units of `cost_model`: the limit of time. Packs
+            filled to the same cost take the same time, if `max_tokens` lets them get there.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost` and `balance`.
+        max_samples (`int`, *optional*): Most samples per pack.
+        strip_length (`int`): Tokens per strip; each sample takes whole strips. Give the `strip_length` of the packs.
+        strategy (`str`): How samples, which come in random order, get into packs.
+            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
+            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
+            `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
+            that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
+        open_packs (`int`): Packs held open at once by `"first_fit"`; the fullest is closed when one more is needed.
+        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
+        balance (`"none"` or `"cost"`): Which packs meet in a step. `"none"`: random ones. `"cost"` without gradient
+            accumulation: packs of similar cost among those of 64 steps (packs filled to one `max_cost` are similar
+            already). `"cost"` with it: the packs of each accumulation window are dealt to the processes, the most
+            expensive first, each to the process with the lowest sum so far.
+        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
+            once per window.
+        oversize (`str`): What happens to a sample that exceeds `max_tokens` or `max_cost` by itself: an `"error"`
+            that names it, an `"own_batch"` (a pack of its own, above the limit), or a counted `"drop"`.
+        shuffle (`bool`): If False, samples and packs keep the order of the rows, as far as `strategy` does.
+        seed (`int`): Seed of all draws, at least 0.
+
+    Raises:
+        PlanError: On a value below 1, an unknown name, a cost option without a cost model, or `balance="cost"` with
+            `shuffle=False`.
+    """
+
+    max_tokens: int
+    max_cost: float | None = None
+    cost_model: CostModel | None = None
+    max_samples: int | None = None
+    strip_length: int = 1
+    strategy: PackStrategy = "first_fit"
+    open_packs: int = 16
+    window: int = 4096
+    balance: Balance = "none"
+    accumulation_steps: int = 1
+    oversize: Oversize = "error"
+    shuffle: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self, strategy=PackStrategy, balance=Balance, oversize=Oversize)
+        check_at_least_one(
+            self, "max_tokens", "open_packs", "window", "max_samples", "strip_length", "accumulation_steps"
+        )
+        check_positive(self, "max_cost")
+        if self.cost_model is None and (self.max_cost is not None or self.balance == "cost"):
+            raise PlanError(
+                '`max_cost` and `balance="cost"` need `cost_model`, such as CostModel.for_transformer(width).'
+            )
+        if self.balance == "cost" and not self.shuffle:
+            raise PlanError('`balance="cost"` changes the order of the packs; leave it out with `shuffle=False`.')
 
 
 def plan_packs(
@@ -26,23 +100,23 @@ def plan_packs(
 ) -> EpochPlan:
     """Plan an epoch of packs, the same number on every process.
 
-    When the packs do not divide evenly among the processes, those of most samples are split; only if all hold one
-    sample, fewer than `num_processes` samples are dropped, other ones each epoch.
+    When the packs do not divide evenly among the processes, those with the most samples are split. Only if all packs
+    hold one sample, fewer than `num_processes` samples are dropped, other ones each epoch.
 
     Args:
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row; 0 or less for rejected rows, which are dropped.
         config ([`PackPlanConfig`]): Limits, strategy and seed.
-        epoch (`int`): Not negative; every epoch has its own order.
-        num_processes (`int`): At least 1.
-        text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, where the model attends to them
-            together with its own, as joint attention does; they count like those, but are not rounded.
-        weights (array of `float`, shape `(n,)`, *optional*): How often each row comes per epoch; by default once.
-        consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were; the
-            plan then holds what the epoch has left, which may be no step at all.
+        epoch (`int`): Number of the epoch, at least 0; every epoch has its own order.
+        num_processes (`int`): Processes that share the packs, at least 1.
+        text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
+            attention; they count like the row's own, but are not rounded to strips.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
+        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions. The plan then holds
+            what is left of the epoch, which may be no step at all.
 
     Returns:
-        [`EpochPlan`]: With bucket id −1 throughout and drop reasons `rejected`, `oversize`, `weight` (rows that do not
-        come in this epoch) and `remainder`.
+        [`EpochPlan`]: With the bucket id `PACKED` throughout and the drop reasons `rejected`, `oversize`, `weight`
+        (rows that do not occur in this epoch) and `remainder`.
 
     Raises:
         PlanError: If a row exceeds a limit (the message names the largest), or too few rows have tokens.
@@ -50,7 +124,7 @@ def plan_packs(
     Example:
         Two packs hold these rows in any order, one for each process; the last row was rejected.
 
-        >>> plan = plan_packs([4, 4, 3, 3, 0], PackPlanConfig(capacity=8), epoch=0, num_processes=2)
+        >>> plan = plan_packs([4, 4, 3, 3, 0], PackPlanConfig(max_tokens=8), epoch=0, num_processes=2)
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons)
         (1, 4, {'rejected': 1})
     """
@@ -66,27 +140,23 @@ def plan_packs(
             f"{len(chosen.rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
             "Look at the counts of the data set's rejection column."
         )
-    rng = generator(Purpose.PACK_PLAN, config.seed, epoch, chosen.consumed)
-    rows, offsets = _packs(rng.permutation(chosen.rows), spans, oversize, config=config)
-    even = split_largest(offsets, num_processes)
-    if even is None:  # fewer samples than packs wanted: all single ones but fewer than num_processes
-        rows = rng.permutation(rows)
-        even = np.arange(len(rows) // num_processes * num_processes + 1)
-    order = _order(rows, even, spans, config=config, num_processes=num_processes, rng=rng)
-    sizes = np.diff(even)[order]
-    return counted_plan(
-        take_segments(rows, even[:-1][order], sizes),
-        np.concatenate([[0], np.cumsum(sizes)]),
-        np.full(len(order), MIXED, np.int32),
-        num_processes=num_processes,
-        chosen=chosen,
-    )
+    rng = generator(Purpose.PACK_PLAN, config.seed, epoch, chosen.consumed) if config.shuffle else None
+    rows, offsets = _packs(shuffled(chosen.rows, rng), spans, oversize, config=config)
+    rows, offsets = even_batches(rows, offsets, num_processes, rng=rng)
+    order = _order(rows, offsets, spans, config=config, num_processes=num_processes, rng=rng)
+    first, sizes = offsets[:-1][order], np.diff(offsets)[order]
+    return unbucketed_plan(rows, first, sizes, label=PACKED, num_processes=num_processes, chosen=chosen)
+
+
+def strip_tokens(num_tokens: IntArray, strip_length: int) -> IntArray:
+    """Return the tokens of the whole strips that each sample takes in a pack; shape as given."""
+    return -(-num_tokens // strip_length) * strip_length
 
 
 def sample_spans(
     num_tokens: IntArray, config: PackPlanConfig, *, text_tokens: npt.ArrayLike = 0
 ) -> tuple[IntArray, BoolArray]:
-    """Return the tokens of each sample in a pack, its own in whole strips and its text's; and which exceed a limit.
+    """Return the tokens of each sample in a pack, those of its strips and its text, and which samples exceed a limit.
 
     Raises:
         PlanError: If there are not as many texts as rows, one has fewer than 0 tokens, or a sample exceeds a limit and
@@ -94,23 +164,41 @@ def sample_spans(
     """
     text = np.asarray(text_tokens, np.int64)
     if text.ndim and text.shape != num_tokens.shape:
-        raise PlanError(f"Give text_tokens once or per row: expected shape {num_tokens.shape}, got {text.shape}.")
+        raise PlanError(
+            f"`text_tokens` must be one number or one per row: expected shape {num_tokens.shape}, got {text.shape}."
+        )
     if text.size and text.min() < 0:
-        raise PlanError(f"A text has at least 0 tokens, got {text.min()}.")
-    spans: IntArray = -(-num_tokens // config.multiple) * config.multiple + text
-    over: BoolArray = spans > config.capacity
-    if config.cost_model is not None and config.max_cost is not None:
-        over |= config.cost_model.cost(spans) > config.max_cost
+        raise PlanError(f"`text_tokens` must be at least 0, got {text.min()}.")
+    spans = strip_tokens(num_tokens, config.strip_length) + text
+    over: BoolArray = spans > config.max_tokens
+    if config.max_cost is not None:
+        over |= _costs(spans, config) > config.max_cost
     over &= num_tokens > 0
     if config.oversize == "error" and over.any():
         worst = int(np.where(over, spans, -1).argmax())
-        name = "capacity" if spans[worst] > config.capacity else "max_cost"
+        name = "max_tokens" if spans[worst] > config.max_tokens else "max_cost"
         raise PlanError(
             f"Row {worst} takes {spans[worst]} tokens and exceeds `{name}={getattr(config, name)}` "
             f"({np.count_nonzero(over)} rows do).",
-            advice=[f"raise `{name}`", "use smaller sizes", 'give `oversize="own_pack"` or `oversize="drop"`'],
+            advice=[f"raise `{name}`", "use smaller sizes", 'give `oversize="own_batch"` or `oversize="drop"`'],
         )
     return spans, over
+
+
+def packs_of(spans: IntArray, costs: FloatArray, config: PackPlanConfig) -> IntArray:
+    """Return the pack of each sample, as [`fill_packs`][hf_bucketing.plans.bin_packing.fill_packs] does."""
+    if not len(spans):
+        return np.zeros(0, np.int64)
+    limits = Limits(
+        tokens=config.max_tokens,
+        cost=math.inf if config.max_cost is None else config.max_cost,
+        samples=math.inf if config.max_samples is None else config.max_samples,
+        smallest=int(spans.min()),
+        cheapest=float(costs.min()),
+    )
+    return fill_packs(
+        spans, costs, limits, strategy=config.strategy, open_packs=config.open_packs, window=config.window
+    )
 
 
 def _costs(spans: IntArray, config: PackPlanConfig) -> FloatArray:
@@ -120,10 +208,10 @@ def _costs(spans: IntArray, config: PackPlanConfig) -> FloatArray:
 def _packs(
     rows: IntArray, spans: IntArray, oversize: BoolArray, *, config: PackPlanConfig
 ) -> tuple[IntArray, IntArray]:
-    """Return the rows, pack by pack, and the bounds of the packs; an oversize row makes a pack alone."""
+    """Return the rows, pack by pack, and the bounds of the packs; oversize rows get packs of their own at the end."""
     alone = rows[oversize[rows]]
     shared = rows[~oversize[rows]] if len(alone) else rows
-    packs = fill_packs(spans[shared], _costs(spans[shared], config), config)
+    packs = packs_of(spans[shared], _costs(spans[shared], config), config)
     sizes = np.concatenate([np.bincount(packs), np.ones(len(alone), np.int64)])
     ordered = np.concatenate([shared[np.argsort(packs, kind="stable")], alone])
     return ordered, np.concatenate([[0], np.cumsum(sizes)])
@@ -136,12 +224,14 @@ def _order(
     *,
     config: PackPlanConfig,
     num_processes: int,
-    rng: np.random.Generator,
+    rng: np.random.Generator | None,
 ) -> IntArray:
     """Return the order of the packs, process by process and step by step."""
+    if rng is None:
+        return np.arange(len(offsets) - 1)
     if config.balance == "none" or config.cost_model is None or len(offsets) == 1:
         return rng.permutation(len(offsets) - 1)
-    costs = config.cost_model.pack_cost(spans[rows[: offsets[-1]]], offsets)
+    costs = config.cost_model.pack_cost(spans[rows], offsets)
     if config.accumulation_steps == 1:
-        return like_costs_together(costs, num_processes, rng=rng)
+        return similar_costs_together(costs, num_processes, rng=rng)
     return longest_first_to_least_loaded(costs, num_processes, window=config.accumulation_steps, rng=rng)

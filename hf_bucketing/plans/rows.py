@@ -1,4 +1,4 @@
-"""Which rows an epoch holds, and how often: rejections, weights, and what was seen before a restart."""
+"""Choose the rows of an epoch, and how often each occurs: rejections, weights, and rows seen before a restart."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError
 from ..randomness import Purpose, generator
-from .epoch import IntArray
-
-BoolArray = npt.NDArray[np.bool_]
-FloatArray = npt.NDArray[np.float64]
 
 
 class EpochRows(NamedTuple):
-    """The rows that an epoch has left.
+    """The rows that are left of an epoch.
 
     Attributes:
-        rows (`int64`, shape `(n,)`): Row numbers in rising order, a repeated row as often as the epoch holds it.
-        drop_reasons (mapping of `str` to `int`): Rows that the epoch does not hold: `rejected`, `oversize`, `weight`.
-        consumed (`int`): Occurrences that were seen before.
+        rows (`int64`, shape `(n,)`): Row numbers in rising order; a repeated row occurs several times.
+        drop_reasons (mapping of `str` to `int`): Number of rows that the epoch does not hold, by reason: `rejected`,
+            `oversize`, `weight`.
+        consumed (`int`): Number of occurrences seen before.
         seen (`int64`, shape `(k,)`): Different rows among the consumed ones.
         repeats (`bool`): Whether a row may occur more than once.
     """
@@ -46,10 +44,10 @@ def epoch_rows(
 
     Args:
         usable (`bool`, shape `(n,)`): False for rejected rows.
-        oversize (`bool`, shape `(n,)`, *optional*): True for usable rows to leave out because no batch can hold them.
-        weights (array of `float`, shape `(n,)`, *optional*): How often each row comes per epoch, at least 0; see
-            [`occurrences`]. By default once.
-        consumed (array of `int`, *optional*): Row numbers that were seen in this epoch, as often as they were.
+        oversize (`bool`, shape `(n,)`, *optional*): True for rows to drop because no batch can hold them.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch, at least 0; see
+            [`occurrences`]. By default 1.
+        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions.
         seed (`int`): Not negative.
         epoch (`int`): Not negative.
 
@@ -84,13 +82,18 @@ def epoch_rows(
     return EpochRows(rows, reasons, total - len(rows), different, repeats)
 
 
-def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
-    """Return how often each row comes in an epoch, so that over the epochs every weight is met exactly.
+def shuffled(values: IntArray, rng: np.random.Generator | None) -> IntArray:
+    """Return values in random order, or in their own without a generator."""
+    return values if rng is None else rng.permutation(values)
 
-    A row of weight 2.3 comes twice or three times. Each row has a phase, and comes in epoch `e` as often as there are
+
+def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
+    """Return how often each row occurs in an epoch, so that every weight is met exactly over the epochs.
+
+    A row of weight 2.3 occurs two or three times. Each row has a phase, and occurs in epoch `e` as often as there are
     whole numbers between `phase + e·weight` and `phase + (e + 1)·weight`: in any run of E epochs ⌊E·weight⌋ or
-    ⌈E·weight⌉ times, on average over seeds exactly `E·weight` times. The phases of rows of equal fraction are evenly
-    spaced, so that the length of an epoch differs by at most one per different fraction.
+    ⌈E·weight⌉ times, on average over seeds exactly `E·weight` times. The phases of rows with the same fraction are
+    evenly spaced, so that the length of an epoch varies by at most one row per different fraction.
 
     Args:
         weights (`float64`, shape `(n,)`): At least 0.
@@ -127,7 +130,7 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
 def _checked(weights: npt.ArrayLike, num_rows: int) -> FloatArray:
     values = np.asarray(weights, np.float64)
     if values.shape != (num_rows,):
-        raise PlanError(f"Give one weight per row: expected shape ({num_rows},), got {values.shape}.")
+        raise PlanError(f"`weights` needs one value per row: expected shape ({num_rows},), got {values.shape}.")
     if len(values) and not (np.isfinite(values).all() and values.min() >= 0):
-        raise PlanError("Weights say how often a row comes per epoch; they must be finite and at least 0.")
+        raise PlanError("`weights` are occurrences of each row per epoch; they must be finite and at least 0.")
     return values

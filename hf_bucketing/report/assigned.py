@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ..buckets.arrays import FloatArray
 from ..buckets.assignment import AssignmentRule, Rejection, count_rejections
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from .config import SizeColumns
-from .targets import FloatArray, Sizes, kept_area, read_sizes, resize_scale
+from .targets import Sizes, kept_area, read_sizes, resize_scale
 from .text import Line, columns, percent, size_label
 
 _UPSCALES = (1.1, 1.25, 1.5, 2, 3, 4, 8)

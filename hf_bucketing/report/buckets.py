@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.assignment import IntArray, count_rejections
+from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.assignment import count_rejections
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..plans.epoch import EpochPlan
 from .config import ReportConfig, SizeColumns
 from .plans import plan_bucketing
-from .targets import FloatArray, Sizes, Targets, bucket_targets, kept_area, kept_frames, read_sizes, resize_scale
+from .targets import Sizes, Targets, bucket_targets, kept_area, kept_frames, read_sizes, resize_scale
 from .values import as_json
 
 

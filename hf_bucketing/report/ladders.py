@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..buckets.assignment import IntArray
+from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.ladders import COMMON_RATIOS, token_ladder
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from .config import ReportConfig
 from .plans import plan_bucketing
-from .targets import FloatArray, Sizes, bucket_targets, kept_area
+from .targets import Sizes, bucket_targets, kept_area
 from .text import percent
 
 _SWEEP = 2001

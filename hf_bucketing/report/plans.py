@@ -7,11 +7,11 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.assignment import IntArray
-from ..plans.bin_packing import PackPlanConfig
+from ..buckets.arrays import IntArray
+from ..buckets.assignment import REJECTED_BUCKET, has_bucket
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
-from ..plans.packs import plan_packs
+from ..plans.packs import PackPlanConfig, plan_packs
 from .config import ReportConfig
 from .targets import Targets
 
@@ -23,7 +23,7 @@ def plan_bucketing(targets: Targets, config: ReportConfig) -> EpochPlan:
 
 def plan_padding(targets: Targets, config: ReportConfig) -> EpochPlan:
     """Plan batches of any samples, drawn at random, of equal number on all processes in every step."""
-    return _plan_rows(np.where(targets.bucket_id < 0, -1, 0), config)
+    return _plan_rows(np.where(has_bucket(targets.bucket_id), 0, REJECTED_BUCKET), config)
 
 
 def plan_packing(targets: Targets, config: ReportConfig, *, capacity: int) -> EpochPlan:
@@ -34,7 +34,7 @@ def plan_packing(targets: Targets, config: ReportConfig, *, capacity: int) -> Ep
     """
     if np.count_nonzero(targets.num_tokens) < config.num_processes:
         return _empty_plan(targets.num_tokens > 0, config)
-    packs = PackPlanConfig(capacity=capacity, multiple=config.strip_length, seed=config.seed)
+    packs = PackPlanConfig(max_tokens=capacity, strip_length=config.strip_length, seed=config.seed)
     return plan_packs(targets.num_tokens, packs, epoch=0, num_processes=config.num_processes)
 
 

@@ -8,14 +8,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..buckets.assignment import IntArray, count_rejections
+from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.assignment import count_rejections
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..plans.epoch import EpochPlan
 from .config import ReportConfig, SizeColumns
 from .plans import default_capacity, plan_bucketing, plan_packing, plan_padding, strip_tokens
-from .targets import FloatArray, Sizes, Targets, bucket_targets, kept_area, kept_frames, own_targets, read_sizes
+from .targets import Sizes, Targets, bucket_targets, kept_area, kept_frames, own_targets, read_sizes
 from .values import as_json
 
 StrategyName = Literal["padding", "bucketing", "packing"]

@@ -7,14 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.assignment import IntArray, as_columns
+from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.assignment import as_columns
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from .config import ReportConfig, SizeColumns
-
-FloatArray = npt.NDArray[np.float64]
 
 
 class Sizes(NamedTuple):

@@ -32,16 +32,18 @@ class TrainingConfig:
         4, help="Samples per process and step, for buckets without --capacity.", argument="batch_size"
     )
     capacity: str | None = _flag(
-        None, help='Tokens per process and step, which packs need; "auto" finds the most that fit in memory.'
+        None,
+        help='Tokens per process and step, which packs need; "auto" finds the most that fit in memory.',
+        argument="max_tokens",
     )
     tail: Literal["short", "drop", "repeat", "catch_all"] = _flag(
-        "short", help="What becomes of a bucket's remainder."
+        "short", help="What becomes of a bucket's remainder.", argument="remainder"
     )
     pack_strategy: Literal["sequential", "first_fit", "best_fit_decreasing"] = _flag(
         "first_fit", help="How samples are dealt into packs.", argument="strategy"
     )
     balance: Literal["none", "cost"] = _flag("none", help="Whether packs of one step cost alike on all processes.")
-    strip_length: int = _flag(64, help="Tokens per strip of a pack.", argument="multiple")
+    strip_length: int = _flag(64, help="Tokens per strip of a pack.")
     longest_first: bool = _flag(
         False, help="Begin with the most expensive step, to run out of memory at once or never."
     )

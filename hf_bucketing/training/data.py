@@ -110,9 +110,9 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
             table=table,
             rejection=dataset["rejection"],
             batch_size=config.train_batch_size if config.capacity is None else None,
-            capacity=config.capacity_tokens,
+            max_tokens=config.capacity_tokens,
             spec=spec,
-            tail=config.tail,
+            remainder=config.tail,
             longest_first=config.longest_first,
             seed=config.seed,
         )
@@ -122,9 +122,9 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
         sampler = PackBatchSampler(
             num_tokens if resize is None else resize.token_counter(**sizes),
-            capacity=config.capacity_tokens,
+            max_tokens=config.capacity_tokens,
             rejection=dataset["rejection"],
-            multiple=config.strip_length,
+            strip_length=config.strip_length,
             strategy=config.pack_strategy,
             balance=config.balance,
             cost_model=cost_model if config.balance == "cost" else None,

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..buckets.cost import FloatArray
+from ..buckets.arrays import FloatArray, IntArray
 from ..errors import BucketingError
-from ..plans.epoch import IntArray
 
 
 class JsonLines:

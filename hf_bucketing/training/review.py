@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..buckets.cost import FloatArray
+from ..buckets.arrays import FloatArray
 from ..errors import BucketingError
 from ..files import complete_file
 from .history import SampleCount, StepLog, count_samples, losses_of, plans_of, sample_lines, steps_of

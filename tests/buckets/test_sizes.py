@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,3 +102,11 @@ def test_crop_positions_reach_both_ends_and_every_place_between() -> None:
 def test_impossible_geometry_is_an_error(call) -> None:
     with pytest.raises(BucketingError):
         call()
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40))
+def test_a_grid_and_its_size_belong_together_for_numbers_and_arrays(t: int, h: int, w: int) -> None:
+    spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(2, 1, 3))
+    size = spec.size_of(t, h, w)
+    assert spec.grid(size) == (t, h, w)
+    assert [side.tolist() for side in spec.grid_of(*(np.array([side]) for side in size))] == [[t], [h], [w]]

@@ -43,8 +43,8 @@ def training_flags() -> dict[str, str]:
 
 
 def test_a_message_names_arguments_in_python_and_only_flags_that_exist_in_scripts() -> None:
-    with pytest.raises(PlanError, match=r'`capacity=64`.*Raise `capacity`.*give `oversize="own_pack"`') as caught:
-        plan_packs(np.array([10, 100]), PackPlanConfig(capacity=64), epoch=0, num_processes=1)
+    with pytest.raises(PlanError, match=r'`max_tokens=64`.*Raise `max_tokens`.*give `oversize="own_batch"`') as caught:
+        plan_packs(np.array([10, 100]), PackPlanConfig(max_tokens=64), epoch=0, num_processes=1)
     said = caught.value.in_flags(training_flags())
     assert "exceeds --capacity 64" in said
     assert said.endswith("Raise --capacity, or use smaller sizes.")

@@ -59,7 +59,7 @@ def test_pack_batches_are_lists_at_native_size(data: PreparedDataset, num_worker
     tokens = [
         data.spec.num_tokens(data.spec.snap(Size(r["num_frames"], r["height"], r["width"]))) for r in data.dataset
     ]
-    sampler = PackBatchSampler(tokens, capacity=600)
+    sampler = PackBatchSampler(tokens, max_tokens=600)
     loader = DataLoader(
         data.dataset, batch_sampler=sampler, collate_fn=pack_collator(data, seed=0), num_workers=num_workers
     )

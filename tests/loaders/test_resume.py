@@ -53,11 +53,11 @@ def bucket(ids=IDS, **options) -> BucketBatchSampler:
 
 def pack(ids=IDS, **options) -> PackBatchSampler:
     tokens = np.where(ids < 0, 0, 10 + 7 * np.arange(len(ids)) % 50)
-    return PackBatchSampler(tokens, **{"capacity": 90, **options})
+    return PackBatchSampler(tokens, **{"max_tokens": 90, **options})
 
 
 def length(ids=IDS, **options) -> LengthBatchSampler:
-    return LengthBatchSampler(10 + ids * 3 + np.arange(len(ids)) % 3, **{"capacity": 60, **options})
+    return LengthBatchSampler(10 + ids * 3 + np.arange(len(ids)) % 3, **{"max_tokens": 60, **options})
 
 
 samplers = pytest.mark.parametrize("make", [bucket, pack, length])
@@ -180,7 +180,7 @@ def test_changing_the_number_of_processes_in_an_epoch_loses_and_repeats_nothing(
 @pytest.mark.parametrize(("change", "message"), [
     ({"seed": 1}, "seed was 0 and is 1"),
     ({"batch_size": 3}, "batch_size was 4 and is 3"),
-    ({"tail": "drop"}, "tail was 'short' and is 'drop'"),
+    ({"remainder": "drop"}, "remainder was 'short' and is 'drop'"),
     ({"ids": IDS[:-1]}, "rows was 47 values, digest .* and is 46 values"),
     ({"table": BucketTable(sizes=(*TABLE.sizes, Size(17, 64, 64)))}, "table was"),
 ])  # fmt: skip
@@ -189,7 +189,7 @@ def test_a_state_that_does_not_fit_is_refused_by_the_name_of_what_differs(change
     with pytest.raises(PlanError, match=message) as caught:
         bucket(num_processes=2, **change).load_state_dict(state)
     assert str(caught.value).count(" was ") == 1
-    with pytest.raises(PlanError, match="capacity was absent"):
+    with pytest.raises(PlanError, match="max_tokens was absent"):
         pack().load_state_dict(state)
     with pytest.raises(PlanError, match="version 7"):
         bucket().load_state_dict({**state, "version": 7})

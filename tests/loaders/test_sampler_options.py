@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import typing
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch.utils.data import DataLoader, Subset
 from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, LengthBatchSampler, PackBatchSampler, PadCollator
+from hf_bucketing.plans import BucketPlanConfig, LengthPlanConfig, PackPlanConfig
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 192)), base=0)
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -25,32 +30,35 @@ def bucket_sampler(**options) -> BucketBatchSampler:
 
 
 def length_sampler(**options) -> LengthBatchSampler:
-    return LengthBatchSampler(LENGTHS, **{"capacity": 30, "num_processes": 2, **options})
+    return LengthBatchSampler(LENGTHS, **{"max_tokens": 30, "num_processes": 2, **options})
 
 
 def pack_sampler(**options) -> PackBatchSampler:
-    return PackBatchSampler(TOKENS, **{"capacity": 60, "num_processes": 2, **options})
+    return PackBatchSampler(TOKENS, **{"max_tokens": 60, "num_processes": 2, **options})
 
 
 WEIGHTS = np.where(np.arange(90) % 2, 0.5, 2.0)
 VARIANTS = {
     bucket_sampler: [
-        {"seed": 1}, {"batch_size": 3}, {"tail": "drop"}, {"tail": "repeat"}, {"tail": "catch_all"},
-        {"tail": "catch_all", "lockstep": False}, {"weights": WEIGHTS}, {"weights": {0: 0.5}},
-        {"batch_size": None, "capacity": 200, "spec": WAN},
-        {"batch_size": None, "capacity": 5000, "spec": WAN, "cost_model": COST},
+        {"seed": 1}, {"batch_size": 3}, {"remainder": "drop"}, {"remainder": "repeat"}, {"remainder": "catch_all"},
+        {"remainder": "catch_all", "lockstep": False}, {"weights": WEIGHTS}, {"weights": {0: 0.5}},
+        {"batch_size": None, "max_tokens": 200, "spec": WAN},
+        {"batch_size": None, "max_tokens": 200, "spec": WAN, "max_samples": 4},
+        {"batch_size": None, "max_cost": 5000.0, "spec": WAN, "cost_model": COST},
+        {"batch_size": None, "max_cost": 5000.0, "spec": WAN, "cost_model": COST, "max_tokens": 128},
+        {"shuffle": False},
     ],
     length_sampler: [
-        {"seed": 1}, {"capacity": None, "batch_size": 3}, {"strategy": "random"}, {"strategy": "sorted"},
-        {"num_buckets": 3}, {"boundaries": "uniform"}, {"boundaries": [3, 7]}, {"drop_last": True},
-        {"shuffle": False}, {"weights": WEIGHTS}, {"longest_first": True},
+        {"seed": 1}, {"max_tokens": None, "batch_size": 3}, {"strategy": "random"}, {"strategy": "sorted"},
+        {"num_buckets": 3}, {"max_samples": 5}, {"boundaries": "uniform"}, {"boundaries": [3, 7]},
+        {"remainder": "drop"}, {"shuffle": False}, {"weights": WEIGHTS}, {"longest_first": True},
     ],
     pack_sampler: [
         {"seed": 1}, {"strategy": "sequential"}, {"strategy": "best_fit_decreasing"}, {"open_packs": 2},
-        {"max_samples": 2}, {"multiple": 16}, {"text_tokens": 9}, {"text_tokens": 1 + np.arange(90) % 9},
+        {"max_samples": 2}, {"strip_length": 16}, {"text_tokens": 9}, {"text_tokens": 1 + np.arange(90) % 9},
         {"weights": WEIGHTS}, {"cost_model": COST, "max_cost": 900.0},
         {"cost_model": COST, "balance": "cost"}, {"cost_model": COST, "balance": "cost", "accumulation_steps": 3},
-        {"strategy": "best_fit_decreasing", "window": 10},
+        {"strategy": "best_fit_decreasing", "window": 10}, {"shuffle": False}, {"longest_first": True},
     ],
 }  # fmt: skip
 
@@ -85,21 +93,23 @@ def test_accelerate_hands_each_process_its_batches_of_every_plan(make, num_proce
             rest = make(**options, num_processes=num_processes + 1)
             rest.load_state_dict(sampler.state_dict(step=2))
             left = sampler.plan(2).samples_in_steps(2, sampler.plan(2).num_steps)
-            if not {"weights", "tail", "drop_last"} & options.keys():
+            if not {"weights", "remainder"} & options.keys():
                 assert abs(rest.plan(2).kept - left) <= num_processes, "nothing but a remainder is lost or found"
 
 
-def test_capacity_by_cost_solves_the_batch_size_of_each_bucket() -> None:
-    sampler = bucket_sampler(batch_size=None, capacity=5000, spec=WAN, cost_model=COST)
+def test_max_cost_solves_the_batch_size_of_each_bucket() -> None:
+    sampler = bucket_sampler(batch_size=None, max_cost=5000, spec=WAN, cost_model=COST)
     costs = COST.cost([16, 32, 96])
     assert sampler.config.batch_size == {0: 34, 1: 9, 2: 1}
     assert all(n * cost <= 5000 < (n + 1) * cost for n, cost in zip((34, 9, 1), costs, strict=True))
-    with pytest.raises(PlanError, match=r"1×128×192.* takes 4704 units of cost and exceeds capacity=4000"):
-        bucket_sampler(batch_size=None, capacity=4000, spec=WAN, cost_model=COST)
+    with pytest.raises(PlanError, match=r"1×128×192.* takes 4704 units of cost and exceeds `max_cost=4000`"):
+        bucket_sampler(batch_size=None, max_cost=4000, spec=WAN, cost_model=COST)
+    both = bucket_sampler(batch_size=None, max_cost=5000, max_tokens=256, max_samples=10, spec=WAN, cost_model=COST)
+    assert both.config.batch_size == {0: 10, 1: 8, 2: 1}, "each bucket keeps to all limits"
 
 
 def test_the_collator_gives_a_catch_all_batch_the_base_bucket_as_its_plan_says() -> None:
-    sampler, collator = bucket_sampler(tail="catch_all"), BucketCollator(TABLE)
+    sampler, collator = bucket_sampler(remainder="catch_all"), BucketCollator(TABLE)
     plan = sampler.plan(0)
     mixed = 0
     for bucket, batch in zip(plan.bucket_ids.tolist(), plan.batches(), strict=True):
@@ -110,12 +120,16 @@ def test_the_collator_gives_a_catch_all_batch_the_base_bucket_as_its_plan_says()
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"tail": "catch_all", "table": open_table(WAN)}, "an open table has not"),
-    ({"tail": "catch_all", "table": BucketTable(sizes=TABLE.sizes)}, r"table\.with_base\(\)"),
+    ({"remainder": "catch_all", "table": open_table(WAN)}, "an open table lacks"),
+    ({"remainder": "catch_all", "table": BucketTable(sizes=TABLE.sizes)}, r"table\.with_base\(\)"),
     ({"weights": {0: 2.0, 3: 0.5}}, r"names the buckets \[3\], but the table has 0 to 2"),
-    ({"tail": "catch_all", "table": BucketTable(sizes=(*TABLE.sizes, Size(5, 64, 64)), base=3)},
+    ({"remainder": "catch_all", "table": BucketTable(sizes=(*TABLE.sizes, Size(5, 64, 64)), base=3)},
      "5×64×64.* has more frames than the buckets 1×64×64.*, 1×64×128"),
     ({"longest_first": True}, "spec="),
+    ({"max_samples": 3}, "`max_samples` goes with"),
+    ({"batch_size": None, "max_cost": 9.0, "spec": WAN}, "`max_cost` needs `cost_model`"),
+    ({"batch_size": None, "max_tokens": -1, "spec": WAN}, "`max_tokens` must be above 0"),
+    ({"remainder": "cut"}, "`remainder` must be one of short, drop, repeat, catch_all"),
 ])  # fmt: skip
 def test_impossible_options_are_errors(options, message: str) -> None:
     with pytest.raises(PlanError, match=message):
@@ -125,6 +139,64 @@ def test_impossible_options_are_errors(options, message: str) -> None:
 def test_a_bucket_id_beyond_the_columns_type_is_an_error() -> None:
     with pytest.raises(PlanError, match="Row 1 has bucket_id 4294967297"):
         BucketBatchSampler([0, 2**32 + 1], table=open_table(WAN), batch_size=1)
+
+
+SAMPLERS = {
+    BucketBatchSampler: (BucketPlanConfig, {"base"}),
+    LengthBatchSampler: (LengthPlanConfig, set()),
+    PackBatchSampler: (PackPlanConfig, set()),
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sampler_lists_every_setting_of_its_plan_with_the_same_type_and_default(sampler) -> None:
+    config, computed = SAMPLERS[sampler]
+    arguments = inspect.signature(sampler).parameters
+    assert not any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
+    hints, wanted = typing.get_type_hints(sampler.__init__), typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name in computed | {"batch_size"}:
+            continue
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        assert arguments[field.name].default == default, field.name
+        assert hints[field.name] == wanted[field.name], field.name
+
+
+@pytest.mark.parametrize(("make", "old", "new"), [
+    (bucket_sampler, "tail", "remainder"),
+    (bucket_sampler, "capacity", "max_tokens, or max_cost"),
+    (length_sampler, "capacity", "max_tokens"),
+    (length_sampler, "drop_last", 'remainder="drop"'),
+    (pack_sampler, "capacity", "max_tokens"),
+    (pack_sampler, "multiple", "strip_length"),
+])  # fmt: skip
+def test_old_names_raise_an_error_with_the_new_one(make, old: str, new: str) -> None:
+    with pytest.raises(PlanError, match=f"BatchSampler takes {new}.* where it took {old}"):
+        make(**{old: 1})
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_without_shuffle_every_epoch_takes_each_row_once_in_the_same_order(make, num_processes: int) -> None:
+    sampler = make(shuffle=False, num_processes=num_processes)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) == first
+    rows = [row for batch in first for row in batch]
+    assert len(rows) == len(set(rows))
+    usable = {bucket_sampler: IDS >= 0, length_sampler: LENGTHS > 0, pack_sampler: TOKENS > 0}[make]
+    assert set(rows) <= set(np.flatnonzero(usable).tolist())
+    assert len(rows) > np.count_nonzero(usable) - num_processes
+    if make is pack_sampler:
+        in_order = list(make(shuffle=False, num_processes=num_processes, strategy="sequential"))
+        assert [row for pack in in_order for row in pack] == np.flatnonzero(usable).tolist()
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+def test_total_steps_add_up_the_plans_of_all_epochs(make) -> None:
+    sampler = make(weights=WEIGHTS)
+    assert sampler.total_steps(epochs=3) == sum(sampler.plan(epoch).num_steps for epoch in range(3))
+    assert sampler.total_steps(epochs=0) == 0
 
 
 def test_an_unknown_option_is_an_error() -> None:
@@ -156,7 +228,7 @@ def test_longest_first_starts_with_the_most_expensive_step(epoch: int) -> None:
 def test_lengths_of_a_subset_are_those_of_its_own_samples() -> None:
     dataset = [torch.full((int(length),), float(length)) for length in LENGTHS]
     subset = Subset(dataset, np.flatnonzero(LENGTHS < 5).tolist()[::-1])
-    sampler = LengthBatchSampler(LENGTHS[subset.indices], capacity=12, num_buckets=4, num_processes=1)
+    sampler = LengthBatchSampler(LENGTHS[subset.indices], max_tokens=12, num_buckets=4, num_processes=1)
     loader = DataLoader(subset, batch_sampler=sampler, collate_fn=list)
     seen = [float(sample[0]) for batch in loader for sample in batch]
     assert np.allclose(sorted(seen), sorted(LENGTHS[LENGTHS < 5]))
@@ -165,7 +237,7 @@ def test_lengths_of_a_subset_are_those_of_its_own_samples() -> None:
 
 def test_batches_can_be_padded_to_the_bounds_of_their_buckets_within_the_capacity() -> None:
     dataset = [torch.ones(length) for length in np.ceil(LENGTHS).astype(int)]
-    sampler = LengthBatchSampler(np.ceil(LENGTHS).astype(int), capacity=20, num_buckets=3, num_processes=1)
+    sampler = LengthBatchSampler(np.ceil(LENGTHS).astype(int), max_tokens=20, num_buckets=3, num_processes=1)
     collator = PadCollator(["audio"], boundaries=sampler.boundaries)
     shapes = [tuple(batch["audio"].shape) for batch in DataLoader(dataset, batch_sampler=sampler, collate_fn=collator)]
     assert all(count * length <= 20 for count, length in shapes)
@@ -178,5 +250,5 @@ def test_an_open_table_counts_tokens_by_its_own_spec() -> None:
     ids = table.assign([1] * 4, [64, 64, 128, 64], [64, 96, 128, 96]).bucket_id
     sampler = BucketBatchSampler(ids, table=table, batch_size=1, longest_first=True)
     assert next(iter(sampler)) == [2]
-    sizes = BucketBatchSampler(ids, table=table, capacity=64).config.batch_size
+    sizes = BucketBatchSampler(ids, table=table, max_tokens=64).config.batch_size
     assert sizes == {int(ids[0]): 4, int(ids[1]): 2, int(ids[2]): 1}

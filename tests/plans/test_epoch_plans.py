@@ -10,14 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_bucketing import BucketingError, PlanError
-from hf_bucketing.plans import BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
+from hf_bucketing.plans import MIXED, BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
 
 processes = st.integers(1, 5)
 bucket_columns = st.lists(st.integers(-1, 6), min_size=5, max_size=200).filter(
     lambda ids: sum(bucket >= 0 for bucket in ids) >= 5
-)
-token_columns = st.lists(st.integers(0, 64), min_size=5, max_size=200).filter(
-    lambda tokens: sum(count > 0 for count in tokens) >= 5
 )
 
 
@@ -48,7 +45,7 @@ def test_bucket_plans_deal_every_sample_once_in_lockstep(ids, num_processes: int
         batches = [plan.batch(step * num_processes + process) for process in range(num_processes)]
         buckets = [set(column[batch].tolist()) for batch in batches]
         assert all(len(bucket) == 1 for bucket in buckets), "a batch must be stackable"
-        if plan.bucket_ids[step * num_processes] == -1:
+        if plan.bucket_ids[step * num_processes] == MIXED:
             mixed += 1
             assert all(len(batch) == 1 for batch in batches)
         else:
@@ -62,13 +59,13 @@ def test_bucket_plans_deal_every_sample_once_in_lockstep(ids, num_processes: int
 
 
 @given(bucket_columns, processes, st.integers(1, 6))
-def test_tail_drop_leaves_out_exactly_what_fills_no_step(ids, num_processes: int, batch_size: int) -> None:
+def test_remainder_drop_leaves_out_exactly_what_fills_no_step(ids, num_processes: int, batch_size: int) -> None:
     column = np.array(ids)
     per_step = batch_size * num_processes
     full = sum(count // per_step for count in Counter(column[column >= 0].tolist()).values())
-    config = BucketPlanConfig(batch_size=batch_size, tail="drop")
+    config = BucketPlanConfig(batch_size=batch_size, remainder="drop")
     if not full:
-        with pytest.raises(PlanError, match="tail="):
+        with pytest.raises(PlanError, match="`remainder="):
             plan_buckets(column, config, epoch=0, num_processes=num_processes)
         return
     plan = plan_buckets(column, config, epoch=0, num_processes=num_processes)
@@ -88,33 +85,18 @@ def test_a_batch_size_per_bucket_is_kept() -> None:
         plan_buckets(column, BucketPlanConfig(batch_size={0: 3}), epoch=0, num_processes=2)
 
 
-@given(token_columns, processes, st.integers(64, 200), st.sampled_from([1, 8, 64]), st.sampled_from([None, 1, 3]))
-def test_pack_plans_deal_every_sample_once_within_the_capacity(
-    tokens, num_processes: int, capacity: int, multiple: int, max_samples: int | None
-) -> None:
-    column = np.array(tokens)
-    config = PackPlanConfig(capacity=capacity, multiple=multiple, max_samples=max_samples, seed=5)
-    plan = plan_packs(column, config, epoch=1, num_processes=num_processes)
-    assert_partition(plan, set(np.flatnonzero(column > 0).tolist()), len(column))
-    assert plan.drop_reasons.get("remainder", 0) < num_processes
-    for pack in plan.batches():
-        spans = -(-column[pack] // multiple) * multiple
-        assert spans.sum() <= capacity
-        assert max_samples is None or len(pack) <= max_samples
-
-
 def test_first_fit_fills_packs_better_than_taking_samples_in_order() -> None:
     tokens = np.random.default_rng(0).integers(50, 2000, 4000)
-    plan = plan_packs(tokens, PackPlanConfig(capacity=8192), epoch=0, num_processes=1)
-    one_open = plan_packs(tokens, PackPlanConfig(capacity=8192, open_packs=1), epoch=0, num_processes=1)
+    plan = plan_packs(tokens, PackPlanConfig(max_tokens=8192), epoch=0, num_processes=1)
+    one_open = plan_packs(tokens, PackPlanConfig(max_tokens=8192, open_packs=1), epoch=0, num_processes=1)
     fill, in_order = (tokens.sum() / (p.num_batches * 8192) for p in (plan, one_open))
     assert fill > 0.98
     assert in_order < fill - 0.05
 
 
 def test_a_row_above_the_capacity_is_named() -> None:
-    with pytest.raises(PlanError, match=r"Row 1 takes 104 tokens and exceeds capacity=100 \(1 rows do\)"):
-        plan_packs([50, 99, 60], PackPlanConfig(capacity=100, multiple=8), epoch=0, num_processes=1)
+    with pytest.raises(PlanError, match=r"Row 1 takes 104 tokens and exceeds `max_tokens=100` \(1 rows do\)"):
+        plan_packs([50, 99, 60], PackPlanConfig(max_tokens=100, strip_length=8), epoch=0, num_processes=1)
 
 
 MAKERS = {
@@ -122,7 +104,7 @@ MAKERS = {
         np.arange(200) % 7, BucketPlanConfig(batch_size=3, seed=seed), epoch=epoch, num_processes=n
     ),
     "packs": lambda seed, epoch, n: plan_packs(
-        1 + np.arange(200) % 37, PackPlanConfig(capacity=100, seed=seed), epoch=epoch, num_processes=n
+        1 + np.arange(200) % 37, PackPlanConfig(max_tokens=100, seed=seed), epoch=epoch, num_processes=n
     ),
 }
 
@@ -176,10 +158,10 @@ def epoch_plan(stop: int, *, num_processes: int):
     (lambda: buckets([]), "data set is empty"),
     (lambda: buckets([0], num_processes=2), "do not fill one step"),
     (lambda: buckets([0], batch_size=0), "at least 1"),
-    (lambda: buckets([0], tail="cut"), "tail"),
-    (lambda: plan_packs([0, 5], PackPlanConfig(capacity=9), epoch=0, num_processes=2), "1 of 2 rows have tokens"),
-    (lambda: PackPlanConfig(capacity=0), "capacity must be at least 1"),
-    (lambda: PackPlanConfig(capacity=9, strategy="magic"), "first_fit"),
+    (lambda: buckets([0], remainder="cut"), "`remainder` must be one of short, drop"),
+    (lambda: plan_packs([0, 5], PackPlanConfig(max_tokens=9), epoch=0, num_processes=2), "1 of 2 rows have tokens"),
+    (lambda: PackPlanConfig(max_tokens=0), "`max_tokens` must be at least 1"),
+    (lambda: PackPlanConfig(max_tokens=9, strategy="magic"), "first_fit"),
     (lambda: epoch_plan(3, num_processes=2), "evenly"),
     (lambda: epoch_plan(2, num_processes=1), "do not fit"),
 ])  # fmt: skip

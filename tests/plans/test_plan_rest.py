@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_bucketing import PlanError
-from hf_bucketing.plans import BucketPlanConfig, plan_buckets
+from hf_bucketing.buckets import REJECTED_BUCKET
+from hf_bucketing.plans import (
+    MIXED,
+    PACKED,
+    BucketPlanConfig,
+    LengthPlanConfig,
+    PackPlanConfig,
+    plan_buckets,
+)
 from hf_bucketing.plans.rows import occurrences
 from tests.plans.plan_cases import COLUMN, LOSSY_PLANS, PLANS, WEIGHTS
 
@@ -51,6 +59,50 @@ def test_a_plan_depends_on_seed_epoch_and_processes_alone(make) -> None:
     for name in ("indices", "offsets", "bucket_ids"):
         assert np.array_equal(getattr(one, name), getattr(same, name))
     assert not np.array_equal(one.indices, other.indices)
+
+
+@all_plans
+def test_the_marks_of_rejected_rows_mixed_batches_and_packs_differ(request, make) -> None:
+    assert len({REJECTED_BUCKET, MIXED, PACKED}) == 3
+    name, plan = request.node.callspec.id, make(num_processes=3)
+    marks = set(plan.bucket_ids[plan.bucket_ids < 0].tolist())
+    if name.startswith("packs"):
+        assert set(plan.bucket_ids.tolist()) == {PACKED}
+    elif "random" in name or "sorted" in name:
+        assert set(plan.bucket_ids.tolist()) == {MIXED}
+    else:
+        assert marks <= {MIXED}
+    assert all(len(batch) == 1 for batch, label in zip(plan.batches(), plan.bucket_ids, strict=True)
+               if label == MIXED and name == "buckets")  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "old", "new"), [
+    (BucketPlanConfig, "tail", "remainder"),
+    (LengthPlanConfig, "capacity", "max_tokens"),
+    (LengthPlanConfig, "drop_last", 'remainder="drop"'),
+    (PackPlanConfig, "capacity", "max_tokens"),
+    (PackPlanConfig, "multiple", "strip_length"),
+])  # fmt: skip
+def test_old_names_of_settings_raise_an_error_with_the_new_one(config, old: str, new: str) -> None:
+    with pytest.raises(PlanError, match=f"{config.__name__} takes {new}.* where it took {old}"):
+        config(**{old: 1})
+
+
+@pytest.mark.parametrize("name", ["short", "drop", "repeat", "catch_all"])
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_without_shuffle_rows_and_buckets_come_in_their_order_in_every_epoch(name: str, num_processes: int) -> None:
+    config = BucketPlanConfig(batch_size=4, remainder=name, base=2, shuffle=False)
+    plans = [plan_buckets(COLUMN, config, epoch=epoch, num_processes=num_processes) for epoch in (0, 1)]
+    assert np.array_equal(plans[0].indices, plans[1].indices)
+    plan = plans[0]
+    per_step = plan.bucket_ids[::num_processes]
+    whole = per_step[per_step >= 0] if name != "catch_all" else per_step[: np.argmax(np.diff(per_step) < 0) + 1]
+    assert whole.tolist() == sorted(whole.tolist())
+    for bucket in range(5):
+        rows = plan.indices[np.repeat(plan.bucket_ids == bucket, np.diff(plan.offsets))]
+        unseen = rows[np.sort(np.unique(rows, return_index=True)[1])]
+        assert name == "catch_all" or unseen.tolist() == sorted(unseen.tolist())
+    assert plan.kept == len(set(plan.indices.tolist()))
 
 
 @plans

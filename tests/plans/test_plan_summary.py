@@ -7,13 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from hf_bucketing.plans import EpochPlan
+from hf_bucketing import PlanError
+from hf_bucketing.plans import MIXED, EpochPlan
 from tests.plans.plan_cases import COLUMN, LOSSY_PLANS, PLANS
 
 PLAN = EpochPlan(
     indices=np.array([0, 1, 2, 3, 4, 5, 6]),
     offsets=np.array([0, 2, 4, 5, 7]),
-    bucket_ids=np.array([0, 0, -1, -1], np.int32),
+    bucket_ids=np.array([0, 0, MIXED, MIXED], np.int32),
     num_processes=2,
     repeated=1,
     drop_reasons={"rejected": 3},
@@ -42,8 +43,10 @@ def test_padded_batches_cost_their_longest_sample_times_their_number() -> None:
     assert summary["most_expensive_step"] == {"step": 1, "cost": 10}
 
 
-def test_packs_cost_the_sum_of_their_samples_and_have_a_capacity() -> None:
-    summary = PLAN.summary(num_tokens=TOKENS, costs=TOKENS**2, capacity=10)
+def test_packs_cost_the_sum_of_their_samples_and_have_room_for_max_tokens() -> None:
+    with pytest.raises(PlanError, match="summary takes max_tokens where it took capacity"):
+        PLAN.summary(num_tokens=TOKENS, capacity=10)
+    summary = PLAN.summary(num_tokens=TOKENS, costs=TOKENS**2, max_tokens=10)
     assert summary["padding"] == pytest.approx(1 - 23 / 40)
     assert summary["cost_imbalance"] == pytest.approx((20 + 50) / (19 + 25.5))
     assert summary["cheapest_step"] == {"step": 0, "cost": 20}
@@ -53,11 +56,11 @@ def test_packs_cost_the_sum_of_their_samples_and_have_a_capacity() -> None:
 def test_every_summary_is_json_and_the_most_expensive_step_can_come_first(make) -> None:
     plan = make(num_processes=3)
     costs = (COLUMN + 2) ** 2
-    summary = plan.summary(costs=costs, capacity=1)
+    summary = plan.summary(costs=costs, max_tokens=1)
     assert json.loads(json.dumps(summary)) == summary
     moved = plan.most_expensive_first(costs[plan.indices])
     step, cost = summary["most_expensive_step"].values()
-    front = moved.summary(costs=costs, capacity=1)
+    front = moved.summary(costs=costs, max_tokens=1)
     assert front == {**summary, "most_expensive_step": {"step": 0, "cost": cost}} | {
         "cheapest_step": front["cheapest_step"],
         "cost_imbalance": pytest.approx(summary["cost_imbalance"]),
