@@ -17,6 +17,7 @@ from ..buckets.table import BucketTable
 from ..plans.bin_packing import PackPlanConfig
 from ..plans.epoch import EpochPlan
 from ..plans.packs import plan_packs
+from ..randomness import Purpose, generator
 from .measure import (
     BucketReport,
     FloatArray,
@@ -324,7 +325,7 @@ def measure_ladder(
     """Measure a ladder on the common ratios, on all ratios, and on a mix.
 
     The mix is log-normal: aspect ratios around 1.2 with a standard deviation of 0.35 in ln, sides (square root of the
-    area) around 1,000 pixels with 0.4; ratios beyond the limit are left out. Frames are those of the table and up to
+    area) around 1,000 pixels with 0.4; ratios beyond the limit are omitted. Frames are those of the table and up to
     15 more, evenly. An epoch takes batches of 8 samples on 8 processes.
 
     Raises:
@@ -339,7 +340,7 @@ def measure_ladder(
         sizes = _sizes(counts, np.tile(logarithms, len(choice.frames)), np.full(len(counts), _LARGE))
         return kept_area(sizes, bucket_targets(sizes, table, spec=spec, config=config).sizes)
 
-    rng = np.random.default_rng(seed)
+    rng = generator(Purpose.LADDER_MIX, seed)
     shapes = rng.normal(math.log(1.2), 0.35, 2 * num_samples + 100)
     shapes = shapes[np.abs(shapes) <= limit][:num_samples]
     counts = rng.choice(np.array(choice.frames), len(shapes))
