@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     RANDOM_RESIZE = 9  # seed, epoch
     TOKEN_DROP = 10  # whatever key the caller gives each sample
     LOADER = 11  # seed and epoch, of a stream the epoch: base seed of DataLoader workers
+    LADDER_MIX = 12  # seed: samples on which reports compare ladders
 
 
 def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:

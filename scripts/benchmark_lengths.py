@@ -1,9 +1,8 @@
-r"""Measure plans by length against those of transformers and lhotse, as ratios of one run.
+r"""Compare plans by length with those of transformers and lhotse, as ratios of one run.
 
 python scripts/benchmark_lengths.py --output scripts/benchmark_results/lengths.json
 
-lhotse is not a dependency of this package; `pip install lhotse` into the environment of the benchmark, or its line is
-left out.
+lhotse is not a dependency of this package; without `pip install lhotse` its figures are omitted.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from hf_bucketing.plans import EpochPlan, LengthPlanConfig, plan_lengths
 
 
 def lengths_of(items: int) -> np.ndarray:
-    """Log-normal durations from 1 to 30 s, of median 6 s."""
+    """Draw log-normal durations from 1 to 30 s with a median of 6 s."""
     drawn = np.exp(np.random.default_rng(0).normal(np.log(6), 0.8, items * 2))
     return drawn[(drawn >= 1) & (drawn <= 30)][:items]
 
@@ -69,7 +68,7 @@ def measure_lengths(items: int, lhotse_items: int, runs: int) -> dict[str, objec
     figures["transformers_largest_batch_s"] = float(max(len(batch) * batch.max() for batch in batches))
     figures["length_times_faster_than_transformers"] = transformers / ours.median
     if importlib.util.find_spec("lhotse") is None:
-        print("lhotse is not installed; its figures are left out (pip install lhotse).", file=sys.stderr)
+        print("lhotse is not installed; its figures are omitted (pip install lhotse).", file=sys.stderr)
         return figures
     return {**figures, **measure_lhotse(lengths[:lhotse_items])}
 
@@ -99,8 +98,8 @@ def measure_lhotse(lengths: np.ndarray) -> dict[str, object]:
 
 def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--items", type=int, default=1_000_000, help="Lengths.")
-    parser.add_argument("--lhotse_items", type=int, default=200_000, help="Lengths for lhotse.")
+    parser.add_argument("--items", type=int, default=1_000_000, help="Number of lengths.")
+    parser.add_argument("--lhotse_items", type=int, default=200_000, help="Number of lengths for lhotse.")
     return parser
 
 

@@ -1,4 +1,4 @@
-r"""Measure columns and media metadata against the plain ways, as ratios of one run.
+r"""Compare columns and media metadata with straightforward code, as ratios of one run.
 
 python scripts/benchmark_mapping.py --rows 5300000 --output scripts/benchmark_results/mapping.json
 """
@@ -22,7 +22,7 @@ from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 
 
-def loop_of_the_seed(table: BucketTable, widths: np.ndarray, heights: np.ndarray) -> dict[int, list[int]]:
+def assign_in_a_loop(table: BucketTable, widths: np.ndarray, heights: np.ndarray) -> dict[int, list[int]]:
     """Assign as NovelAI's script does: one argmin over the aspects per image, in Python."""
     aspects = np.array([size.width / size.height for size in table.sizes])
     buckets: dict[int, list[int]] = {}
@@ -60,7 +60,7 @@ def measure_columns(rows: int, runs: int, folder: Path) -> dict[str, float]:
     frames = np.ones(rows, np.int64)
     mapped, assigned = seconds_of(map_uncached, lambda: table.assign(frames, heights, widths), runs=runs)
     start = time.perf_counter()
-    loop_of_the_seed(table, widths, heights)
+    assign_in_a_loop(table, widths, heights)
     loop = time.perf_counter() - start
     (ladder,) = seconds_of(novelai_ladder, runs=100)
     return {

@@ -1,4 +1,4 @@
-r"""Measure packed attention and packed training steps against the plain ways, as ratios of one run.
+r"""Compare packed attention and packed training steps with straightforward code, as ratios of one run.
 
 python scripts/benchmark_packing.py --output scripts/benchmark_results/packing.json
 python scripts/benchmark_packing.py --device cuda --output scripts/benchmark_results/packing_cuda.json
@@ -28,7 +28,7 @@ TEXT_LENGTH = 128
 def medians(functions: dict[str, Callable[[], object]], *, runs: int, device: str) -> dict[str, float]:
     """Return the median seconds of each function, run in turns.
 
-    On the CPU, seconds of this process on its one thread: what else the machine does is not counted.
+    On the CPU, processor seconds of this process on its one thread, so that other load is not counted.
     """
     options = {"clock": time.process_time} if device == "cpu" else {"synchronize": torch.cuda.synchronize}
     timed = seconds_of(*functions.values(), runs=runs, **options)
@@ -137,7 +137,7 @@ def measure_step(runs: int, layers: int, heads: int, strip_length: int) -> dict[
 
 
 def modulation_bytes(model: WanTransformer3DModel, rows: int) -> int:
-    """Return the bytes of the modulation that the model makes for as many rows, by making it."""
+    """Return the bytes of the modulation that the model computes for a number of rows."""
     with torch.no_grad():
         projected = model.condition_embedder(torch.zeros(rows), torch.zeros(1, 1, model.config.text_dim))[1]
     return projected.numel() * projected.element_size()
@@ -210,9 +210,11 @@ def measure_cuda_step(runs: int, layers: int, heads: int) -> dict[str, float]:
 
 def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="What to measure on.")
-    parser.add_argument("--layers", type=int, default=4, help="Of the Wan model.")
-    parser.add_argument("--heads", type=int, default=6, help="Of the Wan model, of 64 channels, 128 on cuda.")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="Device to measure on.")
+    parser.add_argument("--layers", type=int, default=4, help="Layers of the Wan model.")
+    parser.add_argument(
+        "--heads", type=int, default=6, help="Attention heads of the Wan model, of 64 channels, 128 on cuda."
+    )
     parser.add_argument("--strip_length", type=int, default=32, help="Tokens per strip on the CPU.")
     return parser
 

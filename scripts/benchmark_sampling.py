@@ -1,4 +1,4 @@
-r"""Measure epoch plans against the plain ways, as ratios of one run.
+r"""Compare epoch plans with straightforward samplers, as ratios of one run.
 
 python scripts/benchmark_sampling.py --output scripts/benchmark_results/sampling.json
 
@@ -25,7 +25,7 @@ COST = CostModel.for_transformer(1536)
 
 
 def bucket_column(rows: int) -> np.ndarray:
-    """Buckets as uneven as those of real data: the k-th has 1 / k of the first one's rows."""
+    """Draw bucket ids as uneven as those of real data: bucket k has 1 / k of the rows of the first."""
     shares = 1 / np.arange(1, BUCKETS + 1)
     rng = np.random.default_rng(0)
     bounds = np.cumsum(shares / shares.sum())
@@ -51,7 +51,7 @@ def draw_by_draw(column: np.ndarray, left: float) -> Iterator[list[int]]:
 
     Args:
         column: Bucket of each row.
-        left: Share of the epoch that is still to come.
+        left: Share of the epoch that remains.
     """
     rng = np.random.default_rng(0)
     lists = {}
@@ -103,15 +103,15 @@ def measure_buckets(rows: int, runs: int, draws: int) -> dict[str, float]:
     }
 
 
-def token_mix(samples: int, capacity: int) -> np.ndarray:
-    """Tokens of samples of 240p to 720p, aspect ratios 9:16 to 16:9, 30 % images and clips of 1 to 81 frames."""
+def token_mix(samples: int, max_tokens: int) -> np.ndarray:
+    """Draw tokens of samples from 240p to 720p and 9:16 to 16:9, 30 % images and clips of 1 to 81 frames."""
     rng = np.random.default_rng(0)
     short = rng.integers(240, 721, 2 * samples)
     long = short * np.exp(rng.uniform(0, np.log(16 / 9), 2 * samples))
     frames = np.where(rng.random(2 * samples) < 0.3, 1, rng.integers(1, 82, 2 * samples))
     step = WAN.multiples[0]
     tokens = ((frames - 1) // WAN.temporal_stride + 1) * -(-short // step) * np.ceil(long / step).astype(np.int64)
-    return tokens[tokens <= capacity][:samples]
+    return tokens[tokens <= max_tokens][:samples]
 
 
 def efficiency(plan: EpochPlan, tokens: np.ndarray, *, window: int = 1) -> float:
@@ -123,24 +123,24 @@ def efficiency(plan: EpochPlan, tokens: np.ndarray, *, window: int = 1) -> float
 
 def measure_packs(samples: int) -> dict[str, float]:
     figures: dict[str, float] = {"pack_samples": samples}
-    for capacity, name in ((32_768, "32k"), (65_536, "64k")):
-        tokens = token_mix(samples, capacity)
+    for max_tokens, name in ((32_768, "32k"), (65_536, "64k")):
+        tokens = token_mix(samples, max_tokens)
         for strategy in ("sequential", "first_fit", "best_fit_decreasing"):
-            config = PackPlanConfig(max_tokens=capacity, strategy=strategy)
+            config = PackPlanConfig(max_tokens=max_tokens, strategy=strategy)
             start = time.perf_counter()
             plan = plan_packs(tokens, config, epoch=0, num_processes=1)
             figures[f"pack_{name}_{strategy}_s"] = time.perf_counter() - start
-            figures[f"pack_{name}_{strategy}_fill"] = float(tokens.sum() / (capacity * plan.num_batches))
+            figures[f"pack_{name}_{strategy}_fill"] = float(tokens.sum() / (max_tokens * plan.num_batches))
         largest = float(COST.cost(tokens).max())
         ways: dict[str, dict[str, Any]] = {
             "random": {},
             "like_costs": {"balance": "cost"},
             "windows_of_8": {"balance": "cost", "accumulation_steps": 8},
-            "filled_to_cost": {"max_cost": largest, "max_tokens": 4 * capacity},
+            "filled_to_cost": {"max_cost": largest, "max_tokens": 4 * max_tokens},
         }
         for processes in (8, 64):
             for way, options in ways.items():
-                config = PackPlanConfig(**{"max_tokens": capacity, "cost_model": COST, **options})
+                config = PackPlanConfig(**{"max_tokens": max_tokens, "cost_model": COST, **options})
                 plan = plan_packs(tokens, config, epoch=0, num_processes=processes)
                 window = options.get("accumulation_steps", 1)
                 figures[f"pack_{name}_efficiency_{processes}_{way}"] = efficiency(plan, tokens, window=window)
@@ -148,7 +148,7 @@ def measure_packs(samples: int) -> dict[str, float]:
 
 
 def measure_scale(rows: list[int], processes: list[int]) -> dict[str, object]:
-    """Measure plans of rising size, and tell by the largest two what 10 times the largest takes."""
+    """Measure plans of growing size, and extrapolate from the largest two to 10 times the largest."""
     measured = {}
     for number in rows:
         seconds, megabytes = in_fresh_process(bucket_plan_cost, rows=number, num_processes=8)
@@ -182,10 +182,16 @@ def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_300_000, help="Rows in 19 buckets.")
     parser.add_argument("--samples", type=int, default=1_000_000, help="Samples to pack.")
-    parser.add_argument("--draws", type=int, default=300, help="Draws of the plain sampler at each of five points.")
+    parser.add_argument(
+        "--draws", type=int, default=300, help="Draws of the straightforward sampler at each of five points."
+    )
     parser.add_argument("--scale_rows", type=int, nargs="*", default=[], help="Sizes of plans, such as 10000000.")
     parser.add_argument(
-        "--scale_processes", type=int, nargs="*", default=[8, 64, 512, 4096], help="At the first size."
+        "--scale_processes",
+        type=int,
+        nargs="*",
+        default=[8, 64, 512, 4096],
+        help="Processes, for plans of the first size.",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians of runs in turns, memory of a fresh process, and the file of figures."""
+"""Shared parts of the benchmarks: medians of runs in turns, memory of a fresh process, the file of figures."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ from hf_bucketing.command_line.flags import FlagParser
 
 
 class Seconds(NamedTuple):
-    """Seconds of several runs: their median, and the largest less the smallest."""
+    """Median of the seconds of several runs, and the largest minus the smallest."""
 
     median: float
     spread: float
@@ -28,7 +28,7 @@ def seconds_of(
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], object] = lambda: None,
 ) -> list[Seconds]:
-    """Time functions in turns, so that all meet the same machine, after one run each to warm up."""
+    """Time functions in turns, so that all see the same load, after one warm-up run each."""
     times: list[list[float]] = [[] for _ in functions]
     for run in range(runs + 1):
         for function, taken in zip(functions, times, strict=True):
@@ -42,7 +42,7 @@ def seconds_of(
 
 
 def in_fresh_process(function: Callable[..., Any], **options: Any) -> Any:
-    """Return what a function returns in a process that did nothing before."""
+    """Return the result of a function that runs in a new process."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(function, options, sender))
@@ -60,7 +60,7 @@ def _send(function: Callable[..., Any], options: dict[str, Any], connection: Con
 
 def timed_with_memory(function: Callable[[], Any], warm_up: Callable[[], Any]) -> tuple[float, float]:
     """Return the processor seconds of a call and the MB by which it raises the peak memory of this process."""
-    warm_up()  # what imports and a first call take is not counted
+    warm_up()  # imports and the first call are not counted
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here
     before, start = _memory_in_mb("VmRSS"), time.process_time()
     function()
@@ -75,13 +75,13 @@ def _memory_in_mb(name: str) -> float:
 def benchmark_parser(description: str | None) -> FlagParser:
     """Return a parser of the flags that all benchmarks have."""
     parser = FlagParser(description)
-    parser.add_argument("--runs", type=int, default=5, help="Runs whose median counts.")
-    parser.add_argument("--output", type=Path, help="A JSON file for the figures.")
+    parser.add_argument("--runs", type=int, default=5, help="Runs, of which the median is reported.")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures.")
     return parser
 
 
 def machine(*packages: str) -> dict[str, object]:
-    """Return what the figures were measured on, and the versions of packages."""
+    """Return the machine, its load and the versions of packages."""
     return {
         "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores",
         "load_at_start": os.getloadavg()[0],
@@ -91,7 +91,7 @@ def machine(*packages: str) -> dict[str, object]:
 
 
 def report(figures: dict[str, object], output: Path | None) -> None:
-    """Print the figures, and write them to a JSON file if one is named."""
+    """Print the figures, and write them to a JSON file if a path is given."""
     figures["load_at_end"] = os.getloadavg()[0]
     for name, figure in figures.items():
         print(f"{name:52} {figure:.4g}" if isinstance(figure, float) else f"{name:52} {figure}")

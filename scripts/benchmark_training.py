@@ -1,4 +1,4 @@
-r"""Measure the data path of training against the plain ways and against the step that it feeds, as ratios of one run.
+r"""Compare the data path of training with straightforward code and with the step that it feeds, as ratios of one run.
 
 python scripts/benchmark_training.py --output scripts/benchmark_results/training.json
 """
@@ -56,7 +56,7 @@ def measure_encoding(folder: Path, *, images: int, side: int, runs: int) -> dict
 
 
 def prepare(folder: Path, recipe: Recipe, samples: int) -> PreparedDataset:
-    """Do what the demo does: generated media, and the ladder of the README."""
+    """Prepare generated media as the demo does."""
     make_media_dataset(folder / "media", num_samples=samples)
     spec = type(recipe).read_spec(str(folder / "tiny-wan"))
     table: BucketTable = token_ladder(spec, [60, 110, 150], frames=[1, 9, 17, 25], max_aspect_ratio=2.5)
@@ -70,9 +70,7 @@ def prepare(folder: Path, recipe: Recipe, samples: int) -> PreparedDataset:
 
 
 def loader_of(data: PreparedDataset, collator: Callable[..., Any], workers: int) -> DataLoader[Any]:
-    sampler = BucketBatchSampler(
-        data.dataset["bucket_id"], table=data.table, batch_size=BATCH_SIZE, num_processes=1, remainder="short"
-    )
+    sampler = BucketBatchSampler(data.dataset["bucket_id"], table=data.table, batch_size=BATCH_SIZE, num_processes=1)
     return DataLoader(
         data.dataset,
         batch_sampler=sampler,
@@ -137,10 +135,10 @@ def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--images", type=int, default=16, help="Images that are encoded together.")
     parser.add_argument("--side", type=int, default=64, help="Pixels along both sides of an image.")
-    parser.add_argument("--samples", type=int, default=18, help="Of the demo data set.")
-    parser.add_argument("--workers", type=int, default=2, help="Decoding processes.")
+    parser.add_argument("--samples", type=int, default=18, help="Samples of the demo data set.")
+    parser.add_argument("--workers", type=int, default=2, help="DataLoader workers.")
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="Of torch (default: one per core)."
+        "--threads", type=int, default=torch.get_num_threads(), help="Threads of torch (default: one per core)."
     )
     return parser
 

@@ -25,6 +25,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import ColumnError, FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.report import describe_assignment
 
 
 def heights_and_widths(text: str) -> list[tuple[int, int]]:
@@ -161,7 +162,9 @@ def main(args: argparse.Namespace) -> None:
         max_frames=packed.max_frames,
     )
     prepared.save(args.output_dir)
-    print(prepared.describe(rule=rule))
+    names = ["num_frames", "height", "width", "bucket_id", "rejection"]
+    columns = dataset.select_columns(names).with_format("numpy")[:]
+    print(describe_assignment(columns, table=table, spec=spec, rule=rule, name_rows=prepared.file_names))
     print(f"Saved to {args.output_dir}")
 
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by all rooms: generated media, a tiny pipeline, and programs run as a user runs them."""
+"""Shared fixtures: generated media, tiny pipelines, a prepared data set, and programs run as a user runs them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import hypothesis
 import psutil
 import pytest
 
-# What an earlier run left in datasets' cache must not hide what this one would compute.
+# Results of an earlier run in datasets' cache must not hide what this run would compute.
 _cache = tempfile.TemporaryDirectory(prefix="hf_bucketing_cache_")
 os.environ["HF_DATASETS_CACHE"] = _cache.name
 
@@ -26,11 +26,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Speed is no test's business here, and CI must not fail by chance.
+# No test depends on speed, and CI must not fail by chance.
 hypothesis.settings.register_profile("hf_bucketing", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("hf_bucketing")
 
 ROOT = Path(__file__).parent.parent
+
+HANG_GUARD = 1080.0
+"""Seconds after which a started process counts as hung: less than pytest's own limit, which would end the run."""
 
 
 @pytest.fixture(scope="session")
@@ -66,9 +69,9 @@ def pipeline_dirs(pipeline_dir: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The media with bucket columns, as scripts/prepare_dataset.py writes it."""
+    """The media prepared by scripts/prepare_dataset.py."""
     folder = tmp_path_factory.mktemp("prepared") / "prepared"
-    run_script(
+    run_script_here(
         "prepare_dataset.py",
         *("--dataset", media_dir, "--pretrained_model_name_or_path", pipeline_dir, "--output_dir", folder),
         *("--target_fps", 8, "--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25"),
@@ -82,7 +85,7 @@ def run_script(name: str, *args: object, check: bool = True) -> subprocess.Compl
 
 
 def run_script_here(name: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a script of this repository in this process, which has imported what it needs already."""
+    """Run a script of this repository in this process, whose imports are already paid for."""
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
     command = [str(ROOT / "scripts" / name), *map(str, args)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
@@ -108,7 +111,7 @@ def launch_training(*args: object, num_processes: int = 2, check: bool = True) -
 
 
 def start_training(*args: object, num_processes: int) -> subprocess.Popen[bytes]:
-    """Start the training script under `accelerate launch`, and let it run."""
+    """Start the training script under `accelerate launch`, and return without waiting for it."""
     command = [str(part) for part in _launch_command(TRAINING_SCRIPT, *args, num_processes=num_processes)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -137,11 +140,11 @@ def run(
     check: bool = True,
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
-    timeout: float = 300,
+    timeout: float = HANG_GUARD,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command offline and return what it printed; fail with its output if it fails and `check` is on.
+    """Run a command offline and return what it printed; with `check`, a command that fails fails the test.
 
-    One that hangs fails after `timeout` seconds, with the stacks of all Python processes that it started.
+    A command that hangs fails the test after `timeout` seconds, with the stacks of all Python processes it started.
     """
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})}
     arguments = [str(part) for part in command]
@@ -151,17 +154,22 @@ def run(
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for signal_number in (signal.SIGABRT, signal.SIGKILL):  # the first prints the stacks
-            for one in started:
-                if one.is_running():
-                    one.send_signal(signal_number)
-            psutil.wait_procs(started, timeout=3)
+        dump_stacks_and_end(process.pid)
         stdout, stderr = process.communicate()
         pytest.fail(f"{' '.join(arguments)} hung for {timeout} s:\n{stdout[-4000:]}\n{stderr[-16000:]}")
     if check and process.returncode:
         pytest.fail(f"{' '.join(arguments)} exited with {process.returncode}:\n{stderr[-4000:]}")
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def dump_stacks_and_end(pid: int) -> None:
+    """End a process and all its children; those started with PYTHONFAULTHANDLER print their stacks first."""
+    started = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for signal_number in (signal.SIGABRT, signal.SIGKILL):  # the first prints the stacks
+        for one in started:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(signal_number)
+        psutil.wait_procs(started, timeout=3)
 
 
 @pytest.fixture

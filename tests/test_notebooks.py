@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and are kept without their outputs."""
+"""Notebooks run from top to bottom, and are stored without outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_GUARD, ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -23,7 +23,7 @@ def test_there_are_notebooks() -> None:
 
 
 @notebooks
-def test_notebooks_are_kept_without_outputs(path: Path) -> None:
+def test_notebooks_are_stored_without_outputs(path: Path) -> None:
     for cell in code_cells(nbformat.read(path, as_version=4)):
         assert not cell.outputs, cell.source
         assert cell.execution_count is None, cell.source
@@ -32,7 +32,8 @@ def test_notebooks_are_kept_without_outputs(path: Path) -> None:
 @notebooks
 def test_notebooks_run(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    resources = {"metadata": {"path": tmp_path}}
+    client = NotebookClient(notebook, timeout=int(HANG_GUARD), kernel_name="python3", resources=resources)
     client.execute()
     assert all(cell.execution_count for cell in code_cells(notebook))
     assert any(cell.outputs for cell in code_cells(notebook)), "a notebook shows something"

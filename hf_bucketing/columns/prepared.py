@@ -18,8 +18,6 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..files import complete_folder
-from ..report.assigned import AssignedRows, format_assigned
-from ..report.config import SizeColumns
 
 MANIFEST = "bucketing.json"
 
@@ -80,25 +78,7 @@ class PreparedDataset:
         """The sizes of the rows in packs, where `table` has those in buckets."""
         return OpenTable(spec=self.spec, image_sizes=self.image_sizes, max_frames=self.max_frames)
 
-    def describe(self, *, rule: AssignmentRule | None = None) -> str:
-        """Return a text of the buckets in use, and of the rejected rows with the options that would keep them.
-
-        Args:
-            rule ([`AssignmentRule`][hf_bucketing.AssignmentRule], *optional*): By which the rows were assigned.
-        """
-        sizes = (np.asarray(self.dataset[name], np.int64) for name in ("num_frames", "height", "width"))
-        rows = AssignedRows(
-            sizes=SizeColumns(*sizes),
-            bucket_id=np.asarray(self.dataset["bucket_id"]),
-            rejection=np.asarray(self.dataset["rejection"]),
-            table=self.table,
-            spec=self.spec,
-            rule=rule or AssignmentRule(),
-            name_rows=self._file_names,
-        )
-        return format_assigned(rows)
-
-    def _file_names(self, rows: Sequence[int]) -> list[str]:
+    def file_names(self, rows: Sequence[int]) -> list[str]:
         """Return the files of some rows, or their numbers where they hold bytes without a path."""
         cells = self.dataset.select_columns([self.column]).with_format(None).select(rows)[self.column]
         paths = [cell.get("path") if isinstance(cell, dict) else cell for cell in cells]

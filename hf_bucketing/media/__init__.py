@@ -4,14 +4,18 @@ Needs PyAV and Pillow, and neither torch (but for `media.sample` and torchcodec)
 latents) and `loading` (frames) stand on it.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .decode import frame_times, iter_frames
 from .decoders import DecoderName, check_decoder
 from .probe import MediaInfo, frames_at_fps, probe
-from .rates import frame_rates
 from .source import MediaSource
 from .video import MAX_PIXELS
 from .views import FramePicking, View, ViewRule, seeded_draws
 from .write import write_video
+
+if TYPE_CHECKING:
+    from .rates import frame_rates
 
 __all__ = [
     "MAX_PIXELS",
@@ -30,3 +34,12 @@ __all__ = [
     "seeded_draws",
     "write_video",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `frame_rates`, which alone needs torch, when it is first used (PEP 562)."""
+    if name != "frame_rates":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .rates import frame_rates
+
+    return frame_rates
