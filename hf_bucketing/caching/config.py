@@ -1,0 +1,75 @@
+"""How a data set is cached, and what encodes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from ..errors import BucketingError
+from ..media.views import ViewRule
+from .store import TensorCache
+
+Batching = Literal["bucket", "pack"]
+OnError = Literal["raise", "reject"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Where latents and texts are cached, which views of the files they show, and how they are encoded.
+
+    Args:
+        folder (`str`): Folder of the entries. One that holds entries is completed.
+        batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `table` or in `open_table` of the
+            [`PreparedDataset`][hf_bucketing.columns.PreparedDataset].
+        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
+            random, and PyAV decodes.
+        seed (`int`): Seed of random views. They are those of epoch 0 and need an `index` column.
+        batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
+        num_threads (`int`): Threads that decode files while the encoder runs.
+        on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
+
+    Raises:
+        BucketingError: On a number below 1, or an unknown `batching` or `on_error`.
+    """
+
+    folder: str
+    batching: Batching = "bucket"
+    views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
+    seed: int = 0
+    batch_size: int = 8
+    num_threads: int = 2
+    on_error: OnError = "raise"
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_threads"):
+            if getattr(self, name) < 1:
+                raise BucketingError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name, choices in {"batching": get_args(Batching), "on_error": get_args(OnError)}.items():
+            if getattr(self, name) not in choices:
+                raise BucketingError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+
+    @property
+    def cache(self) -> TensorCache:
+        """The entries in `folder`."""
+        return TensorCache(Path(self.folder))
+
+
+class Encoder(Protocol):
+    """What encodes samples and captions, such as the training recipe of a loaded pipeline."""
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline whose `vae`, `text_encoder` and `tokenizer` encode; fingerprints are computed from them."""
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Text tokens per caption."""
+
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode `(B, 3, F, H, W)` in [−1, 1], on the device of the VAE, to latents `(B, C, f, h, w)`."""
+
+    def encode_text(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Encode captions to embeddings `(n, length, dim)` and a mask `(n, length)`, or None for the mask."""
