@@ -19,7 +19,7 @@ demo: $(VENV)/installed
 		--pretrained_model_name_or_path $(DEMO)/tiny-wan --target_fps 8 \
 		--bucket_tokens 60,110,150 --bucket_frames 1,9,17,25
 	$(TRAIN) --output_dir $(DEMO)/bucket --batching bucket --train_batch_size 3
-	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --capacity 640 --strip_length 16
+	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --max_tokens 640 --strip_length 16
 	$(BIN)/python scripts/sample_video.py $(DEMO)/bucket --output $(DEMO)/bucket.mp4 --max_sequence_length 64
 	$(BIN)/python scripts/sample_video.py $(DEMO)/pack --output $(DEMO)/pack.mp4 --max_sequence_length 64
 	$(BIN)/python scripts/report_training.py $(DEMO)/bucket $(DEMO)/pack --figure $(DEMO)/loss.png

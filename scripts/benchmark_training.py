@@ -23,8 +23,7 @@ from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_opti
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
-from hf_bucketing.training.inputs import latents_of, text_of
-from hf_bucketing.training.steps import BucketStep
+from hf_bucketing.training.steps import BucketStep, latents_of, text_of
 
 FAMILIES = ("wan", "ltx", "latte")
 BATCH_SIZE = 4

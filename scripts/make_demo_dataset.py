@@ -12,9 +12,9 @@ from hf_bucketing.testing import make_media_dataset
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("--output_dir", required=True, help="Folder to write; an earlier data set there is replaced.")
-    parser.add_argument("--num_samples", type=int, default=90, help="Videos and images together.")
-    parser.add_argument("--seed", type=int, default=0, help="Decides what is shown.")
+    parser.add_argument("--output_dir", required=True, help="Folder to write; a demo data set there is replaced.")
+    parser.add_argument("--num_samples", type=int, default=90, help="Number of videos and images together.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the contents.")
     return parser
 
 

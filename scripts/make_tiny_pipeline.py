@@ -12,9 +12,11 @@ from hf_bucketing.testing import make_tiny_pipeline
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("--output_dir", required=True, help="Folder to write; an earlier pipeline there is replaced.")
-    parser.add_argument("--family", default="wan", choices=["wan", "ltx", "latte"], help="Whose parts.")
-    parser.add_argument("--seed", type=int, default=0, help="Of the weights.")
+    parser.add_argument("--output_dir", required=True, help="Folder to write; a tiny pipeline there is replaced.")
+    parser.add_argument(
+        "--family", default="wan", choices=["wan", "ltx", "latte"], help="Model family of the pipeline."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the weights.")
     return parser
 
 

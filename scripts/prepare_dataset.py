@@ -6,7 +6,9 @@ python scripts/prepare_dataset.py --dataset demo/media --pretrained_model_name_o
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from datasets import Dataset
 
@@ -20,7 +22,7 @@ from hf_bucketing.columns import (
     load_source,
     map_columns,
 )
-from hf_bucketing.command_line.flags import FlagParser, numbers
+from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import ColumnError, FlagError
 from hf_bucketing.files import check_folder_writable
@@ -32,89 +34,96 @@ def heights_and_widths(text: str) -> list[tuple[int, int]]:
     return [] if text == "none" else [size[1:] for size in BucketTable.parse(text).sizes]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TableConfig:
+    """Bucket table.
+
+    Args:
+        bucket_tokens (`list` of `int`, *optional*): Token budgets per sample, such as 8190,18480 (no default: give
+            this, `buckets` or `table`).
+        buckets (`str`, *optional*): Buckets in diffusers' form "height,width;height,width", in place of
+            `bucket_tokens` (default: none).
+        table (`Path`, *optional*): File that BucketTable.to_json wrote, in place of `bucket_tokens` (default: none).
+        bucket_frames (`list` of `int`): Numbers of frames that buckets have.
+        bucket_sizes (list of pairs, *optional*): Sizes in pixels that token buckets always contain, such as
+            480,832;720,1280, or none (default: the model's own).
+        aspect_step (`float`): Distance between aspect ratios of token buckets; 0.08 is 8 %, and a larger distance
+            makes fewer buckets.
+        max_aspect_ratio (`float`): Largest ratio of the longer to the shorter side of token buckets.
+        image_sizes (`"own"` or `"video"`): Whether images are trained at buckets of one frame, or packed at their own
+            size, or both at the sizes of videos.
+    """
+
+    bucket_tokens: list[int] | None = field(default=None, metadata={"parse": numbers, "argument": "tokens"})
+    buckets: str | None = None
+    table: Path | None = None
+    bucket_frames: list[int] = field(
+        default_factory=lambda: [1, 17, 49, 81], metadata={"parse": numbers, "argument": "frames"}
+    )
+    bucket_sizes: list[tuple[int, int]] | None = field(default=None, metadata={"parse": heights_and_widths})
+    aspect_step: float = 0.08
+    max_aspect_ratio: float = 2.5
+    image_sizes: Literal["own", "video"] = "own"
+
+    def __post_init__(self) -> None:
+        if sum(option is not None for option in (self.bucket_tokens, self.buckets, self.table)) != 1:
+            raise FlagError("Give one of --bucket_tokens, --buckets and --table.")
+
+
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument(
         "--dataset",
         required=True,
-        help="A csv, tsv, json, jsonl or parquet file; a folder with such a file named metadata, or with a .txt "
-        "caption beside each image and video; or a data set on the hub.",
+        help="Data to prepare: a csv, tsv, json, jsonl or parquet file; a folder with such a file named metadata, or "
+        "with a .txt caption beside each image and video; or a data set on the hub.",
     )
     parser.add_argument("--dataset_config_name", help="Configuration of a hub data set.")
-    parser.add_argument("--split", default="train", help='Such as "train" or "train[:100]" (default: train).')
+    parser.add_argument("--split", default="train", help="Split, such as train or train[:100].")
     parser.add_argument("--media_column", help="Image or video column (default: found by its name).")
     parser.add_argument("--caption_column", help="Text column (default: found by its name).")
-    parser.add_argument("--read_headers", action="store_true", help="Read all sizes, also where columns hold them.")
-    parser.add_argument("--pretrained_model_name_or_path", required=True, help="Its configuration counts the tokens.")
+    parser.add_argument(
+        "--read_headers", action="store_true", help="Read all sizes from the files, also where columns hold them."
+    )
+    parser.add_argument(
+        "--pretrained_model_name_or_path",
+        required=True,
+        help="Pipeline to prepare for, on the hub or in a folder; only its configuration is read.",
+    )
     parser.add_argument("--target_fps", type=float, default=16.0, help="Frame rate to train at.")
-    parser.add_argument(
-        "--bucket_tokens",
-        type=numbers,
-        argument="tokens",
-        help="Token budgets per sample, such as 8190,18480.",
-    )
-    parser.add_argument("--buckets", help='Instead: diffusers\' "height,width;height,width".')
-    parser.add_argument("--table", type=Path, help="Instead: a file that BucketTable.to_json wrote.")
-    parser.add_argument(
-        "--bucket_frames",
-        type=numbers,
-        argument="frames",
-        default=[1, 17, 49, 81],
-        help="Frames of buckets.",
-    )
-    parser.add_argument(
-        "--bucket_sizes",
-        type=heights_and_widths,
-        help="Sizes that token buckets contain in any case, such as 480,832;720,1280, or none (default: the model's).",
-    )
-    parser.add_argument(
-        "--aspect_step",
-        type=float,
-        default=0.08,
-        help="Distance of the aspect ratios of token buckets (0.08: 8 %%); a larger one makes fewer buckets.",
-    )
-    parser.add_argument("--max_frames", type=int, help="Packed samples are cut to these frames (default: never).")
-    parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Of token buckets.")
-    parser.add_argument("--max_upscale", type=float, default=1.0, help="Largest enlargement.")
-    parser.add_argument("--max_aspect_error", type=float, help="|ln(ratio / bucket's ratio)| (default: ln 2).")
-    parser.add_argument(
-        "--image_sizes",
-        choices=["own", "video"],
-        default="own",
-        help="Images train at one-frame buckets, or packed at their own size; or both at sizes of videos.",
-    )
+    parser.add_argument("--max_frames", type=int, help="Number of frames that packed samples are cut to.")
     parser.add_argument(
         "--on_error",
         choices=["raise", "reject", "empty"],
         default="raise",
-        help="Unreadable files and missing captions end the script, or their rows are rejected; empty: captions that "
-        "are missing become empty ones, and only unreadable files end the script.",
+        help="Treatment of unreadable files and missing captions: raise ends the script, reject rejects their rows, "
+        "and empty gives an empty caption where one is missing and ends the script at an unreadable file.",
     )
     parser.add_argument("--num_proc", type=int, help="Processes that read file headers (default: this one).")
     parser.add_argument(
         "--overwrite", action="store_true", help="Replace bucket columns, such as aspect_ratio, that the data set has."
     )
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
+    parser.add_settings(TableConfig)
+    parser.add_settings(AssignmentRule, skip=["metric"])
     return parser
 
 
-def make_table(args: argparse.Namespace, spec: LatentSpec, native_sizes: Sequence[tuple[int, int]]) -> BucketTable:
-    if sum(option is not None for option in (args.bucket_tokens, args.buckets, args.table)) != 1:
-        raise FlagError("Give one of --bucket_tokens, --buckets and --table.")
-    if args.buckets:
-        table = BucketTable.parse(args.buckets, frames=args.bucket_frames)
-    elif args.table:
-        table = BucketTable.from_json(args.table.read_text())
+def make_table(config: TableConfig, spec: LatentSpec, native_sizes: Sequence[tuple[int, int]]) -> BucketTable:
+    if config.buckets is not None:
+        table = BucketTable.parse(config.buckets, frames=config.bucket_frames)
+    elif config.table is not None:
+        table = BucketTable.from_json(config.table.read_text())
     else:
         table = token_ladder(
             spec,
-            args.bucket_tokens,
-            frames=args.bucket_frames,
-            sizes=native_sizes if args.bucket_sizes is None else args.bucket_sizes,
-            max_aspect_ratio=args.max_aspect_ratio,
-            aspect_step=args.aspect_step,
+            config.bucket_tokens or [],
+            frames=config.bucket_frames,
+            sizes=native_sizes if config.bucket_sizes is None else config.bucket_sizes,
+            max_aspect_ratio=config.max_aspect_ratio,
+            aspect_step=config.aspect_step,
         )
-    return table.images_at_video_sizes() if args.image_sizes == "video" else table
+    return table.images_at_video_sizes() if config.image_sizes == "video" else table
 
 
 def sizes_of_videos(dataset: Dataset, table: OpenTable, rule: AssignmentRule) -> ImageSizes:
@@ -123,11 +132,12 @@ def sizes_of_videos(dataset: Dataset, table: OpenTable, rule: AssignmentRule) ->
 
 
 def main(args: argparse.Namespace) -> None:
+    tables = from_flags(TableConfig, args)
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
-    table, packed = make_table(args, spec, recipe.native_sizes), open_table(spec, max_frames=args.max_frames)
-    rule = AssignmentRule(max_upscale=args.max_upscale, max_aspect_error=args.max_aspect_error)
+    table, packed = make_table(tables, spec, recipe.native_sizes), open_table(spec, max_frames=args.max_frames)
+    rule = from_flags(AssignmentRule, args)
     loaded = load_source(
         args.dataset,
         split=args.split,
@@ -158,7 +168,7 @@ def main(args: argparse.Namespace) -> None:
         column=loaded.column,
         caption_column=loaded.caption_column,
         root=loaded.root,
-        image_sizes=sizes_of_videos(dataset, packed, rule) if args.image_sizes == "video" else None,
+        image_sizes=sizes_of_videos(dataset, packed, rule) if tables.image_sizes == "video" else None,
         max_frames=packed.max_frames,
     )
     prepared.save(args.output_dir)

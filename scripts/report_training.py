@@ -16,10 +16,10 @@ from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_r
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of train_text_to_video.py.")
-    parser.add_argument("--figure", type=Path, help="PNG file for the loss curves.")
+    parser.add_argument("--figure", type=Path, help="PNG file to draw the loss curves into.")
     parser.add_argument("--by_bucket", action="store_true", help="Print the mean loss of each bucket.")
     parser.add_argument(
-        "--min_fall", type=float, default=1 / 3, help="Smallest accepted fall of the loss, as a share of its start."
+        "--min_fall", type=float, default=1 / 3, help="Smallest fall of the loss that passes, as a share."
     )
     return parser
 

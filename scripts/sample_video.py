@@ -18,18 +18,22 @@ from hf_bucketing.media import write_video
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("pipeline", help="A text-to-video pipeline, on the hub or in a folder.")
-    parser.add_argument("--lora_weights", help="A folder of adapters that were trained on this pipeline.")
-    parser.add_argument("--output", required=True, help="An mp4 file to write.")
-    parser.add_argument("--prompt", default="a red circle moving left on a dark background", help="What to show.")
-    parser.add_argument("--height", type=int, default=64, help="In pixels.")
-    parser.add_argument("--width", type=int, default=112, help="In pixels.")
-    parser.add_argument("--num_frames", type=int, default=17, help="Frames of the clip.")
-    parser.add_argument("--fps", type=int, default=8, help="Frames per second of the file.")
-    parser.add_argument("--num_inference_steps", type=int, default=20, help="Steps of the scheduler.")
-    parser.add_argument("--guidance_scale", type=float, default=1.0, help="1.0 leaves out classifier-free guidance.")
-    parser.add_argument("--max_sequence_length", type=int, help="As in training (default: the pipeline's).")
-    parser.add_argument("--seed", type=int, default=0, help="Of the noise.")
+    parser.add_argument("pipeline", help="Text-to-video pipeline, on the hub or in a folder.")
+    parser.add_argument("--lora_weights", help="Folder of LoRA weights trained on this pipeline (default: none).")
+    parser.add_argument("--output", required=True, help="File to write (mp4).")
+    parser.add_argument("--prompt", default="a red circle moving left on a dark background", help="Prompt to render.")
+    parser.add_argument("--height", type=int, default=64, help="Height in pixels.")
+    parser.add_argument("--width", type=int, default=112, help="Width in pixels.")
+    parser.add_argument("--num_frames", type=int, default=17, help="Number of frames.")
+    parser.add_argument("--fps", type=int, default=8, help="Frame rate of the file.")
+    parser.add_argument("--num_inference_steps", type=int, default=20, help="Scheduler steps.")
+    parser.add_argument(
+        "--guidance_scale", type=float, default=1.0, help="Scale of classifier-free guidance; 1.0 means none."
+    )
+    parser.add_argument(
+        "--max_sequence_length", type=int, help="Text tokens, as in training (default: the pipeline's)."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the noise.")
     return parser
 
 

@@ -1,13 +1,13 @@
 r"""Fine-tune a text-to-video transformer on images and videos of every size and length.
 
 accelerate launch scripts/train_text_to_video.py --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers \
-    --dataset_dir prepared --output_dir trained --batching pack --capacity 32768 --mixed_precision bf16
+    --dataset_dir prepared --output_dir trained --batching pack --max_tokens 32768 --mixed_precision bf16
 """
 
 import argparse
 import logging
 
-from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 
 
@@ -21,7 +21,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.training import TrainingConfig, train
 
     logging.basicConfig(format="%(asctime)s - %(levelname)s - %(name)s - %(message)s", level=logging.INFO)
-    train(TrainingConfig(**vars(args)))
+    train(from_flags(TrainingConfig, args))
 
 
 if __name__ == "__main__":

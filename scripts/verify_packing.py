@@ -1,4 +1,4 @@
-r"""Prove on a model of yours that packing computes what running its samples one by one computes.
+r"""Check on your own model that packing computes the same as running its samples one by one.
 
 python scripts/verify_packing.py Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sizes 5,8,12 1,16,6 3,10,10 --device cuda
 """
@@ -25,17 +25,19 @@ def grid(text: str) -> tuple[int, int, int]:
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("pipeline", help="A pipeline with a transformer, on the hub or in a folder.")
-    parser.add_argument("--subfolder", default="transformer", help="Of the transformer.")
+    parser.add_argument("pipeline", help="Pipeline with a transformer, on the hub or in a folder.")
+    parser.add_argument("--subfolder", default="transformer", help="Subfolder of the transformer in the pipeline.")
     parser.add_argument("--sizes", type=grid, nargs="+",
-                        help=f"Token grids frames,rows,columns of the samples (default: {SIZES}, as far as the model "
-                             "has positions).")  # fmt: skip
+                        help=f"Token grids of the samples as frames,rows,columns (default: {SIZES}, cut to the "
+                             "positions that the model has).")  # fmt: skip
     parser.add_argument("--text_length", type=int, default=64, help="Text tokens of a sample.")
     parser.add_argument("--strip_length", type=int, default=16, help="Tokens per strip.")
-    parser.add_argument("--backend", default="auto", help="Of packed attention.")
-    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"], help="Of the model.")
-    parser.add_argument("--device", default="cpu", help="Such as cuda.")
-    parser.add_argument("--seed", type=int, default=0, help="Of latents, texts and timesteps.")
+    parser.add_argument("--backend", default="auto", help="Backend of packed attention.")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float64", "float32", "bfloat16"], help="Precision of the model."
+    )
+    parser.add_argument("--device", default="cpu", help="Device to run on, such as cuda.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of latents, texts and timesteps.")
     return parser
 
 

@@ -191,9 +191,7 @@ def test_the_newest_versions_prepare_and_train(clone: Path, newest: Path, tmp_pa
         ),
         (
             *("train_text_to_video.py", "--dataset_dir", prepared, "--output_dir", trained, "--batching", "pack"),
-            *("--pretrained_model_name_or_path", pipeline),
-            *("--capacity", 640),
-            *("--strip_length", 16),
+            *("--pretrained_model_name_or_path", pipeline, "--max_tokens", 640, "--strip_length", 16),
             *("--max_sequence_length", 64, "--max_train_steps", 2),
         ),
     ):

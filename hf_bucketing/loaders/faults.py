@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..buckets.arrays import IntArray
 from ..errors import BucketingError, ColumnError, MediaError
 from ..randomness import Purpose, generator
+from ..settings import check_at_least, check_literals, check_shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRule:
+    """What happens to unreadable samples.
+
+    Args:
+        on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or is logged and replaced by
+            another one of its bucket.
+        max_errors (`int`): Consecutive unreadable samples tolerated before the run fails.
+        max_error_share (`float`): Share of the data set, in [0, 1], that may be unreadable in one epoch.
+
+    Raises:
+        BucketingError: On an unknown `on_error`, a negative number, or a share outside [0, 1].
+    """
+
+    on_error: Literal["raise", "replace"] = "raise"
+    max_errors: int = 100
+    max_error_share: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_at_least(0, self, "max_errors")
+        check_shares(self, "max_error_share")
 
 
 class StandIns:

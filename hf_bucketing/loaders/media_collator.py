@@ -74,7 +74,7 @@ class MediaCollator:
             random_crop=random_crop,
             frame_picking=frame_picking,
             flip_probability=flip_probability,
-            decoder=decoder,
+            video_decoder=decoder,
         )
         self.seed = seed
         self.stand_ins = stand_ins

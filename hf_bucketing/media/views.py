@@ -54,12 +54,13 @@ class ViewRule:
     """How views are chosen.
 
     Args:
-        random_crop (`bool`): Crop at a random place; if False, in the centre.
-        frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Which frames of a sample that has more than
-            its size: the first ones, ones evenly spread from the first to the last (which lowers the frame rate), or
+        random_crop (`bool`): Whether to crop at a random place, rather than in the centre.
+        frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Frames to take from a file that has more than
+            its sample: the first ones, ones evenly spread from the first to the last (which lowers the frame rate), or
             successive ones from a random start. By default `"random"` with random crops, else `"start"`.
-        flip_probability (`float`): Of swapping left and right, in [0, 1].
-        decoder (`"pyav"` or `"torchcodec"`): Of videos; see [`iter_frames`][hf_bucketing.media.iter_frames].
+        flip_probability (`float`): Probability of swapping left and right, in [0, 1].
+        video_decoder (`"pyav"` or `"torchcodec"`): Decoder of videos. torchcodec needs the libraries of FFmpeg; see
+            [`iter_frames`][hf_bucketing.media.iter_frames].
 
     Raises:
         BucketingError: On an unknown way to pick frames, a probability outside [0, 1], or a decoder that is unknown or
@@ -69,7 +70,7 @@ class ViewRule:
     random_crop: bool = True
     frame_picking: FramePicking | None = None
     flip_probability: float = 0.0
-    decoder: DecoderName = "pyav"
+    video_decoder: DecoderName = "pyav"
 
     def __post_init__(self) -> None:
         if self.frame_picking not in (None, "start", "uniform", "random"):
@@ -78,7 +79,7 @@ class ViewRule:
             )
         if not 0 <= self.flip_probability <= 1:
             raise BucketingError(f"`flip_probability` must be from 0 to 1, got {self.flip_probability}.")
-        check_decoder(self.decoder)
+        check_decoder(self.video_decoder)
 
     @property
     def num_draws(self) -> int:
@@ -115,7 +116,7 @@ class ViewRule:
             fps = fps * ((size.frames - 1) / (num_frames - 1))
         position = (y, x) if self.random_crop else (0.5, 0.5)
         flipped = flip < self.flip_probability
-        return View(size=size, fps=fps, start=first, position=position, flip=flipped, decoder=self.decoder)
+        return View(size=size, fps=fps, start=first, position=position, flip=flipped, decoder=self.video_decoder)
 
 
 def seeded_draws(count: int, *, seed: int, epoch: int, index: int) -> npt.NDArray[np.float64]:

@@ -3,59 +3,104 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 
 from ..errors import BucketingError
 from ..files import complete_parts
+from ..settings import check_at_least
+
+logger = get_logger(__name__)
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
-"""The file of adapters that diffusers' `load_lora_weights` looks for in a folder."""
+"""File that diffusers' `load_lora_weights` looks for in a folder."""
 
 _DOWN = ".lora_A.weight"
 
 ADAPTER = "default"
-"""The adapter's name in peft; files do not hold it."""
-
-TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-"""Projections of every attention, as diffusers names them."""
+"""Name of the adapter in peft; files do not hold it."""
 
 
-def add_lora(
-    pipeline: Any,
-    *,
-    rank: int,
-    alpha: int | None = None,
-    targets: Sequence[str] = TARGETS,
-    component: str = "transformer",
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """LoRA adapters.
+
+    Args:
+        lora_rank (`int`, *optional*): Rank of the adapters; by default the whole transformer is trained, without
+            adapters.
+        lora_alpha (`int`, *optional*): Numerator of the scale, which is alpha ÷ rank; by default the alpha of
+            `init_from_adapters`, or else the rank.
+        lora_targets (`str`): Module-name suffixes that receive LoRA, separated by commas.
+        init_from_adapters (`str`, *optional*): LoRA weights to start from, by default none: a file, or a folder with
+            pytorch_lora_weights.safetensors.
+
+    Raises:
+        BucketingError: On a number below 1, or a setting of adapters without a rank.
+    """
+
+    lora_rank: int | None = None
+    lora_alpha: int | None = None
+    lora_targets: str = "to_q,to_k,to_v,to_out.0"
+    init_from_adapters: str | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "lora_rank", "lora_alpha")
+        if self.lora_alpha is not None and self.lora_rank is None:
+            raise BucketingError("`lora_alpha` scales adapters; give their rank too (`lora_rank`).")
+        if self.init_from_adapters is not None and self.lora_rank is None:
+            raise BucketingError("`init_from_adapters` starts from LoRA weights; give their rank too (`lora_rank`).")
+
+
+def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> None:
     """Freeze a pipeline's transformer and add trainable low-rank adapters to it.
 
     Args:
-        pipeline (`DiffusionPipeline`): With a `transformer`, and able to load LoRA weights.
-        rank (`int`): Of the adapters.
-        alpha (`int`, *optional*): Adapters are scaled by `alpha ÷ rank`; by default `rank`.
-        targets (sequence of `str`): Ends of the names of the linear layers that get one.
+        pipeline (`DiffusionPipeline`): Pipeline that can load LoRA weights.
+        config ([`AdapterConfig`]): Rank, alpha and targets; the rank must be given.
         component (`str`): Name of the transformer in the pipeline.
 
     Raises:
-        BucketingError: If the pipeline cannot load LoRA weights, or no layer has such a name.
+        BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
     """
+    assert config.lora_rank is not None, "the caller checks it"
     _check_loads_lora(pipeline)
-    transformer = getattr(pipeline, component)
+    transformer, targets = getattr(pipeline, component), config.lora_targets.split(",")
     transformer.requires_grad_(False)
-    config = LoraConfig(r=rank, lora_alpha=alpha or rank, init_lora_weights="gaussian", target_modules=list(targets))
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha or config.lora_rank,
+        init_lora_weights="gaussian",
+        target_modules=targets,
+    )
     try:
-        transformer.add_adapter(config, adapter_name=ADAPTER)
+        transformer.add_adapter(lora, adapter_name=ADAPTER)
     except ValueError as error:
-        raise BucketingError(f"No adapter fits `lora_targets`, {list(targets)}: {error}") from error
+        raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
+
+
+def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> AdapterConfig:
+    """Add adapters to a pipeline, with the weights that they start from.
+
+    Returns:
+        [`AdapterConfig`]: The settings with the alpha that the adapters have.
+
+    Raises:
+        BucketingError: If adapters cannot be added, or do not fit the file that they start from.
+    """
+    start = None if config.init_from_adapters is None else read_lora(pipeline, config.init_from_adapters)
+    config = replace(config, lora_alpha=config.lora_alpha or (config.lora_rank if start is None else start.alpha))
+    add_lora(pipeline, config, component=component)
+    if start is not None:
+        load_lora(pipeline, start, component=component)
+        logger.info(f"Starting from the adapters of {len(start.layers)} layers in {start.path}")
+    return config
 
 
 def _check_loads_lora(pipeline: Any) -> None:
@@ -70,9 +115,9 @@ class Adapters:
     """LoRA weights of a transformer, read from a file.
 
     Attributes:
-        path (`Path`): The file.
-        weights (`dict` of `str` to `torch.Tensor`): By name within the transformer, as peft names them.
-        alpha (`int`): The scale is `alpha ÷ rank`.
+        path (`Path`): File that was read.
+        weights (`dict` of `str` to `torch.Tensor`): Weights by their name in the transformer, as peft names them.
+        alpha (`int`): Numerator of the scale `alpha ÷ rank`.
     """
 
     path: Path
@@ -93,7 +138,7 @@ class Adapters:
 def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
     """Read LoRA weights as stock diffusers does, from a file or a folder with `pytorch_lora_weights.safetensors`.
 
-    A file that does not tell its alpha was scaled by 1, as diffusers takes it.
+    A file without an alpha has a scale of 1, as in diffusers.
 
     Raises:
         BucketingError: If there is no such file, the pipeline cannot load LoRA weights, or they are not plain LoRA of
@@ -122,15 +167,15 @@ def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
 
 
 def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transformer") -> None:
-    """Give the adapters that [`add_lora`] added the weights from a file.
+    """Load weights into the adapters that [`add_lora`] added.
 
     Args:
-        pipeline (`DiffusionPipeline`): With adapters on its transformer.
-        adapters ([`Adapters`]): From [`read_lora`].
+        pipeline (`DiffusionPipeline`): Pipeline with adapters on its transformer.
+        adapters ([`Adapters`]): Weights from [`read_lora`].
         component (`str`): Name of the transformer in the pipeline.
 
     Raises:
-        BucketingError: If rank, alpha, layers or shapes differ; the message names what it was and is.
+        BucketingError: If rank, alpha, layers or shapes differ; the message names both values.
     """
     transformer = getattr(pipeline, component)
     config = transformer.peft_config[ADAPTER]
@@ -138,13 +183,13 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
     layers = {name.removesuffix(_DOWN) for name in present if name.endswith(_DOWN)}
     differences = []
     if adapters.ranks != [config.r]:
-        differences.append(f"rank {' and '.join(map(str, adapters.ranks))}, not lora_rank={config.r}")
+        differences.append(f"rank {' and '.join(map(str, adapters.ranks))}, not `lora_rank={config.r}`")
     if adapters.alpha != config.lora_alpha:
-        differences.append(f"alpha {adapters.alpha}, not lora_alpha={config.lora_alpha}")
+        differences.append(f"alpha {adapters.alpha}, not `lora_alpha={config.lora_alpha}`")
     if adapters.layers != layers:
         some = sorted(adapters.layers ^ layers)[0]
         differences.append(
-            f"{len(adapters.layers)} layers, while lora_targets names {len(layers)} (one that differs: {some})"
+            f"{len(adapters.layers)} layers, while `lora_targets` names {len(layers)} (one that differs: {some})"
         )
     if not differences:
         differences = [
@@ -160,16 +205,16 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
 
 
 def checkpoint_adapters_only(accelerator: Accelerator, pipeline: Any, *, component: str = "transformer") -> None:
-    """Make accelerate's checkpoints hold a model's adapters, in diffusers' own file, instead of all its weights.
+    """Make accelerate's checkpoints hold a model's adapters, in diffusers' own file, rather than all its weights.
 
     Args:
-        accelerator (`Accelerator`): Its only model is the transformer, and is not sharded.
-        pipeline (`DiffusionPipeline`): With adapters on its transformer.
+        accelerator (`Accelerator`): Accelerator of a run whose only model is the transformer, not sharded.
+        pipeline (`DiffusionPipeline`): Pipeline with adapters on its transformer.
         component (`str`): Name of the transformer in the pipeline.
     """
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        weights.clear()  # what is left here, accelerate saves
+        weights.clear()  # accelerate saves what is left here
         if accelerator.is_main_process:
             save_lora(pipeline, folder, component=component)
 
@@ -184,7 +229,7 @@ def checkpoint_adapters_only(accelerator: Accelerator, pipeline: Any, *, compone
 def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str = "transformer") -> None:
     """Write a transformer's adapters as `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)`.
 
-    Those of `transformer_2` are loaded with `load_into_transformer_2=True`.
+    Load adapters of `transformer_2` with `load_into_transformer_2=True`.
     """
     transformer = getattr(pipeline, component)
     with complete_parts(folder) as partial:

@@ -19,31 +19,55 @@ from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path
+from ..settings import check_at_least
 from .adapters import LORA_WEIGHTS
 
 logger = get_logger(__name__)
 
 PROGRESS = "progress.json"
 
-LAYOUT = 2
-"""Raised when the files of a checkpoint, or what they mean, change. Layout 1 had no number."""
+LAYOUT = 3
+"""Number that is raised when the files of a checkpoint, or their meaning, change. Layout 1 had no number."""
 
 PIPELINE_INDEX = "model_index.json"
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
-"""Ways of training in which no process holds all weights."""
+"""Distributed types in which no process holds all weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints: how often to save, how many to keep, and which one to resume.
+
+    Args:
+        checkpointing_steps (`int`, *optional*): Optimizer steps between checkpoints; by default none are saved.
+        checkpoints_total_limit (`int`, *optional*): Number of checkpoints to keep; older ones are removed. By default
+            all are kept.
+        resume_from_checkpoint (`str`, *optional*): Name or path of the checkpoint to resume, or "latest", which starts
+            a new run where none has been saved. By default a new run is started.
+
+    Raises:
+        BucketingError: On a number below 1.
+    """
+
+    checkpointing_steps: int | None = None
+    checkpoints_total_limit: int | None = None
+    resume_from_checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "checkpointing_steps", "checkpoints_total_limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a checkpoint holds of the run beside accelerate's state.
+    """State of a run that a checkpoint holds beside accelerate's own.
 
     Attributes:
-        global_step (`int`): Optimizer steps that are finished.
-        log (`dict`): From [`RunLog.state_dict`][hf_bucketing.training.history.RunLog.state_dict].
-        settings (`dict`): From [`settings_of`][hf_bucketing.training.on_resume.settings_of].
-        weights (`dict`): From [`weights_fingerprints`][hf_bucketing.caching.fingerprints.weights_fingerprints], of
-            the pipeline that the run began with.
+        global_step (`int`): Finished optimizer steps.
+        log (`dict`): State of [`RunLog`][hf_bucketing.training.run_log.RunLog].
+        settings (`dict`): Settings, from [`settings_of`][hf_bucketing.training.on_resume.settings_of].
+        weights (`dict`): [`weights_fingerprints`][hf_bucketing.caching.fingerprints.weights_fingerprints] of the
+            pipeline that the run began with.
     """
 
     global_step: int
@@ -53,7 +77,7 @@ class Progress:
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint that is to be loaded."""
+    """A complete checkpoint to load."""
 
     path: Path
     progress: Progress
@@ -63,10 +87,10 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
     """Save accelerate's state and the progress of the run as `folder/checkpoint-{global_step}`.
 
     Args:
-        accelerator (`Accelerator`): With everything prepared or registered that is to be saved.
+        accelerator (`Accelerator`): Accelerator with which everything to save was prepared or registered.
         folder (`Path`): Output folder of the run.
-        progress ([`Progress`]): Of the run.
-        limit (`int`, *optional*): Checkpoints to keep, this one included; older ones are removed.
+        progress ([`Progress`]): State of the run.
+        limit (`int`, *optional*): Number of checkpoints to keep, this one included; older ones are removed.
     """
     start = time.perf_counter()
     final = folder / f"checkpoint-{progress.global_step}"
@@ -86,7 +110,7 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
 
 @contextmanager
 def _without_accelerates_lines() -> Iterator[None]:
-    """Silence accelerate's INFO line per file of a state inside a `with` block; its warnings still show."""
+    """Silence accelerate's INFO line per saved file inside a `with` block; warnings still show."""
     accelerates = logging.getLogger("accelerate")
     level = accelerates.level
     accelerates.setLevel(max(level, logging.WARNING))
@@ -103,11 +127,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
-    """Return the checkpoint of a run that is asked for; None if `"latest"` is asked for and the run is to begin.
+    """Return the named checkpoint of a run; None for `"latest"` if a new run must start.
 
-    Job scripts that restart themselves ask for the latest one from their first start on, and may be stopped before
-    the first is saved. So without any, `"latest"` begins anew with a warning, except where that would replace the
-    result of a finished run.
+    Job scripts that restart themselves ask for the latest checkpoint from their first start on, and may be stopped
+    before one is saved. So `"latest"` without a checkpoint starts a new run with a warning, unless that would replace
+    the result of a finished run.
 
     Args:
         folder (`Path`): Output folder of the run.
@@ -120,7 +144,7 @@ def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
     checkpoints = list_checkpoints(folder)
     if name == "latest":
         if not checkpoints:
-            _begin_anew(folder)
+            _warn_of_new_run(folder)
             return None
         path = checkpoints[-1]
     else:
@@ -138,8 +162,8 @@ def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
     return Checkpoint(path, _read_progress(path))
 
 
-def _begin_anew(folder: Path) -> None:
-    """Say that there is nothing to resume.
+def _warn_of_new_run(folder: Path) -> None:
+    """Warn that there is nothing to resume.
 
     Raises:
         BucketingError: If the folder holds the result of a finished run.
@@ -148,12 +172,12 @@ def _begin_anew(folder: Path) -> None:
     if results:
         raise BucketingError(
             f"{folder} holds the result of a finished run ({', '.join(results)}) and no complete checkpoint; starting "
-            "anew would replace it. Give another --output_dir, or leave out --resume_from_checkpoint to replace it."
+            "a new run would replace it. Give another --output_dir, or omit --resume_from_checkpoint to replace it."
         )
     losses = folder / "logs" / "losses.jsonl"
     lost = len(losses.read_text().splitlines()) if losses.is_file() else 0
-    told = f"; the {lost} optimizer steps that its logs hold were not saved and are lost" if lost else ""
-    logger.warning(f"{folder} has no checkpoint to resume{told}. Starting a new training run.")
+    details = f"; the {lost} optimizer steps in its logs were not saved and are lost" if lost else ""
+    logger.warning(f"{folder} has no checkpoint to resume{details}. Starting a new training run.")
 
 
 def _read_progress(path: Path) -> Progress:
@@ -171,15 +195,15 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint) -> None:
     """Load accelerate's state.
 
     Args:
-        accelerator (`Accelerator`): With everything prepared or registered that was saved.
-        checkpoint ([`Checkpoint`]): From [`find_checkpoint`].
+        accelerator (`Accelerator`): Accelerator with which everything saved was prepared or registered.
+        checkpoint ([`Checkpoint`]): Checkpoint from [`find_checkpoint`].
     """
     with _without_accelerates_lines():
         accelerator.load_state(str(checkpoint.path))
 
 
 def gather_weights(accelerator: Accelerator, transformer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-    """Return all weights of a model that is sharded over processes, in the main one; None of one that is not.
+    """Return all weights of a model that is sharded over processes, in the main process; None if it is not sharded.
 
     Call it on every process.
     """
@@ -192,12 +216,12 @@ def gather_weights(accelerator: Accelerator, transformer: torch.nn.Module) -> di
 def save_pipeline(
     pipeline: Any, folder: Path, *, weights: dict[str, torch.Tensor] | None = None, component: str = "transformer"
 ) -> None:
-    """Save a diffusers pipeline into `folder`, `model_index.json` last: with it, the pipeline is complete.
+    """Save a diffusers pipeline into `folder`, `model_index.json` last: its presence marks the pipeline as complete.
 
     Args:
-        pipeline (`DiffusionPipeline`): With the trained transformer.
-        folder (`Path`): Where to write.
-        weights (mapping, *optional*): From [`gather_weights`]: those of a transformer that is sharded.
+        pipeline (`DiffusionPipeline`): Pipeline with the trained transformer.
+        folder (`Path`): Folder to write to.
+        weights (mapping, *optional*): Weights of a sharded transformer, from [`gather_weights`].
         component (`str`): Name of the transformer in the pipeline.
     """
     if weights is not None:

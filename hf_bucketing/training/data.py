@@ -1,4 +1,4 @@
-"""Columns, sampler and collator of a training run."""
+"""Columns, sampler, collator and loader of a training run."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ from ..loaders.random_resize import RandomResize
 from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
 from ..models.recipe import TextEmbeddings
+from ..settings import not_default
 from .config import TrainingConfig
 
 UNREADABLE = "unreadable.jsonl"
+"""Log of unreadable samples, beside those of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """The loader of a run, not yet prepared, its sampler, and what each row weighs.
+    """The loader of a run, its sampler, and the tokens and weight of each row.
 
     Attributes:
-        loader (`DataLoader`): Not yet prepared.
-        sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): Of the loader.
-        bucket_ids (array of `int`, shape `(n,)`): Size of each row, in `table`.
-        table ([`BucketTable`] or [`OpenTable`]): What the ids mean.
-        num_tokens (array of `int`, shape `(n,)`): Tokens of each row at its own size or its bucket's.
-        cost_model ([`CostModel`][hf_bucketing.CostModel]): What rows of so many tokens cost.
-        reduction (`"sample"` or `"token"`): What counts alike in the loss.
-        empty_text ([`TextEmbeddings`], *optional*): The empty caption, where dropped ones come from a cache.
+        loader (`DataLoader`): Loader, not yet prepared by accelerate.
+        sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
+        bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
+        table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
+        num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's.
+        cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens.
+        reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
+        empty_text ([`TextEmbeddings`], *optional*): Empty caption, where captions are dropped and come from a cache.
     """
 
     loader: DataLoader[Any]
@@ -66,11 +68,11 @@ class TrainingData:
         return self.num_tokens[rows]
 
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
-        """Return what the losses of rows weigh, `(n,)`."""
+        """Return the weights of the losses of rows, `(n,)`."""
         return reduction_weights(torch.from_numpy(self.tokens_of(rows, epoch=epoch)), self.reduction)
 
     def sizes(self, rows: npt.NDArray[np.int64]) -> list[Size]:
-        """Return the size that each row is loaded at."""
+        """Return the target size of each row."""
         return [self.table.size(int(self.bucket_ids[row])) for row in rows]
 
 
@@ -78,9 +80,9 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     """Read the prepared data set and make its loader.
 
     Args:
-        config ([`TrainingConfig`]): Names the folder and the way of batching.
-        spec ([`LatentSpec`]): Of the model that is trained.
-        width (`int`): Channels of its tokens, which decide what attention costs beside all else.
+        config ([`TrainingConfig`]): Settings of the run.
+        spec ([`LatentSpec`]): Strides and patch of the model that is trained.
+        width (`int`): Channels of the model's tokens, which decide the cost of attention relative to all else.
 
     Raises:
         BucketingError: If the data set was prepared for another model, or holds no usable row.
@@ -91,56 +93,65 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
             f"{config.dataset_dir} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
             f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
         )
+    batches = config.batches
     dataset = prepared.dataset
     table: BucketTable | OpenTable = prepared.table
-    if config.batching == "pack":
+    if batches.batching == "pack":
         table = prepared.open_table
         dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
     bucket_ids, num_tokens = (np.asarray(dataset[name], np.int64) for name in ("bucket_id", "num_tokens"))
     cost_model = CostModel.for_transformer(width)
     resize = (
         None
-        if config.random_resize is None
-        else RandomResize(spec=spec, min_side=config.random_resize, seed=config.seed)
+        if batches.random_resize is None
+        else RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
     )
     sampler: PlannedBatchSampler
-    if config.batching == "bucket":
+    if batches.batching == "bucket":
         sampler = BucketBatchSampler(
             bucket_ids,
             table=table,
             rejection=dataset["rejection"],
-            batch_size=config.train_batch_size if config.capacity is None else None,
-            max_tokens=config.capacity_tokens,
+            batch_size=batches.train_batch_size if batches.max_tokens is None else None,
+            max_tokens=batches.token_limit,
             spec=spec,
-            remainder=config.tail,
-            longest_first=config.longest_first,
+            remainder=batches.remainder,
+            longest_first=batches.longest_first,
             seed=config.seed,
         )
     else:
-        assert config.capacity_tokens is not None, "TrainingConfig checks it"
+        assert batches.token_limit is not None, "BatchConfig checks it"
         sizes = {name: dataset[name] for name in ("num_frames", "height", "width", "index")}
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
         sampler = PackBatchSampler(
             num_tokens if resize is None else resize.token_counter(**sizes),
-            max_tokens=config.capacity_tokens,
+            max_tokens=batches.token_limit,
             rejection=dataset["rejection"],
-            strip_length=config.strip_length,
-            strategy=config.pack_strategy,
-            balance=config.balance,
-            cost_model=cost_model if config.balance == "cost" else None,
+            strip_length=batches.strip_length,
+            strategy=batches.pack_strategy,
+            balance=batches.balance,
+            cost_model=cost_model if batches.balance == "cost" else None,
             accumulation_steps=config.gradient_accumulation_steps,
-            longest_first=config.longest_first,
+            longest_first=batches.longest_first,
             seed=config.seed,
         )
-    collator = _make_collator(config, prepared, dataset, table=table, resize=resize)
+    collator: BucketCollator | PackCollator | CachedCollator
+    if prepared.cache is None:
+        collator = _make_collator(config, prepared, dataset, table=table, resize=resize)
+    else:
+        collator = _cached_collator(config, prepared, prepared.cache)
+    workers = config.loader.dataloader_num_workers
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=sampler,
         collate_fn=collator,
-        persistent_workers=config.dataloader_num_workers > 0,
-        timeout=config.dataloader_timeout if config.dataloader_num_workers else 0,
-        **worker_options(config.dataloader_num_workers),
+        persistent_workers=workers > 0,
+        timeout=config.loader.dataloader_timeout if workers else 0,
+        **worker_options(workers),
     )
+    empty_text = None
+    if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
+        empty_text = _empty_text(collator)
     return TrainingData(
         loader=loader,
         sampler=sampler,
@@ -148,8 +159,8 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         table=table,
         num_tokens=num_tokens,
         cost_model=cost_model,
-        reduction=config.loss_reduction,
-        empty_text=_empty_text(collator) if isinstance(collator, CachedCollator) and config.caption_dropout else None,
+        reduction=config.objective.loss_reduction,
+        empty_text=empty_text,
     )
 
 
@@ -166,40 +177,41 @@ def _make_collator(
     *,
     table: BucketTable | OpenTable,
     resize: RandomResize | None,
-) -> BucketCollator | PackCollator | CachedCollator:
-    if prepared.cache is not None:
-        return _cached_collator(config, prepared, prepared.cache)
+) -> BucketCollator | PackCollator:
     options: dict[str, Any] = {
         "column": prepared.column,
         "caption_column": prepared.caption_column,
         "root": prepared.root,
-        "random_crop": not config.center_crop,
-        "frame_picking": config.frame_picking,
-        "flip_probability": config.flip_probability,
-        "decoder": config.video_decoder,
+        "random_crop": config.views.random_crop,
+        "frame_picking": config.views.frame_picking,
+        "flip_probability": config.views.flip_probability,
+        "decoder": config.views.video_decoder,
         "seed": config.seed,
     }
-    if config.on_error == "replace":
-        log = Path(config.output_dir) / "logs" / UNREADABLE
-        stand_ins = StandIns(dataset, log=log, max_errors=config.max_errors, max_share=config.max_error_share)
-        options |= {"on_error": "replace", "stand_ins": stand_ins}
+    if config.faults.on_error == "replace":
+        options["on_error"] = "replace"
+        options["stand_ins"] = StandIns(
+            dataset,
+            log=Path(config.output_dir) / "logs" / UNREADABLE,
+            max_errors=config.faults.max_errors,
+            max_share=config.faults.max_error_share,
+        )
     if isinstance(table, OpenTable):
         return PackCollator(table, resize=resize, **options)
     return BucketCollator(table, **options)
 
 
 def _cached_collator(config: TrainingConfig, prepared: PreparedDataset, cache: CacheInfo) -> CachedCollator:
-    if cache.batching != config.batching:
+    batching = config.batches.batching
+    if cache.batching != batching:
         raise BucketingError(
-            f"{config.dataset_dir} caches latents for --batching {cache.batching}, not {config.batching}; run "
+            f"{config.dataset_dir} caches latents for --batching {cache.batching}, not {batching}; run "
             "scripts/cache_latents.py with the same --batching."
         )
-    given = config.not_default(
-        *("center_crop", "frame_picking", "flip_probability", "video_decoder", "random_resize", "on_error")
-    )
-    if given:
+    names = ("random_crop", "frame_picking", "flip_probability", "video_decoder", "random_resize", "on_error")
+    if given := not_default(config, *names):
         raise BucketingError(
-            f"{quoted(given)} change what is decoded, but {config.dataset_dir} holds latents that are encoded "
-            "already; give such options to scripts/cache_latents.py."
+            f"Omit {quoted(given)}: {config.dataset_dir} holds encoded latents, and such settings change what is "
+            "decoded. Give them to scripts/cache_latents.py."
         )
     return CachedCollator(cache, caption_column=prepared.caption_column)

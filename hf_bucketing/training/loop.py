@@ -6,28 +6,32 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
+import diffusers
 import torch
+import transformers
+from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
-from diffusers.optimization import get_scheduler
+from accelerate.utils import ProjectConfiguration, set_seed
 from diffusers.training_utils import EMAModel
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..buckets.sizes import LatentSpec
 from ..caching.fingerprints import weights_fingerprints
-from ..errors import BucketingError, Interrupted
+from ..errors import BucketingError, Interrupted, quoted
 from ..files import check_folder_writable
 from ..loaders.resume import resume
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
 from ..models.registry import recipe_of
-from .adapters import save_lora
-from .budget import describe, fill_capacity, out_of_memory
+from ..settings import changed
+from .adapters import checkpoint_adapters_only, save_lora, start_adapters
 from .checkpoint import (
+    SHARDED,
     Progress,
     find_checkpoint,
     gather_weights,
@@ -38,21 +42,12 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
-from .estimate import model_width
-from .history import RunLog
-from .metrics import StepMetrics
-from .on_resume import applied_changes, apply_settings, check_weights, resumed_config, settings_of
-from .setup import (
-    check_positions,
-    flat,
-    load_recipe,
-    make_accelerator,
-    make_step,
-    make_validation,
-    optimizer_of,
-    prepare_recipe,
-)
-from .steps import StepLosses
+from .memory import describe, fill_max_tokens, model_width, out_of_memory
+from .on_resume import applied_changes, check_weights, resumed_config, settings_of
+from .optimizers import apply_settings, make_optimizer, make_schedule
+from .run_log import RunLog, StepMetrics
+from .steps import StepLosses, check_positions, make_step
+from .validation import Validation, parse_sizes
 
 logger = get_logger(__name__)
 
@@ -63,7 +58,7 @@ def train(config: TrainingConfig) -> None:
     Runs in every process that `accelerate launch` starts.
 
     Raises:
-        BucketingError: On data, settings or a checkpoint that do not fit; see the message.
+        BucketingError: If the data, the settings or the checkpoint do not fit.
     """
     trainer = Trainer(config)
     if config.dry_run:
@@ -74,29 +69,33 @@ def train(config: TrainingConfig) -> None:
 
 
 class Trainer:
-    """One run: what is prepared once, and the progress that checkpoints hold."""
+    """One run: all that is prepared once, and the progress that checkpoints hold."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.folder = Path(config.output_dir)
         check_folder_writable(self.folder)
         self.accelerator = make_accelerator(config)
         set_seed(config.seed)
-        name = config.resume_from_checkpoint
+        name = config.checkpoints.resume_from_checkpoint
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
-            config = replace(config, init_from_adapters=None)  # the checkpoint holds what became of them
+            config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
         recipe = recipe_of(config.pretrained_model_name_or_path)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
-        self.validation = make_validation(config, spec)
-        self.recipe = load_recipe(config, recipe)
+        self.validation = self._make_validation(config, spec)
+        self.recipe = recipe.load(
+            config.pretrained_model_name_or_path,
+            max_sequence_length=config.max_sequence_length,
+            trained=config.trained_component,
+        )
         self.weights = weights_fingerprints(self.recipe.pipeline)
         if self.checkpoint is not None:
-            began_with = self.checkpoint.progress.weights
-            check_weights(began_with, self.weights, source=config.pretrained_model_name_or_path)
-        config = prepare_recipe(config, self.recipe, self.accelerator)
+            saved = self.checkpoint.progress.weights
+            check_weights(saved, self.weights, source=config.pretrained_model_name_or_path)
+        config = self._prepare_model(config)
         self.step = make_step(config, self.recipe)
-        self.config = fill_capacity(config, spec, accelerator=self.accelerator, step=self.step)
+        self.config = fill_max_tokens(config, spec, accelerator=self.accelerator, step=self.step)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
@@ -106,9 +105,33 @@ class Trainer:
         self._prepare()
         self.global_step = 0
 
+    def _make_validation(self, config: TrainingConfig, spec: LatentSpec) -> Validation | None:
+        if not config.validation.validation_prompts:
+            return None
+        sizes = parse_sizes(config.validation.validation_sizes, spec)
+        return Validation(config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation")
+
+    def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
+        """Add adapters, if any, and move the frozen parts; return the settings with the alpha of the adapters."""
+        recipe, accelerator = self.recipe, self.accelerator
+        if config.adapters.lora_rank is not None:
+            adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
+            config = changed(config, lora_alpha=adapters.lora_alpha)
+            checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
+        if config.gradient_checkpointing:
+            recipe.transformer.enable_gradient_checkpointing()
+        half = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        dtype = half.get(accelerator.mixed_precision, torch.float32)
+        recipe.to(accelerator.device, dtype=dtype)
+        if self.validation is not None:  # which calls all transformers
+            for component in recipe.frozen_transformers():
+                component.to(accelerator.device, dtype=dtype)
+        return config
+
     def _prepare(self) -> None:
+        """Let accelerate prepare what is trained, and register what its checkpoints hold."""
         config, transformer = self.config, self.recipe.transformer
-        optimizer = optimizer_of(config, transformer)
+        optimizer = make_optimizer(transformer.parameters(), config.optimizer)
         self.transformer, self.optimizer, loader = self.accelerator.prepare(transformer, optimizer, self.data.loader)
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
         self.ema = EMAModel(self.trained, decay=config.ema_decay) if config.ema_decay is not None else None
@@ -117,19 +140,11 @@ class Trainer:
         self.loader = resume(self.accelerator, loader)
         self.max_train_steps = config.max_train_steps or self._steps_left()
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
-        self.lr_scheduler = self._schedule(optimizer)
+        self.lr_scheduler = make_schedule(optimizer, config.optimizer, num_training_steps=self.max_train_steps)
         self.accelerator.register_for_checkpointing(self.lr_scheduler)
 
-    def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        return get_scheduler(
-            self.config.lr_scheduler,
-            optimizer=optimizer,
-            num_warmup_steps=self.config.lr_warmup_steps,
-            num_training_steps=self.max_train_steps,
-        )
-
     def _steps_left(self) -> int:
-        """Return the optimizer steps from the loader's place to the end of the last epoch."""
+        """Return the optimizer steps from the position of the loader to the end of the last epoch."""
         left = [len(self.loader)] if self.loader.epoch < self.config.num_train_epochs else []
         later = range(self.loader.epoch + 1, self.config.num_train_epochs)
         left += [self.data.sampler.plan(epoch).num_steps for epoch in later]
@@ -137,8 +152,13 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """Return the plan, its cost and an estimate of memory, as lines of text."""
-        options: dict[str, Any] = {"accelerator": self.accelerator, "max_train_steps": self.max_train_steps}
-        return describe(self.config, self.data, transformer=self.recipe.transformer, **options)
+        return describe(
+            self.config,
+            self.data,
+            transformer=self.recipe.transformer,
+            accelerator=self.accelerator,
+            max_train_steps=self.max_train_steps,
+        )
 
     def run(self) -> None:
         """Train from the start or from a checkpoint, and save the pipeline."""
@@ -148,18 +168,18 @@ class Trainer:
             self.folder, process_index=accelerator.process_index, num_processes=accelerator.num_processes, keep=keep
         )
         if accelerator.is_main_process:
-            (self.folder / "training_config.json").write_text(json.dumps(asdict(self.config), indent=2) + "\n")
+            (self.folder / "training_config.json").write_text(json.dumps(self.config.flat(), indent=2) + "\n")
         if self.config.report_to != "none":
-            accelerator.init_trackers("text-to-video", config=flat(self.config))
+            accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
         for line in self.describe():
             logger.info(line)
         self.bar = tqdm(
             total=self.max_train_steps,
             initial=self.global_step,
-            desc=f"{self.config.batching} steps",
+            desc=f"{self.config.batches.batching} steps",
             disable=not accelerator.is_local_main_process,
         )
-        self.metrics = StepMetrics(accelerator, capacity=self.config.capacity_tokens)
+        self.metrics = StepMetrics(accelerator, max_tokens=self.config.batches.token_limit)
         with logging_redirect_tqdm(), self._interruptible():
             while self.global_step < self.max_train_steps:
                 self._run_epoch(self.loader.epoch)
@@ -168,7 +188,7 @@ class Trainer:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Say after Ctrl-C in a `with` block how to go on."""
+        """Say how to continue the run after Ctrl-C in a `with` block."""
         try:
             yield
         except KeyboardInterrupt as error:
@@ -178,10 +198,10 @@ class Trainer:
                 if saved
                 else ("there is no checkpoint yet; --checkpointing_steps saves some")
             )
-            raise Interrupted(f"Training stood at optimizer step {self.global_step}; {how}.") from error
+            raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
 
     def _resume(self) -> dict[str, int] | None:
-        """Load the checkpoint, if there is one to resume; return the lines of the logs at that time."""
+        """Load the checkpoint to resume, if any; return the state of the logs at that time."""
         if self.checkpoint is None:
             return None
         load_checkpoint(self.accelerator, self.checkpoint)
@@ -189,10 +209,13 @@ class Trainer:
         self.global_step = progress.global_step
         if self.ema is not None:
             self.ema.to(self.accelerator.device)
-        if self.config.max_train_steps is None:  # other ones, if the number of processes is another
+        if self.config.max_train_steps is None:  # their number depends on the number of processes
             self.max_train_steps = self.global_step + self._steps_left()
-        self.lr_scheduler.lr_lambdas = self._schedule(self.lr_scheduler.optimizer).lr_lambdas
-        apply_settings(self.config, self.lr_scheduler)
+        schedule = make_schedule(
+            self.lr_scheduler.optimizer, self.config.optimizer, num_training_steps=self.max_train_steps
+        )
+        self.lr_scheduler.lr_lambdas = schedule.lr_lambdas
+        apply_settings(self.config.optimizer, self.lr_scheduler)
         logger.info(f"Resumed after optimizer step {self.global_step}, in epoch {self.loader.epoch}")
         if changes := applied_changes(progress.settings, self.config, self.accelerator):
             logger.info(f"Settings changed since {self.checkpoint.path.name}: {', '.join(changes)}")
@@ -210,7 +233,8 @@ class Trainer:
             with self.accelerator.accumulate(self.transformer):
                 losses = self._train_on(batch, weights, epoch=epoch)
                 if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.transformer.parameters(), self.config.max_grad_norm)
+                    max_norm = self.config.optimizer.max_grad_norm
+                    self.accelerator.clip_grad_norm_(self.transformer.parameters(), max_norm)
                 self.optimizer.step()
                 if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
                     self.lr_scheduler.step()
@@ -232,7 +256,7 @@ class Trainer:
                 break
 
     def _train_on(self, batch: Mapping[str, Any], weights: torch.Tensor, *, epoch: int) -> StepLosses:
-        """Run forward and backward of a batch."""
+        """Run forward and backward on a batch."""
         try:
             losses = self.step(self.transformer, batch, epoch=epoch)
             loss = global_mean(losses.values, weights.to(losses.values), accelerator=self.accelerator, total=1.0)
@@ -250,22 +274,23 @@ class Trainer:
         value = entry["train_loss"]
         if not math.isfinite(value):
             raise BucketingError(
-                f"The loss is {value} at optimizer step {self.global_step}; lower `learning_rate`, or look at the "
+                f"The loss is {value} at optimizer step {self.global_step}; lower `learning_rate`, or check the "
                 f"samples of epoch {epoch}, step {step} in {self.folder / 'logs'}."
             )
         self.accelerator.log(entry, step=self.global_step)
         self.log.write_loss(self.global_step, entry)
         self.bar.update()
         self.bar.set_postfix(loss=f"{value:.4f}", tokens_per_s=f"{entry['tokens_per_second']:.0f}", epoch=epoch)
-        if self.config.checkpointing_steps and self.global_step % self.config.checkpointing_steps == 0:
+        checkpoints = self.config.checkpoints
+        if checkpoints.checkpointing_steps and self.global_step % checkpoints.checkpointing_steps == 0:
             progress = Progress(
                 global_step=self.global_step,
                 log=self.log.state_dict(),
                 settings=settings_of(self.config, self.accelerator),
                 weights=self.weights,
             )
-            save_checkpoint(self.accelerator, self.folder, progress, limit=self.config.checkpoints_total_limit)
-        if self.validation is not None and self.global_step % self.config.validation_steps == 0:
+            save_checkpoint(self.accelerator, self.folder, progress, limit=checkpoints.checkpoints_total_limit)
+        if self.validation is not None and self.global_step % self.config.validation.validation_steps == 0:
             self._validate()
 
     def _validate(self) -> None:
@@ -287,9 +312,9 @@ class Trainer:
         if self.accelerator.is_main_process:
             if self.ema is not None:
                 self.ema.copy_to(self.trained)
-            if self.config.batching == "pack":
+            if self.config.batches.batching == "pack":
                 disable_packing(self.transformer)
-            if self.config.lora_rank is None:
+            if self.config.adapters.lora_rank is None:
                 save_pipeline(self.recipe.pipeline, self.folder, weights=weights, component=self.recipe.trained)
             else:
                 save_lora(self.recipe.pipeline, self.folder, component=self.recipe.trained)
@@ -298,9 +323,42 @@ class Trainer:
         self.release()
 
     def release(self) -> None:
-        """Let go of what was prepared, and end the processes' group."""
+        """Release everything that was prepared, and end the process group."""
         # DDP must go before its process group: as its last owner, DDP would destroy the group while it holds Python's
         # interpreter lock and waits for gloo's threads, which may wait for that lock to release a tensor.
         del self.transformer, self.optimizer, self.loader
         self.accelerator.free_memory()
         self.accelerator.end_training()
+
+
+def make_accelerator(config: TrainingConfig) -> Accelerator:
+    """Return the accelerator of a run; only the main process of a machine shows progress bars.
+
+    Raises:
+        BucketingError: On settings that need all weights in each process, where weights are sharded.
+    """
+    folder = Path(config.output_dir)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        mixed_precision=config.mixed_precision,
+        log_with=None if config.report_to == "none" else config.report_to,
+        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
+    )
+    values = config.flat()
+    given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if values[name] is not None]
+    if given and accelerator.distributed_type in SHARDED:
+        raise BucketingError(
+            f"Omit {quoted(given)}, or use DDP: it needs all weights in each process, which "
+            f"{accelerator.distributed_type.value} does not keep."
+        )
+    if not accelerator.is_local_main_process:
+        datasets.disable_progress_bars()
+        diffusers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
+    return accelerator
+
+
+def _as_trackers_take_it(config: TrainingConfig) -> dict[str, Any]:
+    """Return the settings as text and numbers."""
+    values = {name: "none" if value is None else value for name, value in config.flat().items()}
+    return {name: "; ".join(value) if isinstance(value, list) else value for name, value in values.items()}

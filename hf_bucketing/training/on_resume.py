@@ -1,42 +1,41 @@
-"""What becomes of each setting that changed since the checkpoint: applied, refused by name, or of no concern."""
+"""Rules for settings that changed since the checkpoint: applied, refused by name, or free to change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from typing import Any, Literal
 
-import torch
 from accelerate import Accelerator
 
 from ..errors import BucketingError
+from ..settings import changed
 from .checkpoint import SHARDED
 from .config import TrainingConfig
 
 Rule = Literal["applied", "equal", "plan", "weights", "free"]
 
 _NAMES: dict[Rule, tuple[str, ...]] = {
-    # Take effect from the next step on, and are logged: how fast to learn, for how long, and from which views.
+    # Take effect from the next step on, and are logged: the optimizer, the length of the run and the views.
     "applied": (
         *("learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta1", "adam_beta2", "adam_weight_decay"),
         *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_train_steps", "gradient_accumulation_steps"),
-        *("center_crop", "frame_picking", "flip_probability", "video_decoder", "caption_dropout"),
+        *("random_crop", "frame_picking", "flip_probability", "video_decoder", "caption_dropout"),
         *("on_error", "max_errors", "max_error_share", "gradient_checkpointing"),
     ),
-    # Decide what the weights and the optimizer's state in a checkpoint mean, or what is trained towards. Sizes that
-    # random_resize draws are more than the sampler's state knows: it holds the tokens of one epoch.
+    # Decide the meaning of the weights and of the optimizer's state in a checkpoint, or the objective. The sampler's
+    # state does not know the sizes that random_resize draws: it holds the tokens of one epoch.
     "equal": (
         *("batching", "trained_component", "mixed_precision", "lora_rank", "lora_alpha", "lora_targets", "ema_decay"),
         *("optimizer", "weighting_scheme", "snr_gamma", "loss_reduction", "max_sequence_length", "random_resize"),
     ),
-    # The sampler refuses to load its state if the plan that they make differs. Paths may change, rows may not.
+    # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.
     "plan": (
-        *("dataset_dir", "train_batch_size", "capacity", "tail", "pack_strategy", "balance", "strip_length"),
+        *("dataset_dir", "train_batch_size", "max_tokens", "remainder", "pack_strategy", "balance", "strip_length"),
         *("longest_first", "seed"),
     ),
     # Compared by a fingerprint of the weights, so that a model may move to another folder.
     "weights": ("pretrained_model_name_or_path",),
-    # Change nothing of what is learned.
+    # Change nothing about what is learned.
     "free": (
         *("output_dir", "dry_run", "dataloader_num_workers", "dataloader_timeout"),
         *("validation_prompts", "validation_sizes", "validation_steps", "validation_inference_steps"),
@@ -48,49 +47,48 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
 ON_RESUME: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names}
 """The rule of each setting of [`TrainingConfig`]."""
 
-_LEFT_OPEN: dict[str, object] = {"capacity": "auto", "lora_alpha": None}
-"""Values that leave a setting to be determined: a resumed run takes what the saved one determined."""
+_LEFT_OPEN: dict[str, object] = {"max_tokens": "auto", "lora_alpha": None}
+"""Values that let the run choose a setting: a resumed run takes the choice of the saved run."""
 
 _NOT_SETTINGS = ("distributed_type",)
-"""What must stay equal beside the settings."""
+"""Values that must stay equal beside the settings."""
 
 
 def settings_of(config: TrainingConfig, accelerator: Accelerator) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a run's settings, as JSON values, with those that accelerate chose."""
+    """Return the settings of a run as JSON values, including those that accelerate chose, for its checkpoint."""
     kind = accelerator.distributed_type
     return {
-        **asdict(config),
+        **config.flat(),
         "mixed_precision": accelerator.mixed_precision,
         "distributed_type": kind.value if kind in SHARDED else "not sharded",
     }
 
 
 def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
-    """Return the settings of a resumed run: those left open are taken from the saved run.
+    """Return the settings of a resumed run, with those left open taken from the saved run.
 
     Args:
-        saved (mapping): From [`settings_of`], as the checkpoint holds them.
-        config ([`TrainingConfig`]): Of the run that resumes.
-        accelerator (`Accelerator`): Its precision and way of sharding count as settings.
+        saved (mapping): Settings in the checkpoint, from [`settings_of`].
+        config ([`TrainingConfig`]): Settings of the run that resumes.
+        accelerator (`Accelerator`): Accelerator whose precision and distributed type count as settings.
 
     Raises:
-        BucketingError: Names each setting that must stay equal and differs, with its value then and now.
+        BucketingError: If a setting that must stay equal differs; the message names its value then and now.
     """
+    given = config.flat()
     left_open = {
-        name: saved[name]
-        for name, value in _LEFT_OPEN.items()
-        if getattr(config, name) == value and saved[name] is not None
+        name: saved[name] for name, value in _LEFT_OPEN.items() if given[name] == value and saved[name] is not None
     }
     present = {**settings_of(config, accelerator), **left_open}
     fixed = [*(name for name, rule in ON_RESUME.items() if rule == "equal"), *_NOT_SETTINGS]
     differences = _differences(saved, present, fixed)
     if differences:
-        told = "; ".join(f"{name} was {_text(was)} and is {_text(now)}" for name, was, now in differences)
+        listed = "; ".join(f"{name} was {_text(was)} and is {_text(now)}" for name, was, now in differences)
         raise BucketingError(
-            f"The checkpoint cannot be resumed with other settings: {told}. Give those of the saved run, or start a "
-            "new run in another --output_dir (--init_from_adapters takes its adapters along)."
+            f"The checkpoint cannot be resumed with other settings: {listed}. Give those of the saved run, or start "
+            "a new run in another --output_dir (--init_from_adapters starts from the adapters of this one)."
         )
-    return replace(config, **left_open)
+    return changed(config, **left_open)
 
 
 def check_weights(saved: Mapping[str, str], present: Mapping[str, str], *, source: str) -> None:
@@ -98,45 +96,29 @@ def check_weights(saved: Mapping[str, str], present: Mapping[str, str], *, sourc
 
     Args:
         saved (mapping of `str` to `str`): Fingerprints in the checkpoint, by component of the pipeline.
-        present (mapping of `str` to `str`): Those of the pipeline that was loaded.
-        source (`str`): Where it was loaded from.
+        present (mapping of `str` to `str`): Fingerprints of the pipeline that was loaded.
+        source (`str`): Name or folder of the pipeline that was loaded.
 
     Raises:
-        BucketingError: Names the components that differ.
+        BucketingError: If components differ; the message names them.
     """
     names = [name for name in sorted({*saved, *present}) if saved.get(name) != present.get(name)]
     if names:
-        told = "; ".join(
+        listed = "; ".join(
             f"{name} had fingerprint {saved.get(name, 'none')} and has {present.get(name, 'none')}" for name in names
         )
         raise BucketingError(
-            f"The run began with other weights than those of {source}: {told}. Give the pipeline that it began with "
+            f"The run began with other weights than those of {source}: {listed}. Give the pipeline that it began with "
             "(--pretrained_model_name_or_path), or start a new run in another --output_dir (--init_from_adapters "
-            "takes its adapters along)."
+            "starts from the adapters of this one)."
         )
 
 
 def applied_changes(saved: Mapping[str, Any], config: TrainingConfig, accelerator: Accelerator) -> list[str]:
-    """Return each setting that takes a new value, as `"learning_rate 0.0001 → 5e-05"`."""
+    """Return the settings that take a new value, each as `"learning_rate 0.0001 → 5e-05"`."""
     names = [name for name, rule in ON_RESUME.items() if rule == "applied"]
     differences = _differences(saved, settings_of(config, accelerator), names)
     return [f"{name} {_text(was)} → {_text(now)}" for name, was, now in differences]
-
-
-def apply_settings(config: TrainingConfig, schedule: torch.optim.lr_scheduler.LambdaLR) -> None:
-    """Give a schedule and its optimizer the present settings, which loading their states has replaced.
-
-    The learning rate becomes the present one times the schedule's factor at the step that is reached.
-    """
-    groups = schedule.optimizer.param_groups
-    for group, factor in zip(groups, schedule.lr_lambdas, strict=True):
-        group["initial_lr"] = config.learning_rate
-        group["lr"] = config.learning_rate * factor(schedule.last_epoch)
-        group["betas"] = (config.adam_beta1, config.adam_beta2)
-        group["weight_decay"] = config.adam_weight_decay
-        group["eps"] = config.adam_epsilon
-    schedule.base_lrs = [config.learning_rate] * len(schedule.lr_lambdas)
-    schedule._last_lr = [group["lr"] for group in groups]  # as get_last_lr() returns them
 
 
 def _differences(

@@ -1,17 +1,116 @@
-"""Look back at a run: did every process see its share, and did the loss fall?"""
+"""Review of a run by its logs: whether every process saw its share, and whether the loss fell."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..buckets.arrays import FloatArray
+from ..buckets.arrays import FloatArray, IntArray
 from ..errors import BucketingError
 from ..files import complete_file
-from .history import SampleCount, StepLog, count_samples, losses_of, plans_of, sample_lines, steps_of
+from .run_log import log_path, read_lines, sample_logs
+
+_TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+
+
+def losses_of(output_dir: Path) -> list[float]:
+    """Return the loss of each optimizer step of a run.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    return [line["train_loss"] for line in read_lines(log_path(output_dir, "losses"))]
+
+
+class StepLog(NamedTuple):
+    """Logged values of each optimizer step.
+
+    Attributes:
+        loss (`float64`, shape `(n,)`): Mean loss over the samples of the step.
+        samples (`int64`, shape `(n,)`): Samples of all processes in the step.
+        seconds (`float64`, shape `(n,)`): Time since the end of the step before.
+    """
+
+    loss: FloatArray
+    samples: IntArray
+    seconds: FloatArray
+
+
+def steps_of(output_dir: Path) -> StepLog:
+    """Return the logged values of the optimizer steps of a run.
+
+    Raises:
+        BucketingError: If the run left no log, or an earlier release wrote it without times.
+    """
+    path = log_path(output_dir, "losses")
+    lines = read_lines(path)
+    if not lines or any("samples" not in line or "seconds" not in line for line in lines):
+        raise BucketingError(f"{path} holds no samples and seconds of each step; train again to draw its losses.")
+    return StepLog(
+        np.array([line["train_loss"] for line in lines], np.float64),
+        np.array([line["samples"] for line in lines], np.int64),
+        np.array([line["seconds"] for line in lines], np.float64),
+    )
+
+
+def plans_of(output_dir: Path) -> dict[int, dict[str, Any]]:
+    """Return the counts of each epoch's plan, as [`EpochPlan.summary`][hf_bucketing.plans.EpochPlan] gives them.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    return {line["epoch"]: line for line in read_lines(log_path(output_dir, "plans"))}
+
+
+class SampleCount(NamedTuple):
+    """Counts of what all processes together saw in one epoch.
+
+    Attributes:
+        epoch (`int`): Epoch that is counted.
+        seen (`int`): Number of different samples.
+        repeated (`int`): Number of samples seen again.
+        steps (`tuple[int, ...]`): Steps of each process.
+        buckets (`bool`): Whether the batches had buckets.
+        mixed_steps (`int`): Steps in which the processes held different buckets.
+    """
+
+    epoch: int
+    seen: int
+    repeated: int
+    steps: tuple[int, ...]
+    buckets: bool
+    mixed_steps: int
+
+
+def sample_lines(output_dir: Path) -> list[dict[str, Any]]:
+    """Return the log of every batch of all processes of a run.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    return [line for path in sample_logs(output_dir) or [log_path(output_dir, "samples")] for line in read_lines(path)]
+
+
+def count_samples(output_dir: Path) -> list[SampleCount]:
+    """Count samples over all processes of a run, epoch by epoch.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    logs = [read_lines(path) for path in sample_logs(output_dir) or [log_path(output_dir, "samples")]]
+    counts = []
+    for epoch in sorted({line["epoch"] for log in logs for line in log}):
+        by_process = [[line for line in log if line["epoch"] == epoch] for log in logs]
+        seen = Counter(index for lines in by_process for line in lines for index in line["index"])
+        steps = tuple(map(len, by_process))
+        buckets = all(line["bucket_id"] is not None for lines in by_process for line in lines)
+        mixed = sum(len({line["bucket_id"] for line in together}) > 1 for together in zip(*by_process, strict=False))
+        counts.append(SampleCount(epoch, len(seen), seen.total() - len(seen), steps, buckets, mixed))
+    return counts
 
 
 class LossSummary(NamedTuple):
@@ -22,7 +121,7 @@ class LossSummary(NamedTuple):
 
     @property
     def fall(self) -> float:
-        """Share of the loss that is gone: 0.4 is a fall by 40 %."""
+        """Fall as a share of the first loss: 0.4 is 40 %."""
         return 1 - self.last / self.first
 
 
@@ -33,7 +132,7 @@ def summarise_losses(losses: Sequence[float]) -> LossSummary:
         BucketingError: If there are fewer than ten losses.
     """
     if len(losses) < 10:
-        raise BucketingError(f"Ten optimizer steps or more make tenths to compare, got {len(losses)}.")
+        raise BucketingError(f"Comparing tenths of a run needs at least ten optimizer steps, got {len(losses)}.")
     tenth = len(losses) // 10
     return LossSummary(float(np.mean(losses[:tenth])), float(np.mean(losses[-tenth:])))
 
@@ -49,7 +148,7 @@ class Check(NamedTuple):
 
 
 class RunReview(NamedTuple):
-    """The checks of a run; as text, a line each."""
+    """The checks of a run; as text, one line each."""
 
     name: str
     checks: tuple[Check, ...]
@@ -64,17 +163,17 @@ class RunReview(NamedTuple):
 
 
 def review_run(output_dir: Path, *, min_fall: float = 1 / 3) -> RunReview:
-    """Hold the logs of a run against its plans.
+    """Compare the logs of a run with its plans.
 
     Args:
-        output_dir (`Path`): Of the run.
-        min_fall (`float`): Least fall of the loss that passes, as a share.
+        output_dir (`Path`): Output folder of the run.
+        min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss.
 
     Raises:
         BucketingError: If the run left no logs or made fewer than ten optimizer steps.
     """
     plans, losses = plans_of(output_dir), summarise_losses(losses_of(output_dir))
-    # max_train_steps may cut the last epoch short; all others are held against their plans.
+    # max_train_steps may cut the last epoch short; all others are compared with their plans.
     epochs = [epoch for epoch in count_samples(output_dir) if max(epoch.steps) == plans[epoch.epoch]["num_steps"]]
     fall = f"loss {losses.first:.4f} in the first tenth, {losses.last:.4f} in the last: {losses.fall:.0%} less"
     return RunReview(
@@ -87,7 +186,7 @@ def review_run(output_dir: Path, *, min_fall: float = 1 / 3) -> RunReview:
 
 
 def losses_by_bucket(output_dir: Path) -> dict[int, tuple[int, float]]:
-    """Return how many samples of each bucket the second half of a run saw, and their mean loss; empty for packs.
+    """Return the number of samples of each bucket in the second half of a run, and their mean loss; empty for packs.
 
     Raises:
         BucketingError: If the run left no log.
@@ -124,8 +223,8 @@ def running_mean(steps: StepLog, *, window: int) -> FloatArray:
     """Return the mean loss over the last samples, after each step: `(n,)`; NaN until there are enough.
 
     Args:
-        steps ([`StepLog`]): Of a run.
-        window (`int`): Samples to take the mean over, at least; whole steps are taken.
+        steps ([`StepLog`]): Optimizer steps of a run.
+        window (`int`): Smallest number of samples to average over, in whole steps.
 
     Example:
         >>> steps = StepLog(np.array([4.0, 1.0, 2.0, 8.0]), np.array([1, 3, 1, 2]), np.ones(4))
@@ -140,10 +239,10 @@ def running_mean(steps: StepLog, *, window: int) -> FloatArray:
 
 
 def draw_losses(runs: Iterable[Path], path: Path) -> None:
-    """Draw the losses of runs by the samples that they saw, and by the time that they took, as a PNG.
+    """Draw the losses of runs over the samples seen and over time, as a PNG.
 
-    Runs that take different numbers of samples per step are so compared at equal work and at equal time. Each line is
-    a running mean over equally many samples in all runs: a twentieth of those of the shortest run.
+    This compares runs with different numbers of samples per step at equal work and at equal time. Each line is a
+    running mean over the same number of samples in all runs: a twentieth of those of the shortest run.
 
     Raises:
         BucketingError: If a run left no log.
@@ -169,6 +268,3 @@ def draw_losses(runs: Iterable[Path], path: Path) -> None:
     by_samples.legend(title=f"running mean over {window} samples")
     with complete_file(path) as partial:
         FigureCanvasAgg(figure).print_figure(str(partial), dpi=120, format="png")
-
-
-_TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from ..buckets.sizes import LatentSpec
+from ..errors import BucketingError, PackingError
 from ..media.rates import frame_rates
 from ..models.enable import disable_packing, enable_packing
 from ..models.objectives import Objective
 from ..models.recipe import Recipe, TextEmbeddings
 from ..packing.pack import Packing, packed_forward
 from ..randomness import Purpose, generator
-from .inputs import latents_of, text_of
+from .config import TrainingConfig
+from .data import TrainingData
 
 
 class StepLosses(NamedTuple):
-    """Losses of a batch.
+    """Losses of the samples of a batch.
 
     Attributes:
-        values (`torch.Tensor` of shape `(n,)`): One per sample.
+        values (`torch.Tensor` of shape `(n,)`): Loss of each sample.
         noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
     """
 
@@ -33,15 +37,15 @@ class StepLosses(NamedTuple):
 
 @dataclass(kw_only=True)
 class Step(ABC):
-    """Computes the per-sample losses of a batch.
+    """Compute the per-sample losses of a batch.
 
     Args:
-        recipe ([`Recipe`]): Encodes.
-        objective ([`Objective`]): Adds noise and scores.
-        caption_dropout (`float`): Share of the captions that are replaced by an empty one, for classifier-free
-            guidance; drawn from the seed, the epoch and the sample's index.
-        seed (`int`): Of that draw.
-        empty_text ([`TextEmbeddings`], *optional*): The empty caption, for batches whose texts come from a cache.
+        recipe ([`Recipe`]): Recipe that encodes media and captions.
+        objective ([`Objective`]): Objective that adds noise and scores predictions.
+        caption_dropout (`float`): Share of captions replaced by the empty one, for classifier-free guidance; drawn
+            from the seed, the epoch and the sample's index.
+        seed (`int`): Seed of that draw.
+        empty_text ([`TextEmbeddings`], *optional*): Empty caption, for batches whose texts come from a cache.
     """
 
     recipe: Recipe
@@ -56,7 +60,7 @@ class Step(ABC):
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
-        """Let the pipeline use its transformer inside a `with` block."""
+        """Make the transformer usable by its pipeline inside a `with` block."""
         yield
 
     def _text(self, batch: Mapping[str, Any], dtype: torch.dtype, *, epoch: int) -> TextEmbeddings:
@@ -68,7 +72,7 @@ class Step(ABC):
 
 
 class BucketStep(Step):
-    """One forward over a stack of samples of one size."""
+    """Run one forward over a stack of samples of one size."""
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
@@ -87,10 +91,10 @@ class BucketStep(Step):
 
 @dataclass(kw_only=True)
 class PackStep(Step):
-    """One forward over a pack of samples, each of its own size.
+    """Run one forward over a pack of samples, each of its own size.
 
     Args:
-        packing ([`Packing`][hf_bucketing.packing.Packing]): Of the recipe's transformer.
+        packing ([`Packing`][hf_bucketing.packing.Packing]): Packing of the recipe's transformer.
     """
 
     packing: Packing
@@ -117,3 +121,68 @@ class PackStep(Step):
         )
         values = self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
         return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
+
+
+def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
+    """Return the step of a run; for packs, enable packing."""
+    objective = recipe.objective(
+        weighting_scheme=config.objective.weighting_scheme,
+        snr_gamma=config.objective.snr_gamma,
+        seed=config.seed,
+    )
+    dropout = config.objective.caption_dropout
+    if config.batches.batching == "bucket":
+        return BucketStep(recipe=recipe, objective=objective, caption_dropout=dropout, seed=config.seed)
+    packing = enable_packing(recipe.transformer, strip_length=config.batches.strip_length)
+    return PackStep(recipe=recipe, objective=objective, caption_dropout=dropout, seed=config.seed, packing=packing)
+
+
+def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
+    """Raise BucketingError if a sample of a pack lies beyond the positions that the model has."""
+    if not isinstance(step, PackStep):
+        return
+    ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
+    for bucket_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        size = data.table.size(bucket_id)
+        try:
+            step.packing.family.check_grids(step.recipe.transformer, [spec.grid(size)])
+        except PackingError as error:
+            raise BucketingError(
+                f"The model cannot take the {count} samples of {size}: {error} --max_frames of "
+                "scripts/prepare_dataset.py cuts samples that are too long."
+            ) from error
+
+
+def latents_of(recipe: Recipe, batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the latents `(C, f, h, w)` of each sample of a batch of any collator, from its cache or encoded."""
+    if "latents" in batch:
+        return list(batch["latents"])
+    pixels = batch["pixel_values"]
+    if isinstance(pixels, torch.Tensor):
+        return list(recipe.encode_latents(pixels))
+    return [recipe.encode_latents(sample[None])[0] for sample in pixels]
+
+
+def text_of(
+    recipe: Recipe, batch: Mapping[str, Any], *, dropped: Sequence[bool], empty: TextEmbeddings | None
+) -> TextEmbeddings:
+    """Return the text of each sample of a batch of any collator, from its cache or encoded.
+
+    Args:
+        recipe ([`Recipe`]): Recipe that encodes captions which are not cached.
+        batch (mapping): Batch of a collator.
+        dropped (sequence of `bool`): Whether each sample gets the empty caption in place of its own.
+        empty ([`TextEmbeddings`], *optional*): Empty caption, `(1, length, dim)`, for batches from a cache.
+    """
+    if "text_values" not in batch:
+        captions = zip(batch["caption"], dropped, strict=True)
+        return recipe.encode_text(["" if drop else caption for caption, drop in captions])
+    values, mask = batch["text_values"], batch.get("text_mask")
+    if not any(dropped):
+        return TextEmbeddings(values, mask)
+    assert empty is not None, "make_data reads it from the cache"
+    drops = torch.tensor(dropped, device=values.device)
+    values = torch.where(drops[:, None, None], empty.values.to(values), values)
+    if mask is not None and empty.mask is not None:
+        mask = torch.where(drops[:, None], empty.mask.to(mask), mask)
+    return TextEmbeddings(values, mask)

@@ -1,4 +1,4 @@
-"""Prompts rendered while training: mp4 files, and frames for the tracker."""
+"""Prompts rendered while training, to mp4 files and to the tracker."""
 
 from __future__ import annotations
 
@@ -15,34 +15,57 @@ from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
 from ..media.write import write_video
 from ..models.recipe import Recipe
+from ..settings import check_at_least
 
 _FRAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
-    """Renders every prompt at every size with the pipeline that would be saved now.
+class ValidationConfig:
+    """Prompts rendered while training.
 
     Args:
-        prompts (sequence of `str`): What to render.
-        sizes (sequence of [`Size`][hf_bucketing.Size]): Frames, height and width in pixels.
-        num_inference_steps (`int`): Steps of the scheduler.
-        guidance_scale (`float`): Of classifier-free guidance.
-        fps (`float`): Of the files.
-        seed (`int`): Every time the same noise.
-        folder (`Path`): Receives `step-{n}/{size}-{prompt}.mp4`.
+        validation_prompts (`list` of `str`, *optional*): Prompts to render, to mp4 files and the tracker; by default
+            none.
+        validation_sizes (`str`): Sizes to render each prompt at, as "frames,height,width;…" in pixels.
+        validation_steps (`int`): Optimizer steps between renderings.
+        validation_inference_steps (`int`): Scheduler steps of a rendering.
+        validation_guidance_scale (`float`): Scale of classifier-free guidance in a rendering.
+        validation_fps (`float`): Frame rate of the rendered files.
+
+    Raises:
+        BucketingError: If a number of steps is below 1.
     """
 
-    prompts: Sequence[str]
+    validation_prompts: list[str] | None = None
+    validation_sizes: str = "17,480,832"
+    validation_steps: int = 500
+    validation_inference_steps: int = 30
+    validation_guidance_scale: float = 5.0
+    validation_fps: float = 16.0
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "validation_steps", "validation_inference_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Render every prompt at every size with the pipeline as it would be saved now.
+
+    Args:
+        config ([`ValidationConfig`]): Prompts, sizes and settings of the sampler.
+        sizes (sequence of [`Size`][hf_bucketing.Size]): Frames, height and width in pixels, from [`parse_sizes`].
+        seed (`int`): Seed of the noise, which is the same in every rendering.
+        folder (`Path`): Folder that receives `step-{n}/{size}-{prompt}.mp4`.
+    """
+
+    config: ValidationConfig
     sizes: Sequence[Size]
-    num_inference_steps: int
-    guidance_scale: float
-    fps: float
     seed: int
     folder: Path
 
     def render(self, recipe: Recipe, accelerator: Accelerator, *, step: int) -> None:
-        """Write a file per prompt and size, and log frames of it to the trackers; call it in the main process."""
+        """Write one file per prompt and size, and log some of its frames to the trackers; call in the main process."""
         folder = self.folder / f"step-{step}"
         folder.mkdir(parents=True, exist_ok=True)
         transformer, training = recipe.transformer, recipe.transformer.training
@@ -50,11 +73,11 @@ class Validation:
         recipe.pipeline.set_progress_bar_config(disable=True)
         try:
             for size in self.sizes:
-                for prompt in self.prompts:
+                for prompt in self.config.validation_prompts or []:
                     with torch.no_grad(), accelerator.autocast():
                         frames = self._sample(recipe, prompt, size)
                     name = f"{size.frames}x{size.height}x{size.width}-{_file_name(prompt)}"
-                    write_video(folder / f"{name}.mp4", frames, fps=self.fps)
+                    write_video(folder / f"{name}.mp4", frames, fps=self.config.validation_fps)
                     shown = np.linspace(0, len(frames) - 1, min(_FRAMES_SHOWN, len(frames))).round().astype(int)
                     for tracker in accelerator.trackers:
                         if hasattr(tracker, "log_images"):
@@ -67,8 +90,8 @@ class Validation:
             prompt,
             height=size.height,
             width=size.width,
-            num_inference_steps=self.num_inference_steps,
-            guidance_scale=self.guidance_scale,
+            num_inference_steps=self.config.validation_inference_steps,
+            guidance_scale=self.config.validation_guidance_scale,
             generator=torch.Generator().manual_seed(self.seed),
             output_type="np",
             **recipe.duration(size.frames),
@@ -80,7 +103,7 @@ def parse_sizes(text: str, spec: LatentSpec) -> list[Size]:
     """Parse `"frames,height,width;…"`.
 
     Raises:
-        BucketingError: If a size is not of that form, or the model cannot make it.
+        BucketingError: If a size has another form, or the model cannot make it.
     """
     sizes = []
     for part in text.split(";"):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from hf_bucketing import BucketingError, MediaError, PackingError, PlanError
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError, WriteError
 from hf_bucketing.files import check_folder_writable, check_writable, writing
@@ -46,8 +46,8 @@ def test_a_message_names_arguments_in_python_and_only_flags_that_exist_in_script
     with pytest.raises(PlanError, match=r'`max_tokens=64`.*Raise `max_tokens`.*give `oversize="own_batch"`') as caught:
         plan_packs(np.array([10, 100]), PackPlanConfig(max_tokens=64), epoch=0, num_processes=1)
     said = caught.value.in_flags(training_flags())
-    assert "exceeds --capacity 64" in said
-    assert said.endswith("Raise --capacity, or use smaller sizes.")
+    assert "exceeds --max_tokens 64" in said
+    assert said.endswith("Raise --max_tokens, or use smaller sizes.")
     assert pickle.loads(pickle.dumps(caught.value)).in_flags(training_flags()) == said
 
 
@@ -78,17 +78,17 @@ def test_a_message_from_a_worker_names_flags_without_the_workers_traceback(tmp_p
     ("setting", "said"),
     [
         ({"train_batch_size": 0}, "--train_batch_size must be at least 1"),
-        ({"batching": "pack"}, "Packing needs --capacity"),
+        ({"batching": "pack"}, "Packing needs --max_tokens"),
         ({"lr_warmup_steps": 9}, "--lr_scheduler constant_with_warmup"),
         ({"lora_alpha": 9}, "--lora_alpha scales adapters"),
-        ({"balance": "cost"}, "--balance do nothing with --batching bucket"),
+        ({"balance": "cost"}, "Omit --balance: no effect with --batching bucket"),
     ],
     ids=str,
 )
 def test_settings_of_training_are_named_as_flags(setting: dict, said: str) -> None:
     common = {"pretrained_model_name_or_path": "a", "dataset_dir": "b", "output_dir": "c"}
     with pytest.raises(BucketingError) as caught:
-        TrainingConfig(**common, **setting)
+        TrainingConfig.from_flat(**common, **setting)
     assert said in caught.value.in_flags(training_flags())
     assert "--" not in str(caught.value)
 
@@ -130,8 +130,8 @@ def test_every_flag_has_one_spelling_a_help_and_its_default(script: str, monkeyp
 def test_fields_of_a_dataclass_become_flags_of_their_types() -> None:
     words = ["--pretrained_model_name_or_path", "a", "--dataset_dir", "b", "--output_dir", "c", "--longest_first"]
     words += ["--validation_prompts", "a dog", "a cat", "--ema_decay", "0.9", "--gradient_checkpointing", "false"]
-    config = TrainingConfig(**vars(FlagParser(None, TrainingConfig).parse_args(words)))
-    assert config == TrainingConfig(
+    config = from_flags(TrainingConfig, FlagParser(None, TrainingConfig).parse_args(words))
+    assert config == TrainingConfig.from_flat(
         pretrained_model_name_or_path="a", dataset_dir="b", output_dir="c", longest_first=True,
         validation_prompts=["a dog", "a cat"], ema_decay=0.9,
     )  # fmt: skip
@@ -310,9 +310,9 @@ def test_packs_train_from_a_prepared_folder_that_cannot_be_written(
     # Tests may run as root, whom permissions do not keep from writing.
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    config = TrainingConfig(
+    config = TrainingConfig.from_flat(
         pretrained_model_name_or_path=str(pipeline_dir), dataset_dir=str(tmp_path / "prepared"),
-        output_dir=str(tmp_path / "out"), batching="pack", capacity=640, dataloader_num_workers=0,
+        output_dir=str(tmp_path / "out"), batching="pack", max_tokens=640, dataloader_num_workers=0,
     )  # fmt: skip
     data = make_data(config, PreparedDataset.load(prepared_dir).spec, width=96)
     assert data.num_tokens.sum() > 0

@@ -70,9 +70,9 @@ def test_a_torchcodec_that_cannot_be_loaded_is_refused_before_anything_is_decode
     table = BucketTable(sizes=(Size(1, 32, 32),))
     for make in (
         lambda: list(iter_frames(clip, [0.0], decoder="torchcodec")),
-        lambda: ViewRule(decoder="torchcodec"),
+        lambda: ViewRule(video_decoder="torchcodec"),
         lambda: BucketCollator(table, decoder="torchcodec"),
-        lambda: TrainingConfig(
+        lambda: TrainingConfig.from_flat(
             pretrained_model_name_or_path="m", dataset_dir="d", output_dir="o", video_decoder="torchcodec"
         ),
     ):
@@ -101,4 +101,4 @@ def test_the_script_of_caches_refuses_it_too(
 @pytest.mark.parametrize("name", ["ffmpeg", "", None])
 def test_an_unknown_decoder_is_an_error(name) -> None:
     with pytest.raises(BucketingError, match="decoder must be"):
-        ViewRule(decoder=name)
+        ViewRule(video_decoder=name)

@@ -115,7 +115,7 @@ def test_frames_that_torchcodec_cannot_find_are_an_error_that_names_pyav(tmp_pat
 
 
 def test_a_cache_is_told_who_decoded_its_videos(media: Path) -> None:  # noqa: F811
-    by_torchcodec = ViewRule(random_crop=False, decoder="torchcodec")
+    by_torchcodec = ViewRule(random_crop=False, video_decoder="torchcodec")
     assert encoded(media) == 10
     assert encoded(media, views=by_torchcodec) == 2, "the videos, not the images"
     assert encoded(media, views=by_torchcodec) == encoded(media) == 0

@@ -9,7 +9,7 @@ import torch
 
 from hf_bucketing.loaders import BucketCollator, PackCollator
 from hf_bucketing.models.recipe import TextEmbeddings
-from hf_bucketing.training.inputs import latents_of, text_of
+from hf_bucketing.training.steps import latents_of, text_of
 from tests.caching.test_caching import cached, collator_of, load_recipe, prepared
 
 __all__ = ["prepared"]

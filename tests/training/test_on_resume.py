@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -21,13 +20,14 @@ from safetensors.torch import load_file, save_file
 from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.settings import changed, names_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import LORA_WEIGHTS
+from hf_bucketing.training.adapters import LORA_WEIGHTS, AdapterConfig, add_lora, save_lora
 from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
-from hf_bucketing.training.history import losses_of
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.on_resume import ON_RESUME, applied_changes, resumed_config, settings_of
+from hf_bucketing.training.review import losses_of
 
 Make = Callable[..., TrainingConfig]
 
@@ -49,7 +49,7 @@ def make(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> Make:
                   "output_dir": str(tmp_path / output), "report_to": "none", "dataloader_num_workers": 0,
                   "max_sequence_length": 32, "max_train_steps": 3, "train_batch_size": 2,
                   "learning_rate": 5e-3}  # fmt: skip
-        return TrainingConfig(**{**common, **settings})
+        return TrainingConfig.from_flat(**{**common, **settings})
 
     return config
 
@@ -60,7 +60,7 @@ def run(config: TrainingConfig) -> list[float]:
 
 
 def resumed(config: TrainingConfig, **settings: Any) -> TrainingConfig:
-    return dataclasses.replace(config, resume_from_checkpoint="latest", **settings)
+    return changed(config, resume_from_checkpoint="latest", **settings)
 
 
 def messages(caplog) -> list[str]:
@@ -74,7 +74,7 @@ def learning_rates(config: TrainingConfig) -> list[float]:
 
 
 def test_every_setting_has_one_rule_for_resuming() -> None:
-    assert set(ON_RESUME) == {field.name for field in dataclasses.fields(TrainingConfig)}
+    assert sorted(ON_RESUME) == sorted(names_of(TrainingConfig))
 
 
 def test_changed_settings_of_the_optimizer_are_applied_and_said(make: Make, caplog) -> None:
@@ -94,7 +94,7 @@ def test_changed_settings_of_the_optimizer_are_applied_and_said(make: Make, capl
     assert trainer.lr_scheduler.get_last_lr() == [group["lr"]]
     (line,) = [line for line in messages(caplog) if line.startswith("Settings changed since checkpoint-2: ")]
     for name, value in changed.items():
-        assert f"{name} {getattr(first, name)} → {value}" in line
+        assert f"{name} {first.flat()[name]} → {value}" in line
     assert line.count("→") == len(changed)
     trainer.release()
     run(config)
@@ -140,11 +140,11 @@ def checked(make: Make) -> Callable[..., tuple[TrainingConfig, list[str]]]:
     return check
 
 
-PACKED = {"batching": "pack", "capacity": 640}
+PACKED = {"batching": "pack", "max_tokens": 640}
 
 
 @pytest.mark.parametrize(("before", "after", "message"), [
-    ({}, {"batching": "pack", "capacity": 640}, "batching was bucket and is pack"),
+    ({}, {"batching": "pack", "max_tokens": 640}, "batching was bucket and is pack"),
     ({"lora_rank": 4}, {}, "lora_rank was 4 and is not given"),
     ({}, {"lora_rank": 4}, "lora_rank was not given and is 4"),
     ({"lora_rank": 4}, {"lora_rank": 8}, "lora_rank was 4 and is 8"),
@@ -177,20 +177,20 @@ def test_precision_and_sharding_are_compared_as_accelerate_chose_them(make: Make
 
 
 def test_settings_left_open_are_those_of_the_checkpoint(checked) -> None:
-    config, changes = checked({**PACKED, "lora_rank": 2, "lora_alpha": 8}, {**PACKED, "capacity": "auto",
+    config, changes = checked({**PACKED, "lora_rank": 2, "lora_alpha": 8}, {**PACKED, "max_tokens": "auto",
                                                                            "lora_rank": 2})  # fmt: skip
-    assert (config.capacity, config.lora_alpha, changes) == ("640", 8, [])
+    assert (config.batches.max_tokens, config.adapters.lora_alpha, changes) == (640, 8, [])
 
 
 @pytest.mark.parametrize("change", [
-    {"caption_dropout": 0.5}, {"flip_probability": 0.5}, {"center_crop": True}, {"frame_picking": "start"},
+    {"caption_dropout": 0.5}, {"flip_probability": 0.5}, {"random_crop": False}, {"frame_picking": "start"},
     {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"on_error": "replace"},
     {"lr_scheduler": "cosine"}, {"num_train_epochs": 3}, {"max_errors": 3}, {"max_error_share": 0.5},
 ])  # fmt: skip
 def test_settings_that_take_effect_at_once_are_said(checked, change) -> None:
     config, changes = checked({}, change)
     ((name, value),) = change.items()
-    assert getattr(config, name) == value
+    assert config.flat()[name] == value
     assert [line.split()[0] for line in changes] == [name]
 
 
@@ -260,7 +260,7 @@ def test_checkpoints_of_another_run_or_an_earlier_release_are_refused_by_name(tm
     checkpoint.mkdir(parents=True)
     (checkpoint / PROGRESS).write_text(json.dumps({"global_step": 4, "log": {}}))
     for name in ("latest", "checkpoint-4", str(checkpoint)):
-        with pytest.raises(BucketingError, match=r"checkpoint-4 has layout 1 .* this one reads layout 2"):
+        with pytest.raises(BucketingError, match=r"checkpoint-4 has layout 1 .* this one reads layout 3"):
             find_checkpoint(tmp_path / "out", name)
     with pytest.raises(BucketingError, match=r"belongs to the run in .*out, .*as --output_dir, not .*other"):
         find_checkpoint(tmp_path / "other", str(checkpoint))
@@ -302,7 +302,7 @@ def test_a_run_begins_with_the_adapters_of_another(make: Make, tmp_path: Path, c
     for source in ("first", "first/checkpoint-2", f"first/{LORA_WEIGHTS}"):
         start = str(tmp_path / source)
         trainer = Trainer(make(init_from_adapters=start, lora_rank=2, learning_rate=1e-9, max_train_steps=1))
-        assert trainer.config.lora_alpha == 6, "as the file says"
+        assert trainer.config.adapters.lora_alpha == 6, "as the file says"
         assert trainer.recipe.transformer.peft_config["default"].lora_alpha == 6
         trainer.run()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -316,19 +316,17 @@ def test_a_run_begins_with_the_adapters_of_another(make: Make, tmp_path: Path, c
 @pytest.fixture
 def adapters(make: Make, pipeline_dir: Path, tmp_path: Path) -> Path:
     """A file of adapters of rank 2 and alpha 6."""
-    from hf_bucketing.training.adapters import add_lora, save_lora
-
     pipeline = recipe_of(str(pipeline_dir)).load(str(pipeline_dir)).pipeline
-    add_lora(pipeline, rank=2, alpha=6)
+    add_lora(pipeline, AdapterConfig(lora_rank=2, lora_alpha=6))
     (tmp_path / "adapters").mkdir()
     save_lora(pipeline, tmp_path / "adapters")
     return tmp_path / "adapters" / LORA_WEIGHTS
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"lora_rank": 4}, "rank 2, not lora_rank=4"),
-    ({"lora_rank": 2, "lora_alpha": 2}, "alpha 6, not lora_alpha=2"),
-    ({"lora_rank": 2, "lora_targets": "to_q"}, r"\d+ layers, while lora_targets names \d+ \(one that differs: .*to_"),
+    ({"lora_rank": 4}, "rank 2, not `lora_rank=4`"),
+    ({"lora_rank": 2, "lora_alpha": 2}, "alpha 6, not `lora_alpha=2`"),
+    ({"lora_rank": 2, "lora_targets": "to_q"}, r"\d+ layers, while `lora_targets` names \d+ \(one that differs: .*to_"),
     ({"lora_rank": 2, "init_from_adapters": "nowhere"}, "nowhere does not exist"),
 ])  # fmt: skip
 def test_adapters_that_do_not_fit_are_refused_by_name(make: Make, adapters: Path, settings, message: str) -> None:
@@ -343,7 +341,7 @@ def test_files_that_are_no_plain_adapters_are_refused_and_ones_without_alpha_hav
     save_file(weights, tmp_path / "plain.safetensors")
     start = {"lora_rank": 2, "init_from_adapters": str(tmp_path / "plain.safetensors")}
     trainer = Trainer(make(**start))
-    assert trainer.config.lora_alpha == 2
+    assert trainer.config.adapters.lora_alpha == 2
     trainer.release()
     for content in ({"text_encoder.lora_A.weight": torch.ones(2, 2)}, {}):
         save_file({**(weights if content else {}), **content}, tmp_path / "plain.safetensors")
@@ -355,8 +353,8 @@ def test_files_that_are_no_plain_adapters_are_refused_and_ones_without_alpha_hav
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({}, r"give their rank too \(--lora_rank\)"),
-    ({"lora_rank": 2, "resume_from_checkpoint": "latest"}, "leave one of them out"),
+    ({}, r"give their rank too \(`lora_rank`\)"),
+    ({"lora_rank": 2, "resume_from_checkpoint": "checkpoint-2"}, "omit one of them"),
 ])  # fmt: skip
 def test_beginning_with_adapters_needs_lora_and_a_new_run(make: Make, settings, message: str) -> None:
     with pytest.raises(BucketingError, match=message):

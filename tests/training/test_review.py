@@ -10,8 +10,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from hf_bucketing import BucketingError
-from hf_bucketing.training.history import StepLog
-from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_run, running_mean, summarise_losses
+from hf_bucketing.training.review import (
+    StepLog,
+    draw_losses,
+    losses_by_bucket,
+    review_run,
+    running_mean,
+    summarise_losses,
+)
 from tests.conftest import run_script
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
-from hf_bucketing.training.history import count_samples
+from hf_bucketing.training.review import count_samples
 from tests.training.training_cases import BATCHING, train
 
 
@@ -39,9 +40,9 @@ def test_an_unreadable_sample_is_replaced_and_logged(pipeline_dir, broken_dir, t
 
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_settings_of_faults_reach_the_loader(batching: str, pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    config = TrainingConfig(
+    config = TrainingConfig.from_flat(
         pretrained_model_name_or_path=str(pipeline_dir), dataset_dir=str(prepared_dir), output_dir=str(tmp_path),
-        batching=batching, capacity=640, on_error="replace", max_errors=7, max_error_share=0.5, dataloader_timeout=33,
+        batching=batching, max_tokens=640, on_error="replace", max_errors=7, max_error_share=0.5, dataloader_timeout=33,
     )  # fmt: skip
     spec = PreparedDataset.load(prepared_dir).spec
     loader = make_data(config, spec, width=96).loader
@@ -49,7 +50,7 @@ def test_settings_of_faults_reach_the_loader(batching: str, pipeline_dir, prepar
     stand_ins = loader.collate_fn.stand_ins
     assert (stand_ins.max_errors, stand_ins.max_share) == (7, 0.5)
     assert stand_ins.log == tmp_path / "logs" / "unreadable.jsonl"
-    alone = make_data(dataclasses.replace(config, dataloader_num_workers=0, on_error="raise"), spec, width=96).loader
+    alone = make_data(changed(config, dataloader_num_workers=0, on_error="raise"), spec, width=96).loader
     assert (alone.timeout, alone.collate_fn.stand_ins) == (0, None)
 
 

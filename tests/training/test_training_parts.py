@@ -17,15 +17,16 @@ from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import add_lora, save_lora
+from hf_bucketing.training.adapters import AdapterConfig, add_lora, save_lora
 from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
-from hf_bucketing.training.estimate import estimate_memory, find_capacity
-from hf_bucketing.training.optimizers import make_optimizer
-from hf_bucketing.training.setup import make_accelerator
-from hf_bucketing.training.validation import Validation, parse_sizes
+from hf_bucketing.training.loop import make_accelerator
+from hf_bucketing.training.memory import estimate_memory, find_max_tokens
+from hf_bucketing.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from hf_bucketing.training.validation import Validation, ValidationConfig, parse_sizes
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8}
+ADAMW = OptimizerConfig(learning_rate=1e-3, adam_beta2=0.99, adam_weight_decay=0.1)
+EIGHT_BIT = dataclasses.replace(ADAMW, optimizer="adamw_8bit")
 
 
 def load(folder: Path) -> Recipe:
@@ -35,7 +36,7 @@ def load(folder: Path) -> Recipe:
 @pytest.mark.parametrize("family", ["wan", "ltx"])
 def test_adapters_are_saved_as_stock_diffusers_loads_them(family: str, pipeline_dirs, tmp_path: Path) -> None:
     recipe = load(pipeline_dirs[family])
-    add_lora(recipe.pipeline, rank=3, alpha=6)
+    add_lora(recipe.pipeline, AdapterConfig(lora_rank=3, lora_alpha=6))
     trained = {name for name, parameter in recipe.transformer.named_parameters() if parameter.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
@@ -57,32 +58,52 @@ def test_adapters_are_saved_as_stock_diffusers_loads_them(family: str, pipeline_
 
 def test_adapters_that_cannot_be_are_errors(pipeline_dirs) -> None:
     with pytest.raises(BucketingError, match="LattePipeline cannot load LoRA"):
-        add_lora(load(pipeline_dirs["latte"]).pipeline, rank=4)
-    with pytest.raises(BucketingError, match=r"lora_targets=\['nothing'\]"):
-        add_lora(load(pipeline_dirs["wan"]).pipeline, rank=4, targets=["nothing"])
+        add_lora(load(pipeline_dirs["latte"]).pipeline, AdapterConfig(lora_rank=4))
+    with pytest.raises(BucketingError, match=r"`lora_targets`, \['nothing'\]"):
+        add_lora(load(pipeline_dirs["wan"]).pipeline, AdapterConfig(lora_rank=4, lora_targets="nothing"))
 
 
 def test_the_optimizer_takes_what_is_trained_and_says_what_is_missing(monkeypatch) -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    optimizer = make_optimizer(model.parameters(), name="adamw", **ADAMW)
+    optimizer = make_optimizer(model.parameters(), ADAMW)
     assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(model.weight)]
     assert optimizer.defaults["weight_decay"] == 0.1
     with pytest.raises(BucketingError, match="nothing would be trained"):
-        make_optimizer([model.bias], name="adamw", **ADAMW)
+        make_optimizer([model.bias], ADAMW)
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(BucketingError, match=r"pip install .hf_bucketing\[8bit\]"):
-        make_optimizer(model.parameters(), name="adamw_8bit", **ADAMW)
+        make_optimizer(model.parameters(), EIGHT_BIT)
+
+
+def test_the_optimizer_and_its_schedule_have_the_given_settings() -> None:
+    settings = OptimizerConfig(learning_rate=0.5, adam_beta1=0.5, adam_beta2=0.75, adam_weight_decay=2.0,
+                               adam_epsilon=0.1)  # fmt: skip
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    defaults = make_optimizer(parameters, settings).defaults
+    assert {name: defaults[name] for name in ("lr", "betas", "weight_decay", "eps")} == {
+        "lr": 0.5, "betas": (0.5, 0.75), "weight_decay": 2.0, "eps": 0.1,
+    }  # fmt: skip
+
+    def rates(kind: str, **more: int) -> list[float]:
+        config = dataclasses.replace(settings, lr_scheduler=kind, **more)
+        schedule = make_schedule(make_optimizer(parameters, config), config, num_training_steps=4)
+        return [0.5 * schedule.lr_lambdas[0](step) for step in range(5)]
+
+    assert rates("constant") == [0.5] * 5
+    assert rates("linear") == [0.5, 0.375, 0.25, 0.125, 0.0]
+    assert rates("constant_with_warmup", lr_warmup_steps=2) == [0.0, 0.25, 0.5, 0.5, 0.5]
+    assert rates("cosine")[::2] == pytest.approx([0.5, 0.25, 0.0])
 
 
 def test_the_8_bit_optimizer_holds_bytes_and_takes_nearly_the_same_steps() -> None:
     pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")
     inputs, weights = torch.randn(32, 64), []
-    for name in ("adamw", "adamw_8bit"):
+    for config in (ADAMW, EIGHT_BIT):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 128, bias=False)
         first = model.weight.detach().clone()
-        optimizer = make_optimizer(model.parameters(), name=name, **ADAMW)
+        optimizer = make_optimizer(model.parameters(), config)
         for _ in range(5):
             optimizer.zero_grad()
             model(inputs).pow(2).mean().backward()
@@ -106,28 +127,28 @@ def test_the_memory_estimate_counts_what_is_trained(pipeline_dirs) -> None:
     assert f"optimizer {full.optimizer / 2**20:.2f} MiB" in str(full), "a tiny model's is not 0.00 GiB"
     saving = estimate_memory(recipe.transformer, **{**options, "gradient_checkpointing": True})
     assert full.activations / 4 < saving.activations < full.activations / 2
-    add_lora(recipe.pipeline, rank=2)
+    add_lora(recipe.pipeline, AdapterConfig(lora_rank=2))
     assert estimate_memory(recipe.transformer, **options).optimizer < full.optimizer / 10
 
 
-def test_the_capacity_is_the_largest_that_fits() -> None:
+def test_max_tokens_is_the_largest_number_that_fits() -> None:
     tried = []
 
-    def try_step(capacity: int) -> None:
-        tried.append(capacity)
-        if capacity > 700:
+    def try_step(max_tokens: int) -> None:
+        tried.append(max_tokens)
+        if max_tokens > 700:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    assert find_capacity(try_step, largest=1000, smallest=100) == 656
+    assert find_max_tokens(try_step, largest=1000, smallest=100) == 656
     assert tried == [1000, 900, 810, 729, 656]
     with pytest.raises(BucketingError, match="largest sample takes 800"):
-        find_capacity(try_step, largest=1000, smallest=800)
+        find_max_tokens(try_step, largest=1000, smallest=800)
 
-    def broken(capacity: int) -> None:
+    def broken(max_tokens: int) -> None:
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        find_capacity(broken, largest=1000, smallest=1)
+        find_max_tokens(broken, largest=1000, smallest=1)
 
 
 def test_validation_sizes_are_read_and_checked() -> None:
@@ -152,8 +173,17 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
     accelerator.trackers = [Tracker()]
     recipe = load(pipeline_dirs[family])
     recipe.transformer.train()
-    validation = Validation(prompts=["a red square!"], sizes=[Size(frames, 32, 64)], num_inference_steps=2,
-                            guidance_scale=2.0, fps=8, seed=0, folder=tmp_path)  # fmt: skip
+    validation = Validation(
+        config=ValidationConfig(
+            validation_prompts=["a red square!"],
+            validation_inference_steps=2,
+            validation_guidance_scale=2.0,
+            validation_fps=8,
+        ),
+        sizes=[Size(frames, 32, 64)],
+        seed=0,
+        folder=tmp_path,
+    )
     validation.render(recipe, accelerator, step=3)
     name = f"{frames}x32x64-a-red-square"
     info = probe(MediaSource.from_cell(str(tmp_path / "step-3" / f"{name}.mp4")))
@@ -177,9 +207,9 @@ def test_a_sharded_model_is_saved_with_the_gathered_weights(pipeline_dirs, tmp_p
 
 @pytest.mark.parametrize("setting", [{"lora_rank": 2}, {"ema_decay": 0.9}, {"validation_prompts": ["red"]}])
 def test_what_needs_all_weights_is_refused_where_they_are_sharded(setting, tmp_path: Path, monkeypatch) -> None:
-    config = TrainingConfig(pretrained_model_name_or_path="m", dataset_dir="d", output_dir=str(tmp_path),
+    config = TrainingConfig.from_flat(pretrained_model_name_or_path="m", dataset_dir="d", output_dir=str(tmp_path),
                             report_to="none", **setting)  # fmt: skip
     make_accelerator(config)
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    with pytest.raises(BucketingError, match=f"{next(iter(setting))} need all weights"):
+    with pytest.raises(BucketingError, match=f"Omit `{next(iter(setting))}`, or use DDP: it needs all weights"):
         make_accelerator(config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_bucketing.training.history import losses_of
+from hf_bucketing.training.review import losses_of
 from tests.training.training_cases import batching, train, train_until
 
 STEPS = 6

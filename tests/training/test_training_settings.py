@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from hf_bucketing.models.recipes import recipe_of
 from safetensors.torch import load_file
 
-from hf_bucketing import BucketingError
+from hf_bucketing import BucketingError, Size
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.media import ViewRule
+from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import make_data
-from hf_bucketing.training.history import losses_of
+from hf_bucketing.training.data import TrainingData, make_data
 from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.steps import make_step
 from tests.conftest import run_script_here
 
 
@@ -35,8 +39,12 @@ def fresh_accelerator():
 def in_process(pipeline: Path, prepared: Path, output: Path, **settings) -> TrainingConfig:
     common = {"report_to": "none", "dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 3,
               "train_batch_size": 2, "learning_rate": 5e-3}  # fmt: skip
-    return TrainingConfig(pretrained_model_name_or_path=str(pipeline), dataset_dir=str(prepared),
-                          output_dir=str(output), **{**common, **settings})  # fmt: skip
+    return TrainingConfig.from_flat(
+        pretrained_model_name_or_path=str(pipeline),
+        dataset_dir=str(prepared),
+        output_dir=str(output),
+        **{**common, **settings},
+    )
 
 
 def run(config: TrainingConfig) -> list[float]:
@@ -44,53 +52,158 @@ def run(config: TrainingConfig) -> list[float]:
     return losses_of(Path(config.output_dir))
 
 
-@pytest.mark.slow
-def test_settings_change_the_run(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    def losses(name: str, **settings) -> list[float]:
-        return run(in_process(pipeline_dir, prepared_dir, tmp_path / name, **settings))
+@pytest.fixture
+def data(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> Callable[..., TrainingData]:
+    """Make the data of a run with some settings, without a model."""
+    spec = PreparedDataset.load(prepared_dir).spec
+    return lambda **settings: make_data(in_process(pipeline_dir, prepared_dir, tmp_path, **settings), spec, width=96)
 
-    plain = losses("plain")
-    assert losses("again") == plain
-    for number, settings in enumerate([
-        {"seed": 1}, {"weighting_scheme": "uniform"}, {"lr_scheduler": "cosine"}, {"max_grad_norm": 0.01},
-        {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 3}, {"adam_weight_decay": 50.0},
-        {"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_sequence_length": 16},
-        {"capacity": 300}, {"caption_dropout": 1.0}, {"center_crop": True},
-        {"lora_rank": 2}, {"lora_rank": 2, "lora_alpha": 64}, {"lora_rank": 2, "lora_targets": "to_q"},
-        {"flip_probability": 1.0},
-        {"longest_first": True}, {"tail": "drop"}, {"tail": "repeat"},
-    ]):  # fmt: skip
-        changed = losses(str(number), **settings)
-        assert changed != plain, settings
-        plain = losses("adapters", lora_rank=2) if settings == {"lora_rank": 2} else plain
-        plain = losses("plain") if "lora_targets" in settings else plain
-    packed = {"batching": "pack", "capacity": 640, "strip_length": 16}
-    plain = losses("packed", **packed)
-    for settings in (
-        {"loss_reduction": "token"},
-        {"random_resize": 32},
-        {"pack_strategy": "sequential"},
-        {"pack_strategy": "best_fit_decreasing"},
-        {"balance": "cost"},
-    ):
-        assert losses("-".join(map(str, settings.values())), **packed, **settings) != plain, settings
-    assert losses("strips", **{**packed, "strip_length": 1}) != plain, "the packs are others"
+
+def tokens_per_batch(data: TrainingData) -> list[int]:
+    plan = data.sampler.plan(0)
+    return np.add.reduceat(data.num_tokens[plan.indices], plan.offsets[:-1]).tolist()
+
+
+def test_a_bucket_batch_has_the_given_samples_or_tokens(data) -> None:
+    for size in (2, 5):
+        plan = data(train_batch_size=size).sampler.plan(0)
+        assert max(np.diff(plan.offsets)) == size
+    assert 150 < max(tokens_per_batch(data(max_tokens=300))) <= 300
+    assert max(tokens_per_batch(data(max_tokens=600))) > 300
+
+
+def test_each_remainder_policy_treats_the_samples_that_fill_no_batch_in_its_own_way(data) -> None:
+    short, drop, repeat = (data(train_batch_size=3, remainder=name).sampler.plan(0) for name in
+                           ("short", "drop", "repeat"))  # fmt: skip
+    sizes = [np.diff(plan.offsets).tolist() for plan in (short, drop, repeat)]
+    assert (short.kept, short.repeated) == (20, 0)
+    assert min(sizes[0]) < 3
+    assert drop.kept == 3 * len(sizes[1]) < 20
+    assert set(sizes[1]) == set(sizes[2]) == {3}
+    assert repeat.kept == 20
+    assert repeat.repeated == 3 * len(sizes[2]) - 20 > 0
+
+
+def test_the_most_expensive_step_comes_first_on_request(data) -> None:
+    first = {seed: tokens_per_batch(data(seed=seed, longest_first=True)) for seed in range(3)}
+    assert all(tokens[0] == max(tokens) for tokens in first.values())
+    assert any(tokens[0] < max(tokens) for tokens in (tokens_per_batch(data(seed=seed)) for seed in range(3)))
+
+
+PACKED = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
+
+
+def test_packs_hold_whole_strips_within_max_tokens(data) -> None:
+    for strip_length in (1, 16, 64):
+        packed = data(**{**PACKED, "strip_length": strip_length})
+        plan = packed.sampler.plan(0)
+        spans = -(-packed.num_tokens[plan.indices] // strip_length) * strip_length
+        assert max(np.add.reduceat(spans, plan.offsets[:-1])) <= 640
+    assert len(data(**{**PACKED, "strip_length": 1}).sampler.plan(0).offsets) <= len(plan.offsets)
+
+
+def test_each_pack_strategy_fills_packs_in_its_own_way(data) -> None:
+    tokens = {name: tokens_per_batch(data(**PACKED, pack_strategy=name))
+              for name in ("sequential", "first_fit", "best_fit_decreasing")}  # fmt: skip
+    assert len({sum(values) for values in tokens.values()}) == 1
+    assert len(tokens["best_fit_decreasing"]) <= len(tokens["first_fit"]) <= len(tokens["sequential"])
+    assert max(tokens["best_fit_decreasing"]) >= max(tokens["sequential"])
+    assert len({tuple(sorted(values)) for values in tokens.values()}) == 3
+
+
+def test_balanced_packs_of_a_step_cost_more_alike_on_all_processes(data) -> None:
+    def imbalance(balance: str) -> float:
+        packed = data(**PACKED, balance=balance)
+        plan = packed.sampler._make_plan(0, 2, None)
+        costs = packed.cost_model.pack_cost(packed.num_tokens[plan.indices], plan.offsets).reshape(-1, 2)
+        return float(costs.max(1).sum() / costs.mean(1).sum())
+
+    assert 1 <= imbalance("cost") < imbalance("none")
+
+
+def test_random_resizing_draws_smaller_sizes_in_every_epoch_and_not_below_the_minimum(data) -> None:
+    packed = data(**PACKED, random_resize=32)
+    rows = np.flatnonzero(packed.num_tokens > 0)
+    own, drawn = packed.num_tokens[rows], [packed.tokens_of(rows, epoch=epoch) for epoch in range(2)]
+    assert all((tokens <= own).all() for tokens in drawn)
+    assert (drawn[0] != drawn[1]).any()
+    smallest = packed.table.spec.num_tokens(Size(1, 32, 32))
+    assert min(map(min, drawn)) >= smallest
+
+
+def test_samples_or_tokens_have_equal_weight_in_the_loss(data) -> None:
+    by_sample, by_token = data(**PACKED), data(**PACKED, loss_reduction="token")
+    rows = by_sample.sampler.plan(0).batch(0)
+    assert by_sample.loss_weights(rows, epoch=0).tolist() == [1.0] * len(rows)
+    assert by_token.loss_weights(rows, epoch=0).tolist() == by_token.num_tokens[rows].tolist()
+
+
+def test_the_seed_changes_plans_views_noise_and_dropped_captions(
+    data, pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
+    one, other = data(seed=1), data(seed=2)
+    assert one.sampler.plan(0).indices.tolist() != other.sampler.plan(0).indices.tolist()
+    assert (one.loader.collate_fn.seed, other.loader.collate_fn.seed) == (1, 2)
+    recipe = recipe_of(str(pipeline_dir)).load(str(pipeline_dir))
+    config = in_process(pipeline_dir, prepared_dir, tmp_path, seed=7, caption_dropout=0.25, weighting_scheme="uniform")
+    step = make_step(config, recipe)
+    assert (step.seed, step.objective.seed) == (7, 7)
+    assert (step.caption_dropout, step.objective.weighting_scheme) == (0.25, "uniform")
+    assert make_step(changed(config, weighting_scheme=None), recipe).objective.weighting_scheme == "logit_normal"
+
+
+def test_snr_weighting_reaches_the_objective_of_denoising_models_alone(
+    pipeline_dirs, prepared_dir, tmp_path: Path
+) -> None:
+    for family, message in (("latte", None), ("wan", "`snr_gamma` weighs denoising losses")):
+        folder = pipeline_dirs[family]
+        config = in_process(folder, prepared_dir, tmp_path, snr_gamma=5.0)
+        recipe = recipe_of(str(folder)).load(str(folder))
+        if message is None:
+            assert make_step(config, recipe).objective.snr_gamma == 5.0
+        else:
+            with pytest.raises(BucketingError, match=message):
+                make_step(config, recipe)
+
+
+def test_a_run_trains_the_adapters_on_captions_of_the_length_and_with_the_clipping_that_are_set(
+    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
+) -> None:
+    settings = {"lora_rank": 2, "lora_alpha": 64, "lora_targets": "to_q", "max_sequence_length": 16,
+                "max_grad_norm": 0.01, "max_train_steps": 1}  # fmt: skip
+    trainer = Trainer(in_process(pipeline_dir, prepared_dir, tmp_path, **settings))
+    trained = [name for name, parameter in trainer.recipe.transformer.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(".to_q.lora_" in name for name in trained)
+    (lora,) = trainer.recipe.transformer.peft_config.values()
+    assert (lora.r, lora.lora_alpha) == (2, 64)
+    assert trainer.recipe.encode_text(["red"]).values.shape[1] == 16
+    clip, norms = trainer.accelerator.clip_grad_norm_, []
+
+    def clip_and_measure(parameters, max_norm: float):
+        parameters = [one for one in parameters if one.grad is not None]
+        clip(parameters, max_norm)
+        norms.append(float(torch.stack([one.grad.norm() for one in parameters]).norm()))
+
+    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", clip_and_measure)
+    trainer.run()
+    assert norms == [pytest.approx(0.01, rel=1e-3)]
 
 
 def test_the_settings_of_views_reach_the_collator(pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torchcodec", SimpleNamespace(ffmpeg_major_version=8))
-    views = {"center_crop": True, "frame_picking": "uniform", "flip_probability": 0.3, "video_decoder": "torchcodec"}
+    views = {"random_crop": False, "frame_picking": "uniform", "flip_probability": 0.3, "video_decoder": "torchcodec"}
     config = in_process(pipeline_dir, prepared_dir, tmp_path, **views)
     spec = PreparedDataset.load(prepared_dir).spec
-    rule = ViewRule(random_crop=False, frame_picking="uniform", flip_probability=0.3, decoder="torchcodec")
+    rule = ViewRule(random_crop=False, frame_picking="uniform", flip_probability=0.3, video_decoder="torchcodec")
     assert make_data(config, spec, width=96).loader.collate_fn.views == rule
-    packs = dataclasses.replace(config, batching="pack", capacity="640", random_resize=32)
+    packs = changed(config, batching="pack", max_tokens=640, random_resize=32)
     collator = make_data(packs, spec, width=96).loader.collate_fn
     assert (collator.views, collator.resize.min_side) == (rule, 32)
 
 
 @pytest.mark.parametrize("setting", [
-    {"center_crop": True}, {"frame_picking": "start"}, {"flip_probability": 0.5}, {"video_decoder": "torchcodec"},
+    {"random_crop": False}, {"frame_picking": "start"}, {"flip_probability": 0.5}, {"video_decoder": "torchcodec"},
 ])  # fmt: skip
 def test_cached_latents_refuse_what_changes_decoding(
     pipeline_dir, prepared_dir, tmp_path, monkeypatch, setting
@@ -102,16 +215,16 @@ def test_cached_latents_refuse_what_changes_decoding(
     prepared = dataclasses.replace(PreparedDataset.load(prepared_dir), cache=cache)
     prepared.save(tmp_path / "cached")
     config = in_process(pipeline_dir, tmp_path / "cached", tmp_path, **setting)
-    with pytest.raises(BucketingError, match=f"`{next(iter(setting))}` change what is decoded"):
+    with pytest.raises(BucketingError, match=f"Omit `{next(iter(setting))}`: .* holds encoded latents"):
         make_data(config, prepared.spec, width=96)
 
 
 def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    config = in_process(pipeline_dir, prepared_dir, tmp_path, batching="pack", capacity=640, strip_length=16,
+    config = in_process(pipeline_dir, prepared_dir, tmp_path, batching="pack", max_tokens=640, strip_length=16,
                         validation_prompts=["red"], validation_sizes="5,32,48", validation_steps=2,
                         validation_inference_steps=1, ema_decay=0.0)  # fmt: skip
     losses = run(config)
-    assert TrainingConfig(**json.loads((tmp_path / "training_config.json").read_text())) == config
+    assert TrainingConfig.from_flat(**json.loads((tmp_path / "training_config.json").read_text())) == config
     entries = [json.loads(line) for line in (tmp_path / "logs" / "losses.jsonl").read_text().splitlines()]
     assert [entry["train_loss"] for entry in entries] == losses
     for entry in entries:
@@ -134,7 +247,7 @@ def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_
     assert whole != run(in_process(pipeline_dir, prepared_dir, tmp_path / "plain", max_train_steps=4))
     parts = in_process(pipeline_dir, prepared_dir, tmp_path / "parts", **{**eight, "max_train_steps": 2})
     run(parts)
-    assert run(dataclasses.replace(parts, max_train_steps=4, resume_from_checkpoint="latest")) == whole
+    assert run(changed(parts, max_train_steps=4, resume_from_checkpoint="latest")) == whole
 
 
 def test_averaged_weights_are_saved(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
@@ -154,31 +267,31 @@ def test_averaged_weights_are_saved(pipeline_dir, prepared_dir, tmp_path: Path) 
     assert float((average[name] - last[name]).norm()) < float((first[name] - last[name]).norm())
 
 
-def test_a_dry_run_and_an_automatic_capacity_train_nothing(
+def test_a_dry_run_and_automatic_max_tokens_train_nothing(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    from hf_bucketing.training import budget
+    from hf_bucketing.training import memory
     from hf_bucketing.training import train as run_training
 
     tokens = PreparedDataset.load(prepared_dir).dataset["num_tokens"]
-    original, tried = budget.find_capacity, []
+    original, tried = memory.find_max_tokens, []
 
     def small_memory(try_step, **limits):
-        def limited(capacity: int) -> None:
-            tried.append(capacity)
-            try_step(capacity)
-            if capacity > 1000:
+        def limited(max_tokens: int) -> None:
+            tried.append(max_tokens)
+            try_step(max_tokens)
+            if max_tokens > 1000:
                 raise RuntimeError("CUDA out of memory.")
 
         return original(limited, **limits)
 
-    monkeypatch.setattr(budget, "find_capacity", small_memory)
-    config = in_process(pipeline_dir, prepared_dir, tmp_path / "out", batching="pack", capacity="auto",
+    monkeypatch.setattr(memory, "find_max_tokens", small_memory)
+    config = in_process(pipeline_dir, prepared_dir, tmp_path / "out", batching="pack", max_tokens="auto",
                         strip_length=16, dry_run=True)  # fmt: skip
     run_training(config)
     printed = capsys.readouterr().out
     assert tried[0] >= sum(tokens) * 0.9
-    assert f"--capacity auto found {tried[-1]} tokens" in printed
+    assert f"--max_tokens auto found {tried[-1]} tokens" in printed
     assert 900 <= tried[-1] <= 1000
     assert "Memory estimate per process" in printed
     assert "20 kept, 0 repeated" in printed
@@ -191,7 +304,7 @@ def test_samples_beyond_the_models_positions_are_refused_before_training(
     flags = ("--target_fps", 8, "--bucket_tokens", "400", "--bucket_frames", "1,17,25", "--output_dir", tmp_path / "p")
     latte = pipeline_dirs["latte"]
     run_script_here("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", latte, *flags)
-    config = in_process(latte, tmp_path / "p", tmp_path, batching="pack", capacity=4000)
+    config = in_process(latte, tmp_path / "p", tmp_path, batching="pack", max_tokens=4000)
     with pytest.raises(BucketingError, match=r"cannot take the \d+ samples of .* 16 positions for frames"):
         Trainer(config)
     run_script_here(
@@ -221,10 +334,10 @@ def test_running_out_of_memory_names_the_samples_and_what_to_lower(
 
 @pytest.mark.parametrize("change", [
     {"batching": "both"}, {"mixed_precision": "fp8"}, {"weighting_scheme": "cosmap"}, {"max_train_steps": 0},
-    {"capacity": "much"}, {"capacity": 0}, {"caption_dropout": 2.0}, {"lora_alpha": 4}, {"balance": "cost"},
+    {"max_tokens": "much"}, {"max_tokens": 0}, {"caption_dropout": 2.0}, {"lora_alpha": 4}, {"balance": "cost"}, {"remainder": "drop", "batching": "pack", "max_tokens": 9},
     {"optimizer": "sgd"}, {"seed": -1}, {"dataloader_num_workers": -1}, {"lr_warmup_steps": 5},
     {"video_decoder": "ffmpeg"},
 ])  # fmt: skip
 def test_impossible_settings_are_errors(change) -> None:
     with pytest.raises(BucketingError):
-        TrainingConfig(pretrained_model_name_or_path="m", dataset_dir="d", output_dir="o", **change)
+        TrainingConfig.from_flat(pretrained_model_name_or_path="m", dataset_dir="d", output_dir="o", **change)

@@ -15,7 +15,7 @@ from tests.conftest import launch_training, start_training
 
 BATCHING = {
     "bucket": ("--batching", "bucket", "--train_batch_size", 2),
-    "pack": ("--batching", "pack", "--capacity", 640, "--strip_length", 16),
+    "pack": ("--batching", "pack", "--max_tokens", 640, "--strip_length", 16),
 }
 batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
 

@@ -1,0 +1,226 @@
+"""Settings as frozen dataclasses: checked against their types, documented once, flattened and built again.
+
+A configuration such as `TrainingConfig` is composed of the values that it configures (`ViewRule`, `OptimizerConfig`,
+…). On the command line, in JSON files and in checkpoints it is flat: one name per setting, whatever value holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import types
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from .errors import BucketingError
+
+Config = TypeVar("Config")
+
+RENAMED = {
+    "capacity": "max_tokens",
+    "tail": "remainder",
+    "multiple": "strip_length",
+    "decoder": "video_decoder",
+    "center_crop": "random_crop=False",
+    "max_share": "max_error_share",
+}
+"""Settings of earlier releases, and what to write instead."""
+
+_ENTRY = re.compile(r"    (\w+) \(.*?\): (.*)")
+_LINK = re.compile(r"\[(`[^`]+`)\](?:\[[^\]]*\])?")
+
+
+class Setting(NamedTuple):
+    """One setting of a configuration.
+
+    Attributes:
+        name (`str`): Name, which no other setting of the configuration has.
+        hint (type): Type, as annotated.
+        default (any): Default, or `dataclasses.MISSING`.
+        help (`str`): Its entry under `Args:` in the docstring of its dataclass, without links.
+        metadata (mapping): `metadata` of its field.
+        owner (type): Dataclass that declares it.
+        path (`tuple` of `str`): Fields that lead from the configuration to the value that holds it.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+    help: str
+    metadata: Mapping[str, Any]
+    owner: type
+    path: tuple[str, ...]
+
+
+def settings_in(kind: type, *, default: Any = dataclasses.MISSING) -> Iterator[Setting]:
+    """Iterate over the settings of a dataclass and of the dataclasses that it is composed of.
+
+    Args:
+        kind (type): Frozen dataclass.
+        default (`kind`, *optional*): Instance whose values become the defaults.
+    """
+    hints, texts = _hints(kind), _entries(kind)
+    for field in dataclasses.fields(kind):
+        value = getattr(default, field.name) if isinstance(default, kind) else _default(field)
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            for setting in settings_in(hint, default=value):  # type: ignore[arg-type]
+                yield setting._replace(path=(field.name, *setting.path))
+        else:
+            yield Setting(field.name, hint, value, texts.get(field.name, ""), field.metadata, kind, ())
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Return the settings of a configuration by name, as plain values."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values |= flatten(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return values
+
+
+def build(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    """Build a configuration from its settings by name; settings that are left out keep their defaults.
+
+    Raises:
+        BucketingError: If there is no setting of a given name, or the configuration refuses a value.
+    """
+    check_names(kind, values)
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        hint = _hints(kind)[field.name]
+        if dataclasses.is_dataclass(hint):
+            default = _default(field)
+            inherited = {} if default is dataclasses.MISSING else flatten(default)
+            given = {name: values[name] for name in names_of(hint) if name in values}  # type: ignore[arg-type]
+            arguments[field.name] = build(hint, {**inherited, **given})  # type: ignore[arg-type]
+        elif field.name in values:
+            arguments[field.name] = values[field.name]
+    return kind(**arguments)
+
+
+def changed(config: Config, **values: Any) -> Config:
+    """Return a configuration with other values of some settings, given by name.
+
+    Raises:
+        BucketingError: As [`build`].
+    """
+    return build(type(config), {**flatten(config), **values})
+
+
+def names_of(kind: type) -> list[str]:
+    """Return the names of all settings of a configuration."""
+    return [setting.name for setting in settings_in(kind)]
+
+
+def not_default(config: Any, *names: str) -> list[str]:
+    """Return which of the named settings differ from their defaults."""
+    values = flatten(config)
+    defaults = {setting.name: setting.default for setting in settings_in(type(config))}
+    return [name for name in names if values[name] != defaults[name]]
+
+
+def check_literals(config: Any, *, error: type[BucketingError] = BucketingError) -> None:
+    """Check every field that is annotated as a `Literal`, or as one or None.
+
+    Raises:
+        BucketingError: If a field has a value that its annotation does not list.
+    """
+    for name, hint in _hints(type(config)).items():
+        allowed, value = choices(hint), getattr(config, name)
+        if allowed is not None and value not in allowed and not (value is None and optional(hint)):
+            listed = ", ".join(f'"{choice}"' for choice in allowed)
+            raise error(f"`{name}` must be one of {listed}, got {value!r}.")
+
+
+def check_at_least(smallest: int, config: Any, *names: str) -> None:
+    """Raise BucketingError if a named field is neither None nor at least `smallest`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < smallest:
+            raise BucketingError(f"`{name}` must be at least {smallest}, got {value}.")
+
+
+def check_shares(config: Any, *names: str) -> None:
+    """Raise BucketingError if a named field is neither None nor from 0 to 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise BucketingError(f"`{name}` must be from 0 to 1, got {value}.")
+
+
+def choices(hint: Any) -> tuple[Any, ...] | None:
+    """Return the values of a type that consists of `Literal`s, None aside; None for other types."""
+    literals = [part for part in parts_of(hint) if get_origin(part) is Literal]
+    return tuple(value for part in literals for value in get_args(part)) if literals == parts_of(hint) else None
+
+
+def parts_of(hint: Any) -> list[Any]:
+    """Return the members of a union without None, or the type itself."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return [hint]
+    return [part for part in get_args(hint) if part is not type(None)]
+
+
+def optional(hint: Any) -> bool:
+    """Return whether a type admits None."""
+    return type(None) in get_args(hint)
+
+
+def explains_names(kind: type[Config]) -> type[Config]:
+    """Make a dataclass say where a setting belongs that its constructor does not take; a class decorator."""
+    construct: Any = kind.__init__
+    own = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+
+    @functools.wraps(construct)
+    def explain_or_construct(self: Config, **values: Any) -> None:
+        for name in values.keys() - own:
+            check_names(kind, [name])
+            (setting,) = (setting for setting in settings_in(kind) if setting.name == name)
+            raise BucketingError(
+                f"`{name}` belongs to a part of {kind.__name__}: give {setting.path[0]}="
+                f"{setting.owner.__name__}({name}=…), or use {kind.__name__}.from_flat, which takes all settings by "
+                "name."
+            )
+        construct(self, **values)
+
+    setattr(kind, "__init__", explain_or_construct)  # noqa: B010 (mypy refuses to assign it)
+    return kind
+
+
+def check_names(kind: type, names: Any) -> None:
+    """Raise BucketingError if a name is not that of a setting; the message says the new name of a renamed one."""
+    for name in [name for name in names if name not in names_of(kind)]:
+        new = f"; it is `{RENAMED[name]}` now" if name in RENAMED else ""
+        raise BucketingError(f"{kind.__name__} has no setting {name}{new}.")
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+@functools.cache
+def _hints(kind: Hashable) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+@functools.cache
+def _entries(kind: type) -> dict[str, str]:
+    """Return the text of each entry under `Args:` in a docstring."""
+    entries: dict[str, str] = {}
+    name = None
+    for line in (inspect.getdoc(kind) or "").partition("\nArgs:\n")[2].splitlines():
+        if line and not line.startswith("    "):
+            break
+        if entry := _ENTRY.fullmatch(line):
+            name, entries[entry[1]] = entry[1], entry[2]
+        elif name is not None and line.strip():
+            entries[name] += f" {line.strip()}"
+    return {name: without_links(text) for name, text in entries.items()}
+
+
+def without_links(text: str) -> str:
+    """Return a docstring's text with names in place of links to their documentation."""
+    return _LINK.sub(r"\1", text)

@@ -1,0 +1,203 @@
+"""Logs of a run as JSON lines: plans and losses from the main process, samples from each process."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..errors import BucketingError
+
+_BINS = 10
+"""Bins of noise levels."""
+
+
+class JsonLines:
+    """Write a log file of one JSON object per line, flushed line by line.
+
+    Args:
+        path (`Path`): Path of the file.
+        keep (`int`): Number of lines to keep of those that a run before wrote; later ones are removed.
+
+    Raises:
+        BucketingError: If there are fewer lines than `keep`.
+    """
+
+    def __init__(self, path: Path, *, keep: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines()[:keep] if keep and path.exists() else []
+        if len(lines) < keep:
+            raise BucketingError(f"{path} has {len(lines)} lines, but the checkpoint was made after {keep}.")
+        path.write_text("".join(f"{line}\n" for line in lines))
+        self._file = path.open("a")
+        self.lines = len(lines)
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        self.lines += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class RunLog:
+    """Write the logs of one process into `output_dir/logs`.
+
+    Args:
+        output_dir (`Path`): Output folder of the run.
+        process_index (`int`): Index of this process. Process 0 writes plans and losses; each writes its samples.
+        num_processes (`int`): Number of processes. Logs of further ones are from a part of the run before it resumed.
+        keep (mapping, *optional*): [`state_dict`][RunLog.state_dict] of the run when its checkpoint was saved.
+    """
+
+    def __init__(
+        self, output_dir: Path, *, process_index: int, num_processes: int, keep: Mapping[str, int] | None = None
+    ) -> None:
+        keep = keep or {"samples": 0, "plans": 0, "losses": 0}
+        self._batches = keep["samples"]
+        path = log_path(output_dir, "samples", process_index)
+        self._files = {"samples": JsonLines(path, keep=_lines_before(path, self._batches))}
+        if process_index == 0:
+            for name in ("plans", "losses"):
+                self._files[name] = JsonLines(log_path(output_dir, name), keep=keep[name])
+            for path in sample_logs(output_dir)[num_processes:]:
+                JsonLines(path, keep=_lines_before(path, self._batches)).close()
+
+    def write_plan(self, epoch: int, summary: Mapping[str, Any]) -> None:
+        """Log the counts of an epoch's plan, in process 0."""
+        self._write("plans", {"epoch": epoch, **summary})
+
+    def write_samples(
+        self, *, epoch: int, step: int, bucket_id: int | None, index: list[int], loss: list[float]
+    ) -> None:
+        """Log the samples of one batch and their losses; `batch` in the log counts the batches of the whole run."""
+        entry = {"batch": self._batches, "epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index}
+        self._write("samples", {**entry, "loss": [round(value, 6) for value in loss]})
+        self._batches += 1
+
+    def write_loss(self, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log an optimizer step, in process 0."""
+        self._write("losses", {"global_step": global_step, **entry})
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the batches that each process has logged, and the lines of the other logs."""
+        return {**{name: file.lines for name, file in self._files.items()}, "samples": self._batches}
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def _write(self, name: str, entry: Mapping[str, Any]) -> None:
+        if name in self._files:
+            self._files[name].write(entry)
+
+
+class StepMetrics:
+    """Sum what is logged of an optimizer step over its batches and all processes.
+
+    Args:
+        accelerator (`Accelerator`): Accelerator that gathers the sums, in one call per optimizer step.
+        max_tokens (`int`, *optional*): Tokens per process and batch, to compute the fill.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, max_tokens: int | None) -> None:
+        self.accelerator = accelerator
+        self.max_tokens = max_tokens
+        self._start = time.perf_counter()
+        self._reset()
+
+    def _reset(self) -> None:
+        device = self.accelerator.device
+        self._loss = torch.zeros((), device=device)
+        self._by_level = torch.zeros(2, _BINS, device=device)
+        self._samples = self._tokens = self._batches = 0
+        self._cost = 0.0
+
+    def add(
+        self, values: torch.Tensor, noise_levels: torch.Tensor, *, weights: torch.Tensor, tokens: int, cost: float
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            values (`torch.Tensor` of shape `(n,)`): Losses of the samples.
+            noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
+            weights (`torch.Tensor` of shape `(n,)`): Weight of each sample in the loss of the step over all processes.
+            tokens (`int`): Tokens of the samples.
+            cost (`float`): Cost of the samples, in any unit.
+        """
+        values = values.detach().float()
+        self._loss += (values * weights.to(values)).sum()
+        bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
+        self._by_level[0].index_add_(0, bins, values)
+        self._by_level[1].index_add_(0, bins, torch.ones_like(values))
+        self._samples += len(values)
+        self._tokens += tokens
+        self._cost += cost
+        self._batches += 1
+
+    def finish(self) -> dict[str, float]:
+        """Return the step's metrics over all processes, and start the next step; call it on every process.
+
+        `train_loss` is the loss, and `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2.
+        `samples`, `tokens`, `samples_per_second` and `tokens_per_second` count all processes. `seconds` is the time
+        since the end of the step before. `imbalance` is the largest cost of a process divided by the mean, and `fill`
+        the tokens divided by `max_tokens`.
+        """
+        counts = [self._samples, self._tokens, self._cost, self._batches]
+        mine = torch.cat([self._loss[None], self._by_level.flatten(), torch.tensor(counts, device=self._loss.device)])
+        rows = self.accelerator.gather(mine[None]).cpu().double()
+        loss, sums, seen = rows[:, 0], rows[:, 1 : 1 + _BINS], rows[:, 1 + _BINS : 1 + 2 * _BINS]
+        samples, tokens, cost, batches = rows[:, 1 + 2 * _BINS :].unbind(1)
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        metrics = {
+            "train_loss": float(loss.sum()),
+            "samples": int(samples.sum()),
+            "tokens": int(tokens.sum()),
+            "seconds": seconds,
+            "samples_per_second": float(samples.sum()) / seconds,
+            "tokens_per_second": float(tokens.sum()) / seconds,
+            "imbalance": float(cost.max() / cost.mean()),
+        }
+        if self.max_tokens is not None:
+            metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
+        for level in torch.nonzero(seen.sum(0)).flatten().tolist():
+            metrics[f"loss_by_noise/{level / _BINS:.1f}"] = float(sums[:, level].sum() / seen[:, level].sum())
+        self._reset()
+        return metrics
+
+
+def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
+    """Return the path of a log: `"plans"`, `"losses"` or `"samples"`."""
+    return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
+
+
+def sample_logs(output_dir: Path) -> list[Path]:
+    """Return the existing logs of samples, in order of process."""
+    found = log_path(output_dir, "samples").parent.glob("samples-*.jsonl")
+    return sorted(found, key=lambda path: int(path.stem.partition("-")[2]))
+
+
+def _lines_before(path: Path, batch: int) -> int:
+    """Return the number of lines before a batch of the run in a log of samples."""
+    return sum(line["batch"] < batch for line in read_lines(path)) if path.is_file() else 0
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a log.
+
+    Raises:
+        BucketingError: If there is no such file.
+    """
+    if not path.is_file():
+        raise BucketingError(f"{path} does not exist; is this the output_dir of a training run?")
+    return [json.loads(line) for line in path.read_text().splitlines()]
