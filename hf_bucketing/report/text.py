@@ -10,6 +10,7 @@ from textwrap import fill
 import numpy as np
 import numpy.typing as npt
 
+from ..buckets.arrays import FloatArray
 from ..buckets.assignment import AssignmentRule, Rejection, count_rejections
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
@@ -17,7 +18,6 @@ from .compare import LadderReport, Report, StrategyReport
 from .measure import (
     BucketReport,
     BucketUse,
-    FloatArray,
     ReportConfig,
     SizeColumns,
     Sizes,

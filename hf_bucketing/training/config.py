@@ -9,8 +9,9 @@ from ..errors import BucketingError, quoted
 from ..loaders.faults import FaultRule
 from ..losses.reduction import Reduction
 from ..media.views import ViewRule
-from ..plans.bin_packing import Balance, PackStrategy
-from ..plans.deal import TailPolicy
+from ..plans.bin_packing import PackStrategy
+from ..plans.deal import Remainder
+from ..plans.packs import Balance
 from ..settings import build, check_at_least, check_literals, check_shares, explains_names, flatten, not_default
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
@@ -45,7 +46,7 @@ class BatchConfig:
     batching: Literal["bucket", "pack"] = "bucket"
     train_batch_size: int = field(default=4, metadata={"argument": "batch_size"})
     max_tokens: int | Literal["auto"] | None = None
-    remainder: TailPolicy = "short"
+    remainder: Remainder = "short"
     pack_strategy: PackStrategy = field(default="first_fit", metadata={"argument": "strategy"})
     balance: Balance = "none"
     strip_length: int = 64

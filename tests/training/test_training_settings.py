@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from hf_bucketing.models.recipes import recipe_of
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.media import ViewRule
+from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import TrainingData, make_data
