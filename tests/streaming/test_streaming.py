@@ -118,7 +118,7 @@ def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options)
     rows = Dataset.from_dict({"index": range(400), "bucket_id": [0] * 400, "num_tokens": sizes})
     grouping = PackGrouping(**settings)
     batches = list(loader(grouping, dataset=rows.to_iterable_dataset()))
-    config = PackPlanConfig(capacity=100, multiple=grouping.strip_length, open_packs=settings["open_packs"],
+    config = PackPlanConfig(max_tokens=100, strip_length=grouping.strip_length, open_packs=settings["open_packs"],
                             max_samples=grouping.max_samples)  # fmt: skip
     spans = np.array([grouping.measure(row) for row in rows])
     packs = fill_packs(spans, np.zeros(400), config)
