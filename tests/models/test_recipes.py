@@ -104,7 +104,7 @@ def test_a_stack_predicts_what_its_samples_alone_do(family: str, recipes) -> Non
 def test_latte_stacks_only_its_own_duration_and_ltx_one_frame_rate(recipes) -> None:
     text = recipes["latte"].encode_text(["red"])
     options = {"timesteps": torch.tensor([7]), "text": text, "fps": torch.ones(1)}
-    with pytest.raises(BucketingError, match="batching="pack""):
+    with pytest.raises(BucketingError, match='batching="pack"'):
         recipes["latte"].predict(recipes["latte"].transformer, torch.randn(1, 4, 5, 4, 4), **options)
     text = recipes["ltx"].encode_text(["red", "blue"])
     options = {"timesteps": torch.tensor([7, 8]), "text": text, "fps": torch.tensor([8.0, 16.0])}
