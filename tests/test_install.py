@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 CONFIG = configparser.ConfigParser()
 CONFIG.read(ROOT / "setup.cfg")
-ALONE = {"PYTHONPATH": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+ALONE = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 TEST_TOOLS = ["pytest", "hypothesis", "psutil"]
 MEDIA_TESTS = ["media/test_media.py", "media/test_video.py", "columns/test_metadata.py"]
 CORE_TESTS = [*MEDIA_TESTS, "buckets/test_sizes.py", "columns/test_map_columns.py", "plans", "test_randomness.py"]
