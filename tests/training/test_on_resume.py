@@ -230,7 +230,7 @@ def test_latest_begins_anew_until_there_is_something_to_resume_or_to_lose(make: 
     (out / "logs").mkdir(parents=True)
     (out / "logs" / "losses.jsonl").write_text("{}\n{}\n")
     assert find_checkpoint(out, "latest") is None, "a run that was stopped before its first checkpoint"
-    assert "the 2 optimizer steps that its logs hold were not saved and are lost" in messages(caplog)[-1]
+    assert "the 2 optimizer steps in its logs were not saved and are lost" in messages(caplog)[-1]
     for result in (LORA_WEIGHTS, "model_index.json"):
         (out / result).touch()
         with pytest.raises(BucketingError, match=f"{out} holds the result of a finished run .*{result}"):

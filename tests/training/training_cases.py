@@ -25,14 +25,12 @@ batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
 
 def in_process(pipeline: Path, prepared: Path, output: Path, **settings) -> TrainingConfig:
     """Make the settings of a short run in this process."""
-    common = {"report_to": "none", "dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 3,
-              "train_batch_size": 2, "learning_rate": 5e-3}  # fmt: skip
-    return TrainingConfig.from_flat(
-        pretrained_model_name_or_path=str(pipeline),
-        dataset_dir=str(prepared),
-        output_dir=str(output),
-        **{**common, **settings},
-    )
+    common = {
+        **{"pretrained_model_name_or_path": str(pipeline), "dataset_dir": str(prepared), "output_dir": str(output)},
+        **{"report_to": "none", "dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 3},
+        **{"train_batch_size": 2, "learning_rate": 5e-3},
+    }
+    return TrainingConfig.from_flat(**{**common, **settings})
 
 
 def run(config: TrainingConfig) -> list[float]:
