@@ -12,7 +12,7 @@ import inspect
 import re
 import types
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from .errors import BucketingError
 
@@ -88,9 +88,9 @@ def build(kind: type[Config], values: Mapping[str, Any]) -> Config:
         BucketingError: If there is no setting of a given name, or the configuration refuses a value.
     """
     check_names(kind, values)
-    arguments: dict[str, Any] = {}
+    hints, arguments = _hints(cast(Any, kind)), {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        hint = _hints(kind)[field.name]
+        hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             default = _default(field)
             inherited = {} if default is dataclasses.MISSING else flatten(default)
@@ -128,7 +128,7 @@ def check_literals(config: Any, *, error: type[BucketingError] = BucketingError)
     Raises:
         BucketingError: If a field has a value that its annotation does not list.
     """
-    for name, hint in _hints(type(config)).items():
+    for name, hint in _hints(cast(Any, type(config))).items():
         allowed, value = choices(hint), getattr(config, name)
         if allowed is not None and value not in allowed and not (value is None and optional(hint)):
             listed = ", ".join(f'"{choice}"' for choice in allowed)

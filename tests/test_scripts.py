@@ -130,7 +130,7 @@ def test_mistakes_in_preparing_end_in_one_line(media_dir, pipeline_dir, tmp_path
 
 def test_a_table_that_no_sample_fits_is_an_error_before_training(media_dir, pipeline_dir, tmp_path: Path) -> None:
     prepare(media_dir, pipeline_dir, tmp_path / "out", "--buckets", "512,512", "--bucket_frames", "1,81")
-    result = run_script(
+    result = run_script_here(
         "train_text_to_video.py",
         *("--pretrained_model_name_or_path", pipeline_dir, "--dataset_dir", tmp_path / "out", "--report_to", "none"),
         *("--output_dir", tmp_path / "trained"),

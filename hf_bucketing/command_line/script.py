@@ -1,4 +1,4 @@
-"""Run the main function of a script, so that whatever ends it is said once, in one place, and in flags."""
+"""Run the main function of a script, and report any error once, in one line that names flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..files import explain
 from .flags import FlagParser
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of a program that Ctrl-C ended, by the convention of shells."""
+"""Exit code of a program that Ctrl-C ended, by the convention of shells."""
 
 _SECONDS_TO_CLEAN_UP = 10.0
 _SECONDS_FOR_THE_MAIN_PROCESS = 10.0
@@ -32,17 +32,17 @@ def run_script(
     *,
     interrupted: str = "Nothing half-written is left; run the same command again.",
 ) -> None:
-    """Parse the command line and run a script's main function; its errors end it with a message, not a traceback.
+    """Parse the command line and run a script's main function; errors end it with a message instead of a traceback.
 
     A [`BucketingError`] ends the script with exit code 1, or 2 where the flags are wrong, and a message that names
-    flags instead of arguments; of several processes that `accelerate launch` started, the main one says it, or one
-    that failed alone. Ctrl-C ends the script and what it started with exit code 130. Progress bars end before a
-    message.
+    flags instead of arguments. Of several processes that `accelerate launch` started, the main one prints it, or a
+    process that failed alone. Ctrl-C ends the script and the processes that it started, with exit code 130. Progress
+    bars are closed before a message.
 
     Args:
-        main (callable): Takes the parsed flags.
-        make_parser (callable): Returns the parser; may import what is slow to import.
-        interrupted (`str`): How to go on after Ctrl-C, unless main raises [`Interrupted`] with a message.
+        main (callable): Main function, which takes the parsed flags.
+        make_parser (callable): Function that returns the parser. Slow imports belong into it.
+        interrupted (`str`): How to continue after Ctrl-C, unless main raises [`Interrupted`] with a message.
     """
     flags: dict[str, str] = {}
     with _Interruption(interrupted) as interruption:
@@ -53,7 +53,7 @@ def run_script(
             return
         except (KeyboardInterrupt, Exception) as error:
             close_progress_bars()
-            if interruption.happened:  # libraries may turn it into errors of their own
+            if interruption.happened:  # libraries may turn it into their own errors
                 message, code = interruption.message(error), INTERRUPTED
             elif isinstance(error, BucketingError):
                 message, code = _text(error, flags), 2 if isinstance(error, FlagError) else 1
@@ -65,7 +65,7 @@ def run_script(
 
 
 def close_progress_bars() -> None:
-    """End the progress bars of this process, so that what is printed next begins a line."""
+    """Close the progress bars of this process, so that the next output starts a new line."""
     tqdm = sys.modules.get("tqdm")
     for bar in list(getattr(tqdm.tqdm, "_instances", ())) if tqdm else []:
         bar.close()
@@ -76,9 +76,9 @@ def _text(error: BucketingError, flags: dict[str, str]) -> str:
 
 
 class _Interruption:
-    """Catches Ctrl-C once: it raises KeyboardInterrupt, and ends this process if that does not.
+    """Catch Ctrl-C once: raise KeyboardInterrupt, and end this process if that does not.
 
-    Processes that this one forks end at once; waiting for them is what hangs.
+    Processes that this one forked end at once, as waiting for them may hang.
     """
 
     def __init__(self, advice: str) -> None:
@@ -95,8 +95,8 @@ class _Interruption:
             signal.signal(signal.SIGINT, self.before)
 
     def message(self, error: BaseException | None = None) -> str:
-        told = str(error) if isinstance(error, Interrupted) else ""
-        return f"Interrupted. {told or self.advice}"
+        advice = str(error) if isinstance(error, Interrupted) else ""
+        return f"Interrupted. {advice or self.advice}"
 
     def _interrupt(self, signal_number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.process:
@@ -114,12 +114,12 @@ class _Interruption:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """Say why the script ends, once for all its processes, and end it."""
+    """Print why the script ends, once for all its processes, and end it."""
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank == 0:
         print(message, file=sys.stderr, flush=True)
     elif code != INTERRUPTED:
-        # If the main process ended with an error too, it says so, and the launcher ends this one meanwhile.
+        # If the main process failed too, it prints its error, and the launcher ends this one meanwhile.
         time.sleep(_SECONDS_FOR_THE_MAIN_PROCESS)
         print(f"Process {rank} of {processes}: {message}", file=sys.stderr, flush=True)
     if processes > 1:
@@ -130,7 +130,7 @@ def _end(message: str, code: int) -> NoReturn:
 
 
 def _tell_launcher(message: str) -> None:
-    """Leave torchrun a line for its report, which else advises to look for a traceback."""
+    """Leave torchrun a line for its report, which otherwise advises to look for a traceback."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": text}))
@@ -139,7 +139,7 @@ def _tell_launcher(message: str) -> None:
 def _leave(code: int) -> NoReturn:
     """End this process and those that it started, without waiting for threads, collectives or pools.
 
-    What is registered for the exit, such as giving semaphores back, is done if it does not hang.
+    Exit handlers, such as those that release semaphores, run unless they hang.
     """
     for library in ("multiprocessing", "multiprocess"):  # the second is that of datasets
         if library in sys.modules:

@@ -82,14 +82,14 @@ def make_media_dataset(
     """Write H.264 mp4 files, png and jpg images, and captions.
 
     `folder/metadata.jsonl` lists all samples with `file_name` and `caption`; `folder/videos/` holds the videos with a
-    `metadata.jsonl` of their own, so that it also loads as a `videofolder`. The folder appears under its name only
+    `metadata.jsonl` of its own, so that it also loads as a `videofolder`. The folder appears under its name only
     when it is complete, and replaces an earlier one.
 
     Args:
-        folder (path): Where to write.
-        num_samples (`int`): At least 1; sizes are taken in turn.
-        clips (sequence of [`Clip`]): Sizes, even for videos.
-        seed (`int`): Decides what is shown.
+        folder (path): Folder to write.
+        num_samples (`int`): Number of samples, at least 1, whose sizes are taken in turn.
+        clips (sequence of [`Clip`]): Sizes, with even sides for videos.
+        seed (`int`): Seed of the contents.
 
     Raises:
         BucketingError: If there is nothing to write, or the folder exists and is no such data set.

@@ -31,15 +31,15 @@ _TEXT_DIM = 32
 
 
 def make_tiny_pipeline(folder: str | os.PathLike[str], *, family: str = "wan", seed: int = 0) -> None:
-    """Save a pipeline of the parts of Wan 2.1, LTX-Video or Latte, each a few thousand weights.
+    """Save a pipeline with the components of Wan 2.1, LTX-Video or Latte, of a few thousand weights each.
 
     Its tokenizer works on bytes and needs no vocabulary file. The VAE's latents have mean 0 and deviation 1, as those
-    of the trained one have. The folder appears under its name only when it is complete, and replaces an earlier one.
+    of the trained VAE. The folder appears under its name only when it is complete, and replaces an earlier one.
 
     Args:
-        folder (path): Where to write.
-        family (`"wan"`, `"ltx"` or `"latte"`): Whose parts.
-        seed (`int`): Of the weights.
+        folder (path): Folder to write.
+        family (`"wan"`, `"ltx"` or `"latte"`): Model family of the pipeline.
+        seed (`int`): Seed of the weights.
 
     Raises:
         BucketingError: If the folder exists and is no pipeline, or the family is unknown.

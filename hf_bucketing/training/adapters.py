@@ -155,15 +155,15 @@ def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
     except (OSError, SafetensorError) as error:
         raise BucketingError(f"{file} cannot be read as LoRA weights: {error}") from error
     prefix = f"{type(pipeline).transformer_name}."
-    told = {name.removeprefix(prefix): value for name, value in (metadata or {}).items() if name.startswith(prefix)}
-    unusual = [name for name in ("alpha_pattern", "rank_pattern", "use_dora", "use_rslora") if told.get(name)]
+    saved = {name.removeprefix(prefix): value for name, value in (metadata or {}).items() if name.startswith(prefix)}
+    unusual = [name for name in ("alpha_pattern", "rank_pattern", "use_dora", "use_rslora") if saved.get(name)]
     weights = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     adapters = Adapters(path=file, weights=weights, alpha=0)
     foreign = sorted(set(state) - {prefix + name for name in weights})
     if unusual or foreign or not adapters.ranks:
         why = ", ".join(unusual) or f"{foreign[0] if foreign else 'no weight'} is in it"
         raise BucketingError(f"{file} must hold plain LoRA weights of a {prefix[:-1]} and nothing else: {why}.")
-    return replace(adapters, alpha=int(told.get("lora_alpha", adapters.ranks[0])))
+    return replace(adapters, alpha=int(saved.get("lora_alpha", adapters.ranks[0])))
 
 
 def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transformer") -> None:

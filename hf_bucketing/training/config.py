@@ -51,7 +51,7 @@ class BatchConfig:
     balance: Balance = "none"
     strip_length: int = 64
     longest_first: bool = False
-    random_resize: int | None = None
+    random_resize: int | None = field(default=None, metadata={"argument": "resize"})
 
     def __post_init__(self) -> None:
         check_literals(self)

@@ -127,7 +127,7 @@ def test_ctrl_c_ends_training_and_says_how_to_go_on(pipeline_dir, prepared_dir, 
     assert code == 130, text
     assert "Traceback" not in text
     last = text.splitlines()[-1]
-    assert last.startswith("Interrupted. Training stood at optimizer step "), text
+    assert last.startswith("Interrupted. Training was at optimizer step "), text
     assert "--resume_from_checkpoint latest" in last
 
 
@@ -145,6 +145,6 @@ def test_ctrl_c_under_accelerate_launch_is_said_once(pipeline_dir, prepared_dir,
     code = interrupt(command, tmp_path / "log.txt", lambda text: (out / "checkpoint-2").exists())
     text = (tmp_path / "log.txt").read_text()
     assert code, text
-    assert text.count("Interrupted. Training stood at optimizer step ") == 1, text
+    assert text.count("Interrupted. Training was at optimizer step ") == 1, text
     flags = (*BATCHING["bucket"], "--resume_from_checkpoint", "latest", "--max_train_steps", 3)
     train(pipeline_dir, prepared_dir, out, *flags)

@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline, WanPipeline
 from hf_bucketing import BucketingError
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.wan.recipe import WanRecipe
-from tests.training.test_training_settings import fresh_accelerator, in_process, run  # noqa: F401 (a fixture)
+from tests.training.training_cases import in_process, run
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 EXPERTS = ("transformer", "transformer_2")

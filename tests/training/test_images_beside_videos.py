@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, open_table
@@ -21,16 +20,9 @@ from hf_bucketing.streaming import PackGrouping, StreamingBucketBatcher
 from hf_bucketing.training.data import make_data
 from tests.buckets.test_image_sizes import WAN, shape_of
 from tests.conftest import run_script_here
-from tests.training.test_training_settings import in_process, run
+from tests.training.training_cases import in_process, run
 
-PACK = {"batching": "pack", "capacity": 640, "strip_length": 16}
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+PACK = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +136,9 @@ def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
 
 def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline_dir, tmp_path: Path) -> None:
     prepared = PreparedDataset.load(video_dir)
-    with pytest.raises(BucketingError, match=r"--random_resize.*--image_sizes own"):
+    with pytest.raises(BucketingError, match=r"`resize`.*--image_sizes own"):
         make_data(in_process(pipeline_dir, video_dir, tmp_path, **PACK, random_resize=32), prepared.spec, width=96)
-    with pytest.raises(BucketingError, match="leave resize"):
+    with pytest.raises(BucketingError, match="leave `resize` out"):
         PackCollator(prepared.open_table, resize=RandomResize(spec=WAN))
     collator = PackCollator(prepared.open_table)
     with pytest.raises(BucketingError, match="rejected as too_small; leave out rows whose num_tokens is 0"):

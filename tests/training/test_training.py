@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_bucketing import BucketingError, LatentSpec
+from hf_bucketing import BucketingError, LatentSpec, MediaError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, probe
-from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.review import count_samples, losses_of, plans_of
 from tests.conftest import launch, run_script_here
-from tests.training.training_cases import BATCHING, batching, train
+from tests.training.training_cases import BATCHING, batching, in_process, run, train
 
 
 @batching
@@ -106,6 +105,7 @@ def test_mistakes_in_the_flags_end_in_one_line(
     assert not (tmp_path / "out" / "model_index.json").exists()
 
 
+@pytest.mark.slow
 def test_more_processes_than_samples_are_an_error(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     data = PreparedDataset.load(prepared_dir)
     dataclasses.replace(data, dataset=data.dataset.select([0])).save(tmp_path / "one")
@@ -121,17 +121,15 @@ def test_a_file_that_breaks_after_preparing_stops_training_by_name(
     data = PreparedDataset.load(prepared_dir)
     dataclasses.replace(data, root=str(tmp_path / "media")).save(tmp_path / "prepared")
     (tmp_path / "media" / "videos" / "0004.mp4").write_bytes(b"broken")
-    result = train(pipeline_dir, tmp_path / "prepared", tmp_path / "out", *BATCHING["bucket"], check=False)
-    assert result.returncode
-    assert "0004.mp4" in result.stderr
+    config = in_process(pipeline_dir, tmp_path / "prepared", tmp_path / "out", max_train_steps=None)
+    with pytest.raises(MediaError, match=r"0004\.mp4"):
+        run(config)
     assert not (tmp_path / "out" / "model_index.json").exists()
 
 
 def test_a_data_set_of_another_model_is_refused(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     from hf_bucketing.training.data import make_data
 
-    config = TrainingConfig(
-        pretrained_model_name_or_path=str(pipeline_dir), dataset_dir=str(prepared_dir), output_dir=str(tmp_path)
-    )
+    config = in_process(pipeline_dir, prepared_dir, tmp_path)
     with pytest.raises(BucketingError, match="prepare it again"):
         make_data(config, LatentSpec(temporal_stride=8, spatial_stride=32), width=96)

@@ -42,7 +42,8 @@ def test_an_unreadable_sample_is_replaced_and_logged(pipeline_dir, broken_dir, t
 def test_settings_of_faults_reach_the_loader(batching: str, pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     config = TrainingConfig.from_flat(
         pretrained_model_name_or_path=str(pipeline_dir), dataset_dir=str(prepared_dir), output_dir=str(tmp_path),
-        batching=batching, max_tokens=640, on_error="replace", max_errors=7, max_error_share=0.5, dataloader_timeout=33,
+        batching=batching, max_tokens=640, on_error="replace", max_errors=7, max_error_share=0.5,
+        dataloader_timeout=33,
     )  # fmt: skip
     spec = PreparedDataset.load(prepared_dir).spec
     loader = make_data(config, spec, width=96).loader

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hf_bucketing import BucketingError
+from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
-from tests.training.training_cases import batching, train, train_until
+from tests.training.training_cases import batching, in_process, train, train_until
 
 STEPS = 6
 
@@ -47,11 +49,6 @@ def test_a_killed_and_resumed_run_repeats_the_losses_and_samples_of_an_uninterru
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    result = train(
-        *(pipeline_dir, prepared_dir, tmp_path / "out", "--max_train_steps", 1),
-        *("--resume_from_checkpoint", "checkpoint-9"),
-        check=False,
-        num_processes=1,
-    )
-    assert result.returncode
-    assert "no complete checkpoint" in result.stderr
+    config = in_process(pipeline_dir, prepared_dir, tmp_path / "out", resume_from_checkpoint="checkpoint-9")
+    with pytest.raises(BucketingError, match="checkpoint-9 is no complete checkpoint"):
+        Trainer(config)

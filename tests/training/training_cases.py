@@ -11,6 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.review import losses_of
 from tests.conftest import launch_training, start_training
 
 BATCHING = {
@@ -18,6 +21,22 @@ BATCHING = {
     "pack": ("--batching", "pack", "--max_tokens", 640, "--strip_length", 16),
 }
 batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
+
+
+def in_process(pipeline: Path, prepared: Path, output: Path, **settings) -> TrainingConfig:
+    """Make the settings of a short run in this process."""
+    common = {
+        **{"pretrained_model_name_or_path": str(pipeline), "dataset_dir": str(prepared), "output_dir": str(output)},
+        **{"report_to": "none", "dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 3},
+        **{"train_batch_size": 2, "learning_rate": 5e-3},
+    }
+    return TrainingConfig.from_flat(**{**common, **settings})
+
+
+def run(config: TrainingConfig) -> list[float]:
+    """Train in this process, and return the loss of each optimizer step."""
+    Trainer(config).run()
+    return losses_of(Path(config.output_dir))
 
 
 def train(pipeline: Path, prepared: Path, output: Path, *flags: object, **options) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,128 @@
+"""Flags from dataclasses: names, types, help, defaults and choices written once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from hf_bucketing import BucketingError
+from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.errors import FlagError
+from hf_bucketing.loaders.faults import FaultRule
+from hf_bucketing.media import ViewRule
+from hf_bucketing.settings import build, changed, check_literals, flatten, not_default, settings_in
+from hf_bucketing.training import BatchConfig, OptimizerConfig, TrainingConfig
+
+PATHS = {"pretrained_model_name_or_path": "m", "dataset_dir": "d", "output_dir": "o"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """Inner settings.
+
+    Args:
+        mode (`"fast"` or `"safe"`, *optional*): Way to run, as
+            [`Outer`][x.Outer] says; see `limit`, 50 % of all.
+        limit (`int` or `"auto"`): Largest number.
+    """
+
+    mode: Literal["fast", "safe"] | None = None
+    limit: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Outer settings.
+
+    Args:
+        name (`str`): Name of the run.
+        inner ([`Inner`]): Inner settings.
+
+    Raises:
+        BucketingError: Never.
+    """
+
+    name: str
+    inner: Inner = field(default_factory=lambda: Inner(limit=3))
+
+
+def test_nested_settings_become_flags_of_their_type_help_and_default() -> None:
+    parser = FlagParser(None, Outer)
+    assert from_flags(Outer, parser.parse_args(["--name", "a"])) == Outer(name="a")
+    args = parser.parse_args(["--name", "a", "--limit", "7", "--mode", "safe"])
+    assert from_flags(Outer, args) == Outer(name="a", inner=Inner(mode="safe", limit=7))
+    assert from_flags(Outer, parser.parse_args(["--name", "a", "--limit", "auto"])).inner.limit == "auto"
+    for words, message in (
+        ([], "required: --name"),
+        (["--name", "a", "--mode", "slow"], "invalid choice: 'slow'"),
+        (["--name", "a", "--limit", "many"], "expected int or auto, got 'many'"),
+    ):
+        with pytest.raises(FlagError, match=message):
+            parser.parse_args(words)
+    shown = " ".join(parser.format_help().split())
+    assert "--name NAME Name of the run." in shown
+    assert "Way to run, as Outer says; see --limit, 50 % of all. (default: none)" in shown
+    assert "Largest number. (default: 3)" in shown
+    assert shown.index("Outer settings:") < shown.index("Inner settings:")
+
+
+def test_a_skipped_setting_has_no_flag_and_is_given_to_the_configuration() -> None:
+    parser = FlagParser(None)
+    parser.add_settings(Outer, skip=["name"])
+    assert "--name" not in parser.flags.values()
+    assert from_flags(Outer, parser.parse_args([]), name="b") == Outer(name="b")
+
+
+def test_literals_are_checked_against_their_annotation() -> None:
+    with pytest.raises(BucketingError, match='`mode` must be one of "fast", "safe", got \'slow\''):
+        Inner(mode="slow")
+    with pytest.raises(BucketingError, match="`remainder` must be one of"):
+        BatchConfig(remainder="rest")
+    with pytest.raises(BucketingError, match="`on_error` must be one of"):
+        FaultRule(on_error="ignore")
+    for limits in ({"max_errors": -1}, {"max_error_share": 1.5}):
+        with pytest.raises(BucketingError, match=f"`{next(iter(limits))}` must be"):
+            FaultRule(**limits)
+
+
+def test_settings_survive_flattening_and_json() -> None:
+    config = TrainingConfig(
+        **PATHS, views=ViewRule(random_crop=False), optimizer=OptimizerConfig(lr_scheduler="cosine"), seed=3
+    )
+    flat = config.flat()
+    assert flat == flatten(config)
+    assert (flat["random_crop"], flat["lr_scheduler"], flat["seed"]) == (False, "cosine", 3)
+    assert TrainingConfig.from_flat(**json.loads(json.dumps(flat))) == config
+    assert changed(config, random_crop=True).optimizer == config.optimizer
+    assert not_default(config, "random_crop", "lr_scheduler", "flip_probability") == ["random_crop", "lr_scheduler"]
+
+
+def test_no_two_settings_of_training_have_one_name_and_each_has_a_help() -> None:
+    settings = list(settings_in(TrainingConfig))
+    assert len({setting.name for setting in settings}) == len(settings)
+    assert [setting.name for setting in settings if not setting.help] == []
+
+
+@pytest.mark.parametrize(("flag", "new"), [
+    ("--capacity", "use --max_tokens"), ("--tail", "use --remainder"), ("--center_crop", "use --random_crop false"),
+    ("--decoder", "use --video_decoder"),
+])  # fmt: skip
+def test_an_old_flag_is_refused_with_the_new_one(flag: str, new: str) -> None:
+    with pytest.raises(FlagError, match=f"there is no flag {flag} any more; {new}"):
+        FlagParser(None, TrainingConfig).parse_args([flag, "1"])
+
+
+def test_a_setting_in_the_wrong_place_or_of_an_old_name_is_refused_with_the_right_one() -> None:
+    with pytest.raises(BucketingError, match=r"give optimizer=OptimizerConfig\(learning_rate=…\), or .*from_flat"):
+        TrainingConfig(**PATHS, learning_rate=1.0)
+    for make in (TrainingConfig, TrainingConfig.from_flat):
+        with pytest.raises(BucketingError, match="no setting capacity; it is `max_tokens` now"):
+            make(**PATHS, capacity=640)
+    with pytest.raises(BucketingError, match="TrainingConfig has no setting speed"):
+        build(TrainingConfig, {**PATHS, "speed": 1})
