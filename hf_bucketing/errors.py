@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 _QUOTE = '"'
@@ -98,3 +102,29 @@ class WriteError(BucketingError):
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with how to go on as its message."""
+
+
+def refuse_old_names(**new_names: str) -> Callable[[Target], Target]:
+    """Decorate a class or function whose keyword arguments were renamed: an old name raises an error with the new one.
+
+    Args:
+        **new_names (`str`): The new name of each old one, or what to write instead.
+    """
+
+    def decorate(target: Target) -> Target:
+        call: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+
+        @functools.wraps(call)
+        def checked(*args: Any, **options: Any) -> Any:
+            for old in options.keys() & new_names.keys():
+                raise BucketingError(
+                    f"{target.__name__} takes {new_names[old]} where it took {old}; use the new name."
+                )
+            return call(*args, **options)
+
+        if isinstance(target, type):
+            target.__init__ = checked  # type: ignore[misc]
+            return target
+        return checked  # type: ignore[return-value]
+
+    return decorate

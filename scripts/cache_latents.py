@@ -43,7 +43,6 @@ def make_parser() -> FlagParser:
         "--video_decoder",
         choices=["pyav", "torchcodec"],
         default="pyav",
-        argument="decoder",
         help="What decodes videos.",
     )
     parser.add_argument("--seed", type=int, default=0, help="Of random crops, frames and flips.")
@@ -69,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
         random_crop=args.random_crop,
         frame_picking=args.frame_picking,
         flip_probability=args.flip_probability,
-        decoder=args.video_decoder,
+        video_decoder=args.video_decoder,
     )
     loaded = recipe.load(args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length)
     loaded.to(accelerator.device, dtype=DTYPES[args.mixed_precision])

@@ -8,15 +8,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from datasets import Dataset
-
-from hf_bucketing import AssignmentRule, BucketTable, ImageSizes, LatentSpec, OpenTable, open_table, token_ladder
+from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, open_table, token_ladder
 from hf_bucketing.columns import (
     BucketColumns,
     MediaMetadata,
     PreparedDataset,
     add_sizes,
     check_captions,
+    column_array,
     load_source,
     map_columns,
 )
@@ -25,6 +24,9 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import ColumnError, FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.models.recipes import recipe_of
+from hf_bucketing.report import AssignedRows, SizeColumns, format_assigned
+
+SIZES = ("num_frames", "height", "width")
 
 
 def heights_and_widths(text: str) -> list[tuple[int, int]]:
@@ -116,9 +118,18 @@ def make_table(args: argparse.Namespace, spec: LatentSpec, native_sizes: Sequenc
     return table.images_at_video_sizes() if args.image_sizes == "video" else table
 
 
-def sizes_of_videos(dataset: Dataset, table: OpenTable, rule: AssignmentRule) -> ImageSizes:
-    sizes = (dataset[name] for name in ("num_frames", "height", "width"))
-    return table.images_at_video_sizes(*sizes, rule=rule).image_sizes
+def describe(prepared: PreparedDataset, rule: AssignmentRule) -> str:
+    return format_assigned(
+        AssignedRows(
+            sizes=SizeColumns(*(column_array(prepared.dataset, name) for name in SIZES)),
+            bucket_id=column_array(prepared.dataset, "bucket_id"),
+            rejection=column_array(prepared.dataset, "rejection"),
+            table=prepared.table,
+            spec=prepared.spec,
+            rule=rule,
+            name_rows=prepared.file_names,
+        )
+    )
 
 
 def main(args: argparse.Namespace) -> None:
@@ -150,18 +161,19 @@ def main(args: argparse.Namespace) -> None:
     dataset = map_columns(
         dataset, BucketColumns(table, spec, rule=rule), num_proc=args.num_proc, overwrite=args.overwrite
     )
+    if args.image_sizes == "video":
+        sizes = (column_array(dataset, name) for name in SIZES)
+        packed = packed.images_at_video_sizes(*sizes, rule=rule)
     prepared = PreparedDataset(
         dataset=dataset,
         table=table,
-        spec=spec,
+        open_table=packed,
         column=loaded.column,
         caption_column=loaded.caption_column,
         root=loaded.root,
-        image_sizes=sizes_of_videos(dataset, packed, rule) if args.image_sizes == "video" else None,
-        max_frames=packed.max_frames,
     )
     prepared.save(args.output_dir)
-    print(prepared.describe(rule=rule))
+    print(describe(prepared, rule))
     print(f"Saved to {args.output_dir}")
 
 

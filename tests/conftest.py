@@ -137,7 +137,7 @@ def run(
     check: bool = True,
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
-    timeout: float = 300,
+    timeout: float = 1200,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command offline and return what it printed; fail with its output if it fails and `check` is on.
 

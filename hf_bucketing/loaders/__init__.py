@@ -3,7 +3,7 @@
 from .bucket_sampler import BucketBatchSampler
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
-from .faults import StandIns
+from .faults import FaultRule, Replacements
 from .length_sampler import LengthBatchSampler
 from .pack_sampler import PackBatchSampler
 from .padding import PadCollator
@@ -15,14 +15,15 @@ from .workers import worker_options
 __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
+    "FaultRule",
     "LengthBatchSampler",
     "PackBatchSampler",
     "PackCollator",
     "PadCollator",
     "PlannedBatchSampler",
     "RandomResize",
+    "Replacements",
     "ResumableLoader",
-    "StandIns",
     "check_loader",
     "resume",
     "worker_options",

@@ -1,15 +1,12 @@
-"""Image and video files: open them from a data set's cells, read their headers, decode their frames.
+"""Image and video files: open them from a data set's cells, read their headers, decode their frames, write them.
 
-Needs PyAV and Pillow, and neither torch (but for `media.sample` and torchcodec) nor datasets: both `mapping` (headers,
-latents) and `loading` (frames) stand on it.
+Needs PyAV and Pillow; `media.sample` also needs torch.
 """
 
-from .decode import frame_times, iter_frames
-from .decoders import DecoderName, check_decoder
-from .probe import MediaInfo, frames_at_fps, probe
-from .rates import frame_rates
+from .decode import DecoderName, check_decoder, frame_times, iter_frames
+from .probe import MAX_PIXELS, MediaInfo, frames_at_fps, probe
+from .sample import frame_rates
 from .source import MediaSource
-from .video import MAX_PIXELS
 from .views import FramePicking, View, ViewRule, seeded_draws
 from .write import write_video
 

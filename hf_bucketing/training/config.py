@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from ..errors import BucketingError, quoted
-from ..media.decoders import DecoderName, check_decoder
+from ..media.decode import DecoderName, check_decoder
 
 
 def _flag(default: Any = MISSING, *, help: str, argument: str | None = None) -> Any:
@@ -51,7 +51,7 @@ class TrainingConfig:
     )
     flip_probability: float = _flag(0.0, help="Of swapping left and right.")
     video_decoder: DecoderName = _flag(  # noqa: RUF009 (a field as the others)
-        "pyav", help="The second needs torchcodec and the shared libraries of FFmpeg.", argument="decoder"
+        "pyav", help="The second needs torchcodec and the shared libraries of FFmpeg."
     )
     random_resize: int | None = _flag(
         None, help="Draw each side of a packed sample from these pixels to its own.", argument="resize"
@@ -102,9 +102,7 @@ class TrainingConfig:
         "raise", help="An unreadable sample ends the run, or is replaced by one of its bucket, and logged."
     )
     max_errors: int = _flag(100, help="Unreadable samples in a row that are borne.")
-    max_error_share: float = _flag(
-        0.01, help="Share of the data set that may be unreadable in an epoch.", argument="max_share"
-    )
+    max_error_share: float = _flag(0.01, help="Share of the data set that may be unreadable in an epoch.")
 
     validation_prompts: list[str] | None = _flag(  # noqa: RUF009 (a field as the others)
         None, help="Rendered while training, to mp4 files and the tracker."

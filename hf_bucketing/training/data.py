@@ -18,17 +18,19 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
+from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.collators import BucketCollator, PackCollator
-from ..loaders.faults import StandIns
+from ..loaders.faults import FaultRule
 from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler
 from ..loaders.random_resize import RandomResize
 from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
+from ..media.views import ViewRule
 from ..models.recipe import TextEmbeddings
 from .config import TrainingConfig
 
@@ -96,7 +98,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     if config.batching == "pack":
         table = prepared.open_table
         dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
-    bucket_ids, num_tokens = (np.asarray(dataset[name], np.int64) for name in ("bucket_id", "num_tokens"))
+    bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     cost_model = CostModel.for_transformer(width)
     resize = (
         None
@@ -118,7 +120,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         )
     else:
         assert config.capacity_tokens is not None, "TrainingConfig checks it"
-        sizes = {name: dataset[name] for name in ("num_frames", "height", "width", "index")}
+        sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
         sampler = PackBatchSampler(
             num_tokens if resize is None else resize.token_counter(**sizes),
@@ -173,16 +175,17 @@ def _make_collator(
         "column": prepared.column,
         "caption_column": prepared.caption_column,
         "root": prepared.root,
-        "random_crop": not config.center_crop,
-        "frame_picking": config.frame_picking,
-        "flip_probability": config.flip_probability,
-        "decoder": config.video_decoder,
+        "views": ViewRule(
+            random_crop=not config.center_crop,
+            frame_picking=config.frame_picking,
+            flip_probability=config.flip_probability,
+            video_decoder=config.video_decoder,
+        ),
         "seed": config.seed,
+        "replacements": FaultRule(
+            on_error=config.on_error, max_errors=config.max_errors, max_error_share=config.max_error_share
+        ).replacements(dataset, log=Path(config.output_dir) / "logs" / UNREADABLE),
     }
-    if config.on_error == "replace":
-        log = Path(config.output_dir) / "logs" / UNREADABLE
-        stand_ins = StandIns(dataset, log=log, max_errors=config.max_errors, max_share=config.max_error_share)
-        options |= {"on_error": "replace", "stand_ins": stand_ins}
     if isinstance(table, OpenTable):
         return PackCollator(table, resize=resize, **options)
     return BucketCollator(table, **options)

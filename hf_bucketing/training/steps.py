@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..media.rates import frame_rates
+from ..media.sample import frame_rates
 from ..models.enable import disable_packing, enable_packing
 from ..models.objectives import Objective
 from ..models.recipe import Recipe, TextEmbeddings

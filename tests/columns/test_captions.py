@@ -37,7 +37,7 @@ def test_missing_and_blank_captions_are_counted_and_named_by_row_and_file() -> N
     assert message.startswith("4 of 5 captions in the column 'caption' are no text: ")
     assert "2 missing (row 1: clips/1.mp4, row 4: clips/4.mp4)" in message
     assert "2 empty (row 2: clips/2.mp4, row 3: clips/3.mp4)" in message
-    assert "on_error reject" in message
+    assert '`on_error="reject"`' in message
 
 
 def test_many_rows_are_named_by_the_first_three() -> None:
@@ -102,7 +102,7 @@ def test_values_of_several_types_in_one_json_column_are_told_apart(tmp_path: Pat
 def test_mistakes_in_calling_are_said() -> None:
     with pytest.raises(ColumnError, match="no caption column 'text'"):
         check_captions(rows_with(["a"]), "text")
-    with pytest.raises(ColumnError, match="on_error must be"):
+    with pytest.raises(ColumnError, match="`on_error` must be"):
         check_captions(rows_with(["a"]), "caption", on_error="ignore")
 
 

@@ -82,7 +82,7 @@ def test_the_settings_of_views_reach_the_collator(pipeline_dir, prepared_dir, tm
     views = {"center_crop": True, "frame_picking": "uniform", "flip_probability": 0.3, "video_decoder": "torchcodec"}
     config = in_process(pipeline_dir, prepared_dir, tmp_path, **views)
     spec = PreparedDataset.load(prepared_dir).spec
-    rule = ViewRule(random_crop=False, frame_picking="uniform", flip_probability=0.3, decoder="torchcodec")
+    rule = ViewRule(random_crop=False, frame_picking="uniform", flip_probability=0.3, video_decoder="torchcodec")
     assert make_data(config, spec, width=96).loader.collate_fn.views == rule
     packs = dataclasses.replace(config, batching="pack", capacity="640", random_resize=32)
     collator = make_data(packs, spec, width=96).loader.collate_fn

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
-from ...media.rates import frame_rates
+from ...media.sample import frame_rates
 from ..objectives import Objective
 from ..recipe import Recipe, TextEmbeddings, read_configs
 from ..shift import shift_for_tokens
