@@ -24,7 +24,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import ColumnError, FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.models.recipes import recipe_of
-from hf_bucketing.report import AssignedRows, SizeColumns, format_assigned
+from hf_bucketing.report import describe_assignment
 
 SIZES = ("num_frames", "height", "width")
 
@@ -118,20 +118,6 @@ def make_table(args: argparse.Namespace, spec: LatentSpec, native_sizes: Sequenc
     return table.images_at_video_sizes() if args.image_sizes == "video" else table
 
 
-def describe(prepared: PreparedDataset, rule: AssignmentRule) -> str:
-    return format_assigned(
-        AssignedRows(
-            sizes=SizeColumns(*(column_array(prepared.dataset, name) for name in SIZES)),
-            bucket_id=column_array(prepared.dataset, "bucket_id"),
-            rejection=column_array(prepared.dataset, "rejection"),
-            table=prepared.table,
-            spec=prepared.spec,
-            rule=rule,
-            name_rows=prepared.file_names,
-        )
-    )
-
-
 def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
@@ -173,7 +159,8 @@ def main(args: argparse.Namespace) -> None:
         root=loaded.root,
     )
     prepared.save(args.output_dir)
-    print(describe(prepared, rule))
+    columns = {name: column_array(dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
+    print(describe_assignment(columns, table=table, spec=spec, rule=rule, name_rows=prepared.file_names))
     print(f"Saved to {args.output_dir}")
 
 

@@ -1,6 +1,6 @@
-r"""Report what a bucket table makes of a data set, and compare padding, bucketing and packing on it.
+r"""Report what a bucket table does to a data set, and compare padding, bucketing and packing on it.
 
-python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 --capacity 640 --strip_length 16 \
+python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 --max_tokens 640 --strip_length 16 \
     --json demo/report.json --figures demo/report
 """
 
@@ -22,23 +22,29 @@ from hf_bucketing.report.files import complete_file
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("dataset", metavar="DATASET", help="A folder that scripts/prepare_dataset.py wrote.")
+    parser.add_argument("dataset", metavar="DATASET", help="Folder that scripts/prepare_dataset.py wrote.")
     tables = parser.add_mutually_exclusive_group()
-    tables.add_argument("--table", type=Path, help="Try this table instead: a file of BucketTable.to_json.")
-    tables.add_argument("--buckets", help='Try diffusers\' "height,width;height,width" instead.')
+    tables.add_argument("--table", type=Path, help="Table to try instead: a file that BucketTable.to_json wrote.")
+    tables.add_argument("--buckets", help='Sizes to try instead, as diffusers\' "height,width;height,width".')
     tables.add_argument("--novelai", action="store_true", help="Try NovelAI's 19 image buckets instead.")
-    parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Frames of --buckets.")
+    parser.add_argument(
+        "--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Numbers of frames for --buckets."
+    )
     defaults = ReportConfig()
     parser.add_argument("--batch_size", type=int, default=defaults.batch_size, help="Samples per process and step.")
-    parser.add_argument("--capacity", type=int, help="Tokens per process and step of packing.")
+    parser.add_argument("--max_tokens", type=int, help="Tokens per process and step, for packing.")
     parser.add_argument("--strip_length", type=int, default=defaults.strip_length, help="Tokens per strip of a pack.")
-    parser.add_argument("--num_processes", type=int, default=defaults.num_processes, help="Processes of a step.")
-    parser.add_argument("--max_upscale", type=float, default=defaults.rule.max_upscale, help="Of buckets.")
-    parser.add_argument("--max_area", type=int, help="Pixels per frame that padding and packing shrink samples to.")
+    parser.add_argument(
+        "--num_processes", type=int, default=defaults.num_processes, help="Processes that share a step."
+    )
+    parser.add_argument(
+        "--max_upscale", type=float, default=defaults.rule.max_upscale, help="Largest enlargement of a sample."
+    )
+    parser.add_argument("--max_area", type=int, help="Pixels per frame to which padding and packing shrink samples.")
     parser.add_argument("--width", type=int, default=defaults.width, help="Hidden size of the model, for the cost.")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="Of the plans.")
-    parser.add_argument("--json", type=Path, help="Write the report to this file too.")
-    parser.add_argument("--figures", type=Path, help="Draw the figures into this folder.")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="Seed of the plans.")
+    parser.add_argument("--json", type=Path, help="JSON file for the report.")
+    parser.add_argument("--figures", type=Path, help="Folder for the figures.")
     return parser
 
 
@@ -50,12 +56,12 @@ def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketT
     if args.table is None:
         return prepared.table
     if not args.table.is_file():
-        raise BucketingError(f"{args.table} is no file; write a table there with BucketTable.to_json.")
+        raise BucketingError(f"{args.table} is not a file; write a table there with BucketTable.to_json.")
     return BucketTable.from_json(args.table.read_text())
 
 
 def read_sizes(dataset: Dataset) -> SizeColumns:
-    """Return the size columns as BucketColumns reads them: no size is unreadable, no num_frames column an image."""
+    """Return the size columns; a missing size is unreadable, and without a num_frames column all rows are images."""
     names = [name for name in ("num_frames", "height", "width") if name in dataset.column_names]
     columns = dataset.select_columns(names).with_format("numpy")[:]
     sizes = {name: np.nan_to_num(column.astype(np.float64), nan=-1) for name, column in columns.items()}
@@ -66,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.json)
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
-    names = ("batch_size", "num_processes", "capacity", "strip_length", "max_area", "width", "seed")
+    names = ("batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width", "seed")
     rule = AssignmentRule(max_upscale=args.max_upscale)
     config = ReportConfig(rule=rule, **{name: getattr(args, name) for name in names})
     table = choose_table(args, prepared)

@@ -1,4 +1,4 @@
-r"""Measure what token ladders of different steps keep of samples, and how many buckets they take; print a table.
+r"""Print how much of the samples token ladders of different steps keep, and how many buckets they take.
 
 python scripts/report_ladders.py --bucket_tokens 8190,32760 --bucket_frames 1,17,49,81 \
     --bucket_sizes "480,832;720,1280"
@@ -15,18 +15,18 @@ from hf_bucketing.report import LadderChoice, format_ladders, measure_ladder
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("--bucket_tokens", type=numbers, default=[8190, 32760], help="Token budgets per sample.")
-    parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Frames of buckets.")
-    parser.add_argument("--bucket_sizes", default="480,832;720,1280", help="The model's own sizes, or none.")
-    parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Largest ratio of the sides.")
+    parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Numbers of frames of buckets.")
+    parser.add_argument("--bucket_sizes", default="480,832;720,1280", help="Sizes that the ladder contains, or none.")
+    parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Largest aspect ratio.")
     parser.add_argument(
         "--aspect_steps",
         type=lambda text: [float(part) for part in text.split(",")],
         default=[0.04, 0.08, 0.16, float("inf")],
-        help="Steps to compare; inf leaves the common ratios alone.",
+        help="Steps between aspect ratios to compare; inf keeps only the common ratios.",
     )
     parser.add_argument("--strides", type=numbers, default=[4, 8], help="Temporal and spatial stride of the VAE.")
     parser.add_argument("--patch", type=numbers, default=[1, 2, 2], help="Patch of the transformer.")
-    parser.add_argument("--samples", type=int, default=100_000, help="Samples of the mix.")
+    parser.add_argument("--samples", type=int, default=100_000, help="Samples to measure on.")
     return parser
 
 

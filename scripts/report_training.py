@@ -1,4 +1,4 @@
-r"""Check training runs by their logs: every sample seen, equal steps, a falling loss; draw the loss curves.
+r"""Check training runs by their logs (every sample seen, equal steps, a falling loss) and draw the loss curves.
 
 python scripts/report_training.py demo/bucket demo/pack --figure demo/loss.png
 """
@@ -16,9 +16,11 @@ from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_r
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of train_text_to_video.py.")
-    parser.add_argument("--figure", type=Path, help="A PNG file for the loss curves.")
+    parser.add_argument("--figure", type=Path, help="PNG file for the loss curves.")
     parser.add_argument("--by_bucket", action="store_true", help="Print the mean loss of each bucket.")
-    parser.add_argument("--min_fall", type=float, default=1 / 3, help="Least fall of the loss.")
+    parser.add_argument(
+        "--min_fall", type=float, default=1 / 3, help="Smallest accepted fall of the loss, as a share of its start."
+    )
     return parser
 
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .buckets import BucketUse
+from .compare import Report
 from .files import complete_file
-from .histograms import Histogram
-from .report import Report
+from .measure import BucketUse, Histogram
 from .text import percent, short_number, size_label
 
 if TYPE_CHECKING:
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people of any colour vision tell apart.
+# Okabe and Ito's colours, distinguishable with any colour vision.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
 MAX_BARS = 40
-"""Buckets that the occupancy figure names; more would not be readable."""
+"""Buckets that the occupancy figure names; more labels would not be readable."""
 
 
 def draw_figures(report: Report, folder: Path) -> list[Path]:
-    """Draw all four figures into a folder, which is made if need be.
+    """Draw all four figures into a folder, which is created if it is missing.
 
     Returns:
         `list[Path]`: `aspects.png`, `occupancy.png`, `tokens.png` and `strategies.png`.
@@ -52,18 +51,18 @@ def draw_aspects(report: Report, path: Path) -> None:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes, strip = figure.subplots(2, sharex=True, height_ratios=(8, 1))
     _draw_stacked(axes, report.aspects, colors=(BLUE, ORANGE))
-    entries: Counter[float] = Counter()
+    num_samples: Counter[float] = Counter()
     for bucket in report.buckets.buckets:
-        entries[bucket.size.aspect_ratio] += bucket.entries
+        num_samples[bucket.size.aspect_ratio] += bucket.num_samples
     groups = {
-        "used buckets": [ratio for ratio, count in entries.items() if count],
-        "empty buckets": [ratio for ratio, count in entries.items() if not count],
+        "used buckets": [ratio for ratio, count in num_samples.items() if count],
+        "empty buckets": [ratio for ratio, count in num_samples.items() if not count],
     }
     for place, (group, color) in enumerate(zip(groups.values(), (BLUE, GREY), strict=True)):
         strip.vlines(group, place - 0.4, place + 0.4, color=color, linewidth=1)
     strip.set_yticks([0, 1], [f"{name} ({len(group)} ratios)" for name, group in groups.items()])
     strip.set(ylim=(1.6, -0.6), xlabel="aspect ratio: width ÷ height (log scale)")
-    low, high = min(report.aspects.edges[0], *entries), max(report.aspects.edges[-1], *entries)
+    low, high = min(report.aspects.edges[0], *num_samples), max(report.aspects.edges[-1], *num_samples)
     _log_ticks(strip, low / 1.02, high * 1.02)
     axes.set_ylabel("samples per bin")
     _count_ticks(axes.yaxis)
@@ -75,7 +74,7 @@ def draw_aspects(report: Report, path: Path) -> None:
 
 
 def draw_occupancy(report: Report, path: Path) -> None:
-    """Draw how many samples the fullest buckets hold, and in what batches they come."""
+    """Draw how many samples the fullest buckets hold, by the kind of batch that they are in."""
     from matplotlib.figure import Figure
 
     shown = report.buckets.used[:MAX_BARS]
@@ -86,7 +85,7 @@ def draw_occupancy(report: Report, path: Path) -> None:
         "in full batches": (BLUE, [(bucket.batches - bucket.short_batches) * batch_size for bucket in shown]),
         "in short batches": (ORANGE, [_in_short_batches(bucket, batch_size) for bucket in shown]),
         "in mixed steps": (GREEN, [bucket.mixed_samples for bucket in shown]),
-        "left out of this epoch": (RED, [bucket.left_out for bucket in shown]),
+        "dropped in this epoch": (RED, [bucket.dropped for bucket in shown]),
     }
     places, start = np.arange(len(shown)), np.zeros(len(shown))
     for name, (color, counts) in parts.items():
@@ -94,11 +93,16 @@ def draw_occupancy(report: Report, path: Path) -> None:
         start += counts
     for place, bucket in enumerate(shown):
         axes.annotate(
-            f"{bucket.entries:,}", (bucket.entries, place), (3, 0), textcoords="offset points", va="center", fontsize=8
+            f"{bucket.num_samples:,}",
+            (bucket.num_samples, place),
+            (3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
         )
     axes.set_yticks(places, [f"{bucket.bucket_id}: {size_label(bucket.size)}" for bucket in shown], fontsize=8)
     axes.set(xlabel="samples", ylabel="bucket: [frames×]height×width", ylim=(max(len(shown), 1) - 0.4, -0.6))
-    axes.set_xlim(0, max([bucket.entries for bucket in shown], default=1) * 1.1)
+    axes.set_xlim(0, max([bucket.num_samples for bucket in shown], default=1) * 1.1)
     _count_ticks(axes.xaxis)
     _plain(axes, grid="x")
     axes.set_title(_occupancy_title(report, len(shown)), fontsize=10)
@@ -126,7 +130,7 @@ def draw_tokens(report: Report, path: Path) -> None:
 
 
 def draw_strategies(report: Report, path: Path) -> None:
-    """Draw what padding, bucketing and packing make of the data, a panel per measure."""
+    """Draw padding, bucketing and packing side by side, one panel per measure."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -160,14 +164,14 @@ def draw_strategies(report: Report, path: Path) -> None:
 
 def _in_short_batches(bucket: BucketUse, batch_size: int) -> int:
     full = (bucket.batches - bucket.short_batches) * batch_size
-    return bucket.entries - full - bucket.mixed_samples - bucket.left_out
+    return bucket.num_samples - full - bucket.mixed_samples - bucket.dropped
 
 
 def _occupancy_title(report: Report, shown: int) -> str:
     used, config = report.buckets.used, report.config
     text = f"{len(used)} of {len(report.buckets.buckets)} buckets hold samples"
     if shown < len(used):
-        rest = sum(bucket.entries for bucket in used[shown:]) / sum(bucket.entries for bucket in used)
+        rest = sum(bucket.num_samples for bucket in used[shown:]) / sum(bucket.num_samples for bucket in used)
         text += f"; here the {shown} fullest, the others hold {percent(rest)}"
     return f"{text} (batches of {config.batch_size} on {config.num_processes} processes)"
 
@@ -197,7 +201,7 @@ def _draw_stacked(axes: Axes, histogram: Histogram, *, colors: Sequence[str]) ->
 
 
 def _log_ticks(axes: Axes, low: float, high: float) -> None:
-    """Make the x axis logarithmic, with ticks at round numbers, more of them where the range is short."""
+    """Make the x axis logarithmic, with ticks at round numbers, more of them if the range is short."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_xscale("log")

@@ -1,22 +1,57 @@
-"""A report as text."""
+"""Reports as text: about a table and its data, about assigned and rejected rows, about ladders."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from textwrap import fill
 
-from ..buckets.sizes import Size
-from .buckets import BucketReport, BucketUse, Spread
-from .config import ReportConfig
-from .report import Report
-from .strategies import StrategyReport
+import numpy as np
+import numpy.typing as npt
+
+from ..buckets.assignment import AssignmentRule, Rejection, count_rejections
+from ..buckets.sizes import LatentSpec, Size
+from ..buckets.table import BucketTable
+from .compare import LadderReport, Report, StrategyReport
+from .measure import (
+    BucketReport,
+    BucketUse,
+    FloatArray,
+    ReportConfig,
+    SizeColumns,
+    Sizes,
+    Spread,
+    bucket_sizes,
+    kept_area,
+    read_sizes,
+    resize_scale,
+)
 
 Line = tuple[str, ...]
 
+_UPSCALES = (1.1, 1.25, 1.5, 2, 3, 4, 8)
+_REASONS = {
+    Rejection.ASPECT: (
+        "no bucket is near their aspect ratio",
+        "raise --max_aspect_ratio, which adds buckets, or --max_aspect_error, which crops more",
+    ),
+    Rejection.TOO_SHORT: (
+        "fewer frames than every bucket of their kind",
+        "add a smaller number of frames to --bucket_frames, 1 for images",
+    ),
+    Rejection.TOO_SMALL: ("every bucket near their aspect ratio would enlarge them", ""),  # depends on their sizes
+    Rejection.UNREADABLE: (
+        "their size or frames could not be read",
+        "repair the files; --on_error raise says what is wrong with the first one",
+    ),
+    Rejection.EMPTY: ("they hold no frame or no pixel", "write the files again or remove the rows"),
+    Rejection.CAPTION: ("their caption is missing or not a text", "add captions, or name another --caption_column"),
+}
+
 
 def format_report(report: Report) -> str:
-    """Return the report as text of three parts: the table on the data, its used buckets, the three strategies."""
+    """Return the report as text in three parts: the table on the data, its used buckets, the three strategies."""
     parts = (
         _summary(report.buckets),
         _bucket_lines(report.buckets, report.config),
@@ -31,19 +66,19 @@ def size_label(size: Size) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as per cent with one decimal, or a dash for NaN."""
+    """Return a share as a percentage with one decimal, or a dash for NaN."""
     return "–" if math.isnan(share) else f"{share:.1%}"
 
 
 def short_number(value: float) -> str:
-    """Return a number with three digits or more, or a dash for NaN."""
+    """Return a number with at least three significant digits, or a dash for NaN."""
     if math.isnan(value):
         return "–"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def columns(lines: Sequence[Line]) -> str:
-    """Align lines of cells in columns, the first to the left and the others to the right."""
+def align(lines: Sequence[Line]) -> str:
+    """Align cells in columns, the first column to the left and the others to the right."""
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     aligned = (
         (cell.rjust(width) if column else cell.ljust(width))
@@ -61,15 +96,15 @@ def _summary(report: BucketReport) -> str:
     def spread(values: Spread) -> Line:
         return tuple("–" if math.isnan(value) else f"{value:.4f}" for value in values)
 
-    errors = columns([
+    errors = align([
         ("aspect error", "mean", "median", "max"),
         ("  |ln(aspect ratio ÷ bucket's)|", *spread(report.aspect_error)),
         ("  |aspect ratio − bucket's|", *spread(report.aspect_difference)),
     ])  # fmt: skip
     return "\n".join([
-        f"{report.num_samples:,} samples: {report.num_samples - report.skipped:,} in {len(report.used)} of "
-        f"{len(report.buckets)} buckets, {report.skipped:,} skipped",
-        f"skipped by reason: {_counts(report.rejections)}",
+        f"{report.num_samples:,} samples: {report.num_samples - report.rejected:,} in {len(report.used)} of "
+        f"{len(report.buckets)} buckets, {report.rejected:,} rejected",
+        f"rejected by reason: {_counts(report.rejections)}",
         errors,
         f"kept area {percent(report.kept_area)} (mean), enlarged {report.enlarged:,} samples",
     ])  # fmt: skip
@@ -81,16 +116,18 @@ def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
         f"{report.num_steps:,} steps, {report.mixed_steps:,} of them mixed"
     )
     head = (
-        *("bucket", "aspect", "entries", "kept area", "kept frames", "scale", "enlarged", "tokens", "GFLOP"),
-        *("batches", "short", "mixed", "left out"),
+        *("bucket", "aspect", "samples", "kept area", "kept frames", "scale", "enlarged", "tokens", "GFLOP"),
+        *("batches", "short", "mixed", "dropped"),
     )
     lines = [
         title,
-        columns([head, *map(_bucket_line, report.used)]),
+        align([head, *map(_bucket_line, report.used)]),
         "tokens and GFLOP (one block, forward) are those of one sample; scale is the mean factor of cover-resize;",
-        "batches are those of all processes, short the ones that are not full; mixed and left out count samples",
+        "batches are those of all processes, short the ones that are not full; mixed and dropped count samples",
     ]
-    empty = [f"{bucket.bucket_id}:\u00a0{size_label(bucket.size)}" for bucket in report.buckets if not bucket.entries]
+    empty = [
+        f"{bucket.bucket_id}:\u00a0{size_label(bucket.size)}" for bucket in report.buckets if not bucket.num_samples
+    ]
     if empty:
         text = f"{len(empty)} buckets without a sample: {', '.join(empty)}"
         lines.append(fill(text, width=118, subsequent_indent="  ").replace("\u00a0", " "))
@@ -101,7 +138,7 @@ def _bucket_line(bucket: BucketUse) -> Line:
     return (
         f"{bucket.bucket_id}: {size_label(bucket.size)}",
         f"{bucket.size.aspect_ratio:.3f}",
-        f"{bucket.entries:,}",
+        f"{bucket.num_samples:,}",
         percent(bucket.kept_area),
         percent(bucket.kept_frames),
         f"{bucket.scale:.3f}",
@@ -111,7 +148,7 @@ def _bucket_line(bucket: BucketUse) -> Line:
         f"{bucket.batches:,}",
         f"{bucket.short_batches:,}",
         f"{bucket.mixed_samples:,}",
-        f"{bucket.left_out:,}",
+        f"{bucket.dropped:,}",
     )
 
 
@@ -130,15 +167,103 @@ def _strategy_lines(strategies: Sequence[StrategyReport], config: ReportConfig) 
         ("epoch cost, TFLOP per block", *(short_number(strategy.epoch_cost / 1e12) for strategy in strategies)),
     ]
     own = "at their own sizes" if config.max_area is None else f"at up to {config.max_area:,} pixels per frame"
-    capacity = next(strategy.capacity for strategy in strategies if strategy.capacity is not None)
+    max_tokens = next(strategy.max_tokens for strategy in strategies if strategy.max_tokens is not None)
     reasons = [f"{strategy.name} drops {_counts(strategy.dropped)}" for strategy in strategies if strategy.dropped]
     return "\n".join([
         f"Strategies on {config.num_processes} processes, from the plan of one epoch",
-        columns(rows),
+        align(rows),
         *reasons,
         f"Padding and packing take samples {own}, bucketing at those of its buckets.",
-        f"Padding and bucketing take {config.batch_size} samples per process and step, packing {capacity:,} tokens.",
+        f"Padding and bucketing take {config.batch_size} samples per process and step, packing {max_tokens:,} tokens.",
         "step-time balance: mean over steps of mean cost over processes ÷ largest cost over processes",
         "epoch cost: sum over steps of the largest cost over processes, forward pass",
         "useful work: cost of the samples alone, without padding and waiting, ÷ (epoch cost × processes)",
     ])  # fmt: skip
+
+
+def describe_assignment(
+    columns: Mapping[str, npt.ArrayLike],
+    *,
+    table: BucketTable,
+    spec: LatentSpec,
+    rule: AssignmentRule,
+    name_rows: Callable[[Sequence[int]], Sequence[str]],
+) -> str:
+    """Return the buckets in use, the fullest first, then each kind of rejection with three file names and a remedy.
+
+    Args:
+        columns (mapping of `str` to array, shape `(n,)`): The columns `num_frames`, `height`, `width`, `bucket_id`
+            (negative for a rejected row) and `rejection` (labels of [`Rejection`][hf_bucketing.Rejection]).
+        table ([`BucketTable`][hf_bucketing.BucketTable]): Table that `bucket_id` refers to.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
+        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Rule by which the rows were assigned.
+        name_rows (callable): Function from row numbers to the names of their files.
+
+    Raises:
+        BucketingError: If there is no row, or a bucket does not divide into whole tokens.
+    """
+    sizes = read_sizes(SizeColumns(columns["num_frames"], columns["height"], columns["width"]))
+    ids, rejection = np.asarray(columns["bucket_id"], np.int64), np.asarray(columns["rejection"])
+    targets = bucket_sizes(ids, table)
+    area, scale = kept_area(sizes, targets), resize_scale(sizes, targets)
+    by_bucket = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
+    used, starts = np.unique(ids[by_bucket], return_index=True)
+    parts = []
+    if len(used):
+        lines: list[Line] = [("bucket", "rows", "kept area", "scale", "enlarged", "tokens")]
+        for own in sorted(np.split(by_bucket, starts[1:]), key=len, reverse=True):
+            size = table.size(int(ids[own[0]]))
+            lines.append(_assigned_line(size, spec.num_tokens(size), area=area[own], scale=scale[own]))
+        parts.append(align(lines))
+        parts.append("kept area: mean share of a frame inside the bucket; scale: least to largest factor of the sides")
+    kept = ids >= 0
+    mean = f", kept area {percent(float(area[kept].mean()))} on average" if kept.any() else ""
+    parts.append(f"{int(kept.sum()):,} of {len(ids):,} rows assigned to {len(used):,} of {len(table):,} buckets{mean}")
+    for label in count_rejections(rejection):
+        rows = np.flatnonzero(rejection == label)
+        why, remedy = _REASONS[Rejection[label.upper()]]
+        if not remedy:
+            remedy = _upscale_that_keeps(Sizes(*(column[rows] for column in sizes)), table, rule)
+        names = ", ".join(name_rows(rows[:3].tolist())) + (", …" if len(rows) > 3 else "")
+        noun = "row" if len(rows) == 1 else "rows"
+        parts.append(f"{len(rows):,} {noun} rejected: {label} ({why}): {names}\n    to keep them: {remedy}")
+    return "\n".join(parts)
+
+
+def _assigned_line(size: Size, num_tokens: int, *, area: FloatArray, scale: FloatArray) -> Line:
+    low, high = f"{scale.min():.2f}", f"{scale.max():.2f}"
+    return (
+        size_label(size),
+        f"{len(area):,}",
+        percent(float(area.mean())),
+        low if low == high else f"{low}–{high}",
+        f"{np.count_nonzero(scale > 1):,}",
+        f"{num_tokens:,}",
+    )
+
+
+def _upscale_that_keeps(sizes: Sizes, table: BucketTable, rule: AssignmentRule) -> str:
+    """Return the smallest `--max_upscale` that keeps a sample, the one that keeps most, and other options."""
+    kept: dict[int, float] = {}
+    for limit in _UPSCALES:
+        if limit > rule.max_upscale:
+            ids = table.assign(*sizes, rule=replace(rule, max_upscale=limit)).bucket_id
+            kept.setdefault(int(np.count_nonzero(ids >= 0)), limit)
+    kept.pop(0, None)
+    limits = dict.fromkeys([min(kept), max(kept)]) if kept else {}
+    options = [f"--max_upscale {kept[count]:g} (keeps {count:,})" for count in limits]
+    return ", ".join([*options, "or smaller sizes: --bucket_tokens, --bucket_sizes, --buckets"])
+
+
+def format_ladders(reports: Sequence[LadderReport]) -> str:
+    """Return the reports as a table in markdown."""
+    lines = [
+        "| own sizes | aspect_step | buckets | common ratios | worst ratio | mix | too small | short batches |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for report in reports:
+        own = ", ".join(f"{height}×{width}" for height, width in report.choice.sizes) or "none"
+        shares = (report.common, report.worst, report.mix, report.too_small, report.short_batches)
+        cells = [own, f"{report.choice.aspect_step:g}", f"{report.num_buckets:,}", *map(percent, shares)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

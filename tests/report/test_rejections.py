@@ -13,11 +13,12 @@ from accelerate import PartialState
 from datasets import Dataset
 from PIL import Image
 
-from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
+from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, PlanError, Rejection, Size, open_table
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import BucketBatchSampler, PackBatchSampler
 from hf_bucketing.models.recipes import RECIPES
+from hf_bucketing.report import describe_assignment
 from tests.conftest import run_script_here
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -140,6 +141,21 @@ def test_preparing_prints_buckets_and_names_rejected_files_with_the_option_that_
     kept = prepare(images, pipeline_dir, tmp_path / "kept", "--max_upscale", 8).stdout
     assert "too_small" not in kept
     assert sum(PreparedDataset.load(tmp_path / "kept").dataset["bucket_id"][row] >= 0 for row in range(7)) == 5
+
+
+def test_a_remedy_is_named_for_every_reason_of_rejection() -> None:
+    reasons = [reason for reason in Rejection if reason != Rejection.NONE]
+    size = {name: np.full(len(reasons), 32) for name in ("num_frames", "height", "width")}
+    columns = {**size, "bucket_id": np.full(len(reasons), -1), "rejection": [reason.label for reason in reasons]}
+    text = describe_assignment(
+        columns, table=TABLE, spec=WAN, rule=AssignmentRule(), name_rows=lambda rows: [f"row {row}" for row in rows]
+    )
+    assert text.startswith("0 of 6 rows assigned to 0 of 2 buckets\n")
+    for row, reason in enumerate(reasons):
+        (line,) = [line for line in text.splitlines() if f"rejected: {reason.label} (" in line]
+        assert line.endswith(f"row {row}")
+    assert text.count("\n    to keep them: ") == len(reasons)
+    assert "to keep them: ," not in text
 
 
 def test_own_sizes_and_the_step_of_token_buckets_are_flags(images: Path, pipeline_dir: Path, tmp_path: Path) -> None:

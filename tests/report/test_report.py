@@ -12,17 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, LatentSpec, Size, cover_resize
-from hf_bucketing.report import (
-    ReportConfig,
-    SizeColumns,
-    StrategyReport,
-    aspect_histogram,
-    compare_strategies,
-    describe_buckets,
-    format_report,
-    make_report,
-    token_histogram,
-)
+from hf_bucketing.report import ReportConfig, SizeColumns, format_report, make_report
+from hf_bucketing.report.compare import StrategyReport
+from hf_bucketing.report.measure import BucketReport, aspect_histogram, read_subject, token_histogram
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))  # a token is 16 × 16 pixels
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 32, 64), Size(9, 32, 32), Size(9, 32, 64)))
@@ -36,18 +28,22 @@ SAMPLES = SizeColumns(*zip(
 TWO = ReportConfig(batch_size=2, num_processes=2, width=1)
 
 
+def describe(config: ReportConfig) -> BucketReport:
+    return make_report(SAMPLES, TABLE, spec=SPEC, config=config).buckets
+
+
 def strategies(samples: list[tuple[int, int, int]], table: BucketTable = TABLE, **config) -> dict[str, StrategyReport]:
     columns = SizeColumns(*zip(*samples, strict=True))
-    compared = compare_strategies(columns, table, spec=SPEC, config=ReportConfig(**{"width": 1, **config}))
+    compared = make_report(columns, table, spec=SPEC, config=ReportConfig(**{"width": 1, **config})).strategies
     assert [strategy.name for strategy in compared] == ["padding", "bucketing", "packing"]
     return {strategy.name: strategy for strategy in compared}
 
 
 def test_a_table_is_described_as_computed_by_hand() -> None:
-    report = describe_buckets(SAMPLES, TABLE, spec=SPEC, config=TWO)
+    report = describe(TWO)
     assert report.num_samples == 17
     assert report.rejections == {"aspect": 1, "too_short": 1, "too_small": 1, "unreadable": 1, "empty": 1}
-    assert report.skipped == 5
+    assert report.rejected == 5
     assert report.aspect_error == pytest.approx((5 * math.log(1.25) / 12, 0, math.log(1.25)))
     assert report.aspect_difference == pytest.approx((2.25 / 12, 0, 0.5))
     assert report.kept_area == pytest.approx((7 + 5 * 0.8) / 12)
@@ -56,9 +52,9 @@ def test_a_table_is_described_as_computed_by_hand() -> None:
 
 
 def test_each_bucket_is_described_as_computed_by_hand() -> None:
-    square, wide, clips, empty = describe_buckets(SAMPLES, TABLE, spec=SPEC, config=TWO).buckets
+    square, wide, clips, empty = describe(TWO).buckets
     counts = [
-        (bucket.entries, bucket.batches, bucket.short_batches, bucket.mixed_samples, bucket.left_out)
+        (bucket.num_samples, bucket.batches, bucket.short_batches, bucket.mixed_samples, bucket.dropped)
         for bucket in (square, wide, clips, empty)
     ]
     assert counts == [(7, 4, 2, 1, 0), (4, 2, 0, 0, 0), (1, 0, 0, 1, 0), (0, 0, 0, 0, 0)]
@@ -71,7 +67,7 @@ def test_each_bucket_is_described_as_computed_by_hand() -> None:
 
 def test_enlarged_samples_are_counted() -> None:
     config = replace(TWO, rule=AssignmentRule(max_upscale=2))
-    report = describe_buckets(SAMPLES, TABLE, spec=SPEC, config=config)
+    report = describe(config)
     assert report.enlarged == report.buckets[0].enlarged == 1
     assert report.buckets[0].scale == pytest.approx((7 + 2) / 8)
 
@@ -87,16 +83,16 @@ def test_padding_computes_the_largest_frames_height_and_width_of_a_batch() -> No
     assert padding.step_balance == 1
 
 
-def test_packing_computes_whole_strips_up_to_the_capacity() -> None:
+def test_packing_computes_whole_strips_up_to_max_tokens() -> None:
     samples = [(1, 32, 64), (1, 32, 64), (1, 64, 32), (1, 64, 32), (5, 32, 32)]
     config = {"batch_size": 5, "num_processes": 1}
-    packing = strategies(samples, strip_length=16, capacity=50, **config)["packing"]
+    packing = strategies(samples, strip_length=16, max_tokens=50, **config)["packing"]
     assert (packing.num_steps, packing.real_tokens, packing.computed_tokens) == (2, 40, 80)
     assert packing.epoch_cost == 5 * (24 * 16 + 4 * 16**2)
     packing = strategies(samples, strip_length=8, **config)["packing"]
-    assert (packing.num_steps, packing.token_use, packing.efficiency, packing.capacity) == (1, 1, 1, 5 * 8)
+    assert (packing.num_steps, packing.token_use, packing.efficiency, packing.max_tokens) == (1, 1, 1, 5 * 8)
     packing = strategies([*samples, (1, 128, 128)], strip_length=16, **config)["packing"]
-    assert packing.capacity == 64, "the largest sample, as five of median tokens have 40"
+    assert packing.max_tokens == 64, "the largest sample, as five of median tokens have 40"
 
 
 def test_bucketing_computes_real_tokens_alone_and_names_what_it_drops() -> None:
@@ -107,7 +103,7 @@ def test_bucketing_computes_real_tokens_alone_and_names_what_it_drops() -> None:
     assert bucketing.cropped_area == pytest.approx(0.125 / 5), (
         "40 × 70 pixels become 36.6 × 64, of which 32 rows are kept"
     )
-    assert bucketing.capacity is None
+    assert bucketing.max_tokens is None
 
 
 @pytest.mark.parametrize("name", ["padding", "bucketing", "packing"])
@@ -149,7 +145,7 @@ def test_too_few_samples_are_reported_and_not_refused() -> None:
     report = make_report(SizeColumns([1, 1], [8, 64], [8, 64]), TABLE, spec=SPEC, config=TWO)
     bucketing = report.strategies[1]
     assert report.buckets.rejections == {"too_small": 1}
-    assert report.buckets.buckets[0].left_out == 1
+    assert report.buckets.buckets[0].dropped == 1
     assert (bucketing.kept, bucketing.num_steps, bucketing.epoch_cost) == (0, 0, 0)
     assert bucketing.dropped == {"too_small": 1, "remainder": 1}
     assert report.strategies[0].kept == 2
@@ -166,13 +162,13 @@ def test_every_sample_is_counted_once(samples, batch_size: int, num_processes: i
     config = ReportConfig(batch_size=batch_size, num_processes=num_processes, seed=seed, strip_length=16)
     report = make_report(columns, TABLE, spec=SPEC, config=config)
     buckets = report.buckets
-    assert sum(bucket.entries for bucket in buckets.buckets) + buckets.skipped == len(samples)
+    assert sum(bucket.num_samples for bucket in buckets.buckets) + buckets.rejected == len(samples)
     assert sum(bucket.batches for bucket in buckets.buckets) + buckets.mixed_steps * num_processes == (
         buckets.num_steps * num_processes
     )
     for bucket in buckets.buckets:
         full = (bucket.batches - bucket.short_batches) * batch_size
-        short = bucket.entries - full - bucket.mixed_samples - bucket.left_out
+        short = bucket.num_samples - full - bucket.mixed_samples - bucket.dropped
         assert bucket.short_batches <= short <= bucket.short_batches * (batch_size - 1)
     for strategy in report.strategies:
         assert strategy.kept + sum(strategy.dropped.values()) == len(samples)
@@ -183,7 +179,7 @@ def test_every_sample_is_counted_once(samples, batch_size: int, num_processes: i
             assert 0 < strategy.efficiency <= 1 + 1e-9
             assert 0 <= strategy.cropped_area < 1
             assert 0 <= strategy.cropped_frames < 1
-    assert sum(report.aspects.counts["with a bucket"]) == len(samples) - buckets.skipped
+    assert sum(report.aspects.counts["with a bucket"]) == len(samples) - buckets.rejected
     assert sum(report.tokens.counts["at their own size"]) == sum(min(size) > 0 for size in samples)
     json.dumps(report.to_dict(), allow_nan=False)
     assert format_report(report)
@@ -193,17 +189,18 @@ def test_every_sample_is_counted_once(samples, batch_size: int, num_processes: i
 def test_kept_area_is_what_cover_resize_and_crop_keep(height: int, width: int) -> None:
     table = BucketTable(sizes=(Size(1, 512, 704),))
     config = ReportConfig(num_processes=1, rule=AssignmentRule(max_aspect_error=9, max_upscale=99))
-    (bucket,) = describe_buckets(SizeColumns([1], [height], [width]), table, spec=SPEC, config=config).buckets
+    (bucket,) = make_report(SizeColumns([1], [height], [width]), table, spec=SPEC, config=config).buckets.buckets
     resized = cover_resize(height, width, target=bucket.size)
     assert bucket.kept_area == pytest.approx(512 * 704 / math.prod(resized), rel=1 / 512)
     assert bucket.scale == pytest.approx(max(512 / height, 704 / width))
 
 
 def test_histograms_count_in_bins_of_equal_ratio() -> None:
-    histogram = aspect_histogram(SAMPLES, TABLE, config=TWO, num_bins=4)
+    subject = read_subject(SAMPLES, TABLE, spec=SPEC, config=TWO)
+    histogram = aspect_histogram(subject, num_bins=4)
     assert np.diff(np.log(histogram.edges)) == pytest.approx([math.log(5 * 1.05**2) / 4] * 4)
     assert histogram.counts == {"with a bucket": (7 + 1, 0, 4, 0), "rejected": (2, 0, 0, 1)}
-    tokens = token_histogram(SAMPLES, TABLE, spec=SPEC, config=TWO, num_bins=2)
+    tokens = token_histogram(subject, num_bins=2)
     assert tokens.edges[0] == pytest.approx(4 / 1.05)
     assert {name: sum(counts) for name, counts in tokens.counts.items()} == {
         "at their bucket's size": 12,
@@ -212,7 +209,7 @@ def test_histograms_count_in_bins_of_equal_ratio() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"batch_size": 3}, {"num_processes": 3}, {"capacity": 80}, {"strip_length": 8}, {"seed": 1}, {"width": 2},
+    {"batch_size": 3}, {"num_processes": 3}, {"max_tokens": 80}, {"strip_length": 8}, {"seed": 1}, {"width": 2},
     {"max_area": 1000}, {"rule": AssignmentRule(max_upscale=2)}, {"rule": AssignmentRule(max_aspect_error=0.1)},
 ], ids=str)  # fmt: skip
 def test_every_setting_changes_the_report(change) -> None:
@@ -223,13 +220,13 @@ def test_every_setting_changes_the_report(change) -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: ReportConfig(batch_size=0), "batch_size must be at least 1, got 0"),
-    (lambda: ReportConfig(capacity=0), "capacity must be at least 1"),
-    (lambda: ReportConfig(seed=-1), "seed must not be negative"),
+    (lambda: ReportConfig(batch_size=0), "`batch_size` must be at least 1, got 0"),
+    (lambda: ReportConfig(max_tokens=0), "`max_tokens` must be at least 1"),
+    (lambda: ReportConfig(seed=-1), "`seed` must not be negative"),
     (lambda: make_report(SizeColumns([], [], []), TABLE, spec=SPEC), "empty"),
     (lambda: make_report(SizeColumns([1], [64, 64], [64, 64]), TABLE, spec=SPEC), "equally long"),
     (lambda: make_report(SAMPLES, BucketTable.parse("40,40"), spec=SPEC), "does not divide into whole tokens"),
-    (lambda: make_report(SAMPLES, TABLE, spec=SPEC, config=replace(TWO, capacity=63)), "Raise the capacity"),
+    (lambda: make_report(SAMPLES, TABLE, spec=SPEC, config=replace(TWO, max_tokens=63)), "Raise `max_tokens`"),
 ])  # fmt: skip
 def test_impossible_reports_are_errors_that_say_why(make, message: str) -> None:
     with pytest.raises(BucketingError, match=message):

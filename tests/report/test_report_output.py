@@ -14,15 +14,15 @@ from PIL import Image
 
 from hf_bucketing import BucketTable, Size, novelai_ladder, open_table
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.report import SizeColumns, draw_figures, draw_occupancy, format_report, make_report
-from hf_bucketing.report.figures import MAX_BARS
+from hf_bucketing.report import SizeColumns, draw_figures, format_report, make_report
+from hf_bucketing.report.figures import MAX_BARS, draw_occupancy
 from hf_bucketing.report.files import complete_file
 from tests.conftest import run_script_here
 from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
 
 TEXT = """\
-17 samples: 12 in 3 of 4 buckets, 5 skipped
-skipped by reason: aspect 1, too_short 1, too_small 1, unreadable 1, empty 1
+17 samples: 12 in 3 of 4 buckets, 5 rejected
+rejected by reason: aspect 1, too_short 1, too_small 1, unreadable 1, empty 1
 aspect error                       mean  median     max
   |ln(aspect ratio ÷ bucket's)|  0.0930  0.0000  0.2231
   |aspect ratio − bucket's|      0.1875  0.0000  0.5000
@@ -101,7 +101,7 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path) -> None:
 
 def test_reports_need_neither_torch_nor_matplotlib(in_fresh_interpreter: Callable[[str], str]) -> None:
     code = (
-        "import sys; from hf_bucketing import *; from hf_bucketing.report import *\n"
+        "import sys; from hf_bucketing import LatentSpec, novelai_ladder; from hf_bucketing.report import *\n"
         "spec = LatentSpec(temporal_stride=1, spatial_stride=8)\n"
         "format_report(make_report(SizeColumns([1], [512], [512]), novelai_ladder(), spec=spec))\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
@@ -117,21 +117,21 @@ def report_buckets(dataset: Path, output: Path, *flags: object) -> dict:
 
 
 def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) -> None:
-    flags = ("--batch_size", 3, "--num_processes", 2, "--capacity", 640, "--strip_length", 16, "--seed", 4)
+    flags = ("--batch_size", 3, "--num_processes", 2, "--max_tokens", 640, "--strip_length", 16, "--seed", 4)
     more = ("--json", tmp_path / "report.json", "--figures", tmp_path / "figures", "--width", 96, "--max_area", 9000)
     result = run_script_here("report_buckets.py", prepared_dir, *flags, *more)
     assert "20 samples: 20 in" in result.stdout
     assert "packing 640 tokens" in result.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["config"] == {
-        **{"batch_size": 3, "num_processes": 2, "capacity": 640, "strip_length": 16, "seed": 4},
+        **{"batch_size": 3, "num_processes": 2, "max_tokens": 640, "strip_length": 16, "seed": 4},
         **{"width": 96, "max_area": 9000},
         "rule": {"metric": "log", "max_aspect_error": None, "max_upscale": 1.0},
     }
     assert report["spec"] == {"temporal_stride": 4, "spatial_stride": 8, "patch": [1, 2, 2]}
     prepared = PreparedDataset.load(prepared_dir)
     entries = np.bincount(prepared.dataset["bucket_id"], minlength=len(prepared.table))
-    assert [bucket["entries"] for bucket in report["buckets"]["buckets"]] == entries.tolist()
+    assert [bucket["num_samples"] for bucket in report["buckets"]["buckets"]] == entries.tolist()
     assert len(list((tmp_path / "figures").glob("*.png"))) == 4
 
 
@@ -157,7 +157,7 @@ def test_the_script_reads_images_and_rows_without_a_size(tmp_path: Path) -> None
     data = PreparedDataset(dataset=rows, table=TABLE, open_table=open_table(SPEC), column="image", caption_column=None)
     data.save(tmp_path / "data")
     report = report_buckets(tmp_path / "data", tmp_path / "report.json", "--num_processes", 1)
-    assert [bucket["entries"] for bucket in report["buckets"]["buckets"]] == [1, 1, 0, 0]
+    assert [bucket["num_samples"] for bucket in report["buckets"]["buckets"]] == [1, 1, 0, 0]
     assert report["buckets"]["rejections"] == {"unreadable": 1}
 
 
@@ -165,10 +165,10 @@ def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Pat
     (tmp_path / "text.json").write_text("buckets")
     cases = [
         ((tmp_path,), "holds no bucketing.json"),
-        ((prepared_dir, "--table", tmp_path / "none.json"), "none.json is no file"),
+        ((prepared_dir, "--table", tmp_path / "none.json"), "none.json is not a file"),
         ((prepared_dir, "--table", tmp_path / "text.json"), "as BucketTable.to_json writes it"),
         ((prepared_dir, "--buckets", "50,50"), "the next valid size is"),
-        ((prepared_dir, "--capacity", 20), "Raise --capacity"),
+        ((prepared_dir, "--max_tokens", 20), "Raise --max_tokens"),
         ((prepared_dir, "--batch_size", 0), "--batch_size must be at least 1"),
     ]
     for arguments, message in cases:

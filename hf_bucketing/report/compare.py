@@ -1,0 +1,367 @@
+"""Padding, bucketing and packing compared on real plans of one data set, and ladders compared on a mix of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ..buckets.assignment import IntArray, count_rejections
+from ..buckets.ladders import COMMON_RATIOS, token_ladder
+from ..buckets.open_table import open_table
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
+from ..plans.bin_packing import PackPlanConfig
+from ..plans.epoch import EpochPlan
+from ..plans.packs import plan_packs
+from .measure import (
+    BucketReport,
+    FloatArray,
+    Histogram,
+    ReportConfig,
+    SizeColumns,
+    Sizes,
+    Subject,
+    Targets,
+    aspect_histogram,
+    bucket_targets,
+    empty_plan,
+    kept_area,
+    kept_frames,
+    measure_buckets,
+    plan_batches,
+    read_subject,
+    token_histogram,
+)
+
+StrategyName = Literal["padding", "bucketing", "packing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyReport:
+    """One strategy, measured on the plan of one epoch; means of nothing are NaN.
+
+    Attributes:
+        name (`"padding"`, `"bucketing"` or `"packing"`): See [`compare_strategies`].
+        kept (`int`): Samples in the plan.
+        dropped (mapping of `str` to `int`): Samples that are not in the plan, by the label of their
+            [`Rejection`][hf_bucketing.Rejection], or `remainder` for those that fill no step.
+        num_steps (`int`): Steps of the epoch, on each process.
+        mixed_steps (`int`): Bucketing: steps whose processes hold several buckets. 0 for the others.
+        real_tokens (`int`): Tokens of the kept samples at the sizes that they are trained at.
+        computed_tokens (`int`): Tokens that the model computes, padding included.
+        cropped_area (`float`): Mean over the kept samples of the share of a frame that cover-resize and crop remove.
+        cropped_frames (`float`): Mean over the kept samples of the share of the frames that is cut off.
+        step_balance (`float`): Mean over the steps of (mean cost over processes ÷ largest cost over processes);
+            1 if no process ever waits for another.
+        epoch_cost (`float`): Sum over the steps of the largest cost over processes, in floating-point operations of
+            one transformer block's forward pass: what the clock shows.
+        efficiency (`float`): Cost of the kept samples, each alone and without padding, ÷ (`epoch_cost` · processes):
+            the share of all processes' time that is neither spent on padding nor on waiting, at any resolution.
+        max_tokens (`int`, *optional*): Packing: tokens per process and step. None for the others.
+    """
+
+    name: StrategyName
+    kept: int
+    dropped: Mapping[str, int]
+    num_steps: int
+    mixed_steps: int
+    real_tokens: int
+    computed_tokens: int
+    cropped_area: float
+    cropped_frames: float
+    step_balance: float
+    epoch_cost: float
+    efficiency: float
+    max_tokens: int | None = None
+
+    @property
+    def token_use(self) -> float:
+        """Real tokens ÷ computed tokens."""
+        return self.real_tokens / self.computed_tokens if self.computed_tokens else float("nan")
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Mean tokens of a kept sample, without padding."""
+        return self.real_tokens / self.kept if self.kept else float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything reported about a data set and a bucket table; text and figures are made from it alone.
+
+    Attributes:
+        config ([`ReportConfig`]): Settings of the plans.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
+        buckets ([`BucketReport`]): What the table does to the data.
+        strategies (`tuple[StrategyReport, ...]`): Padding, bucketing and packing compared.
+        aspects ([`Histogram`]): Samples by aspect ratio.
+        tokens ([`Histogram`]): Samples by tokens.
+    """
+
+    config: ReportConfig
+    spec: LatentSpec
+    buckets: BucketReport
+    strategies: tuple[StrategyReport, ...]
+    aspects: Histogram
+    tokens: Histogram
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values, NaN as None."""
+        derived = ("token_use", "tokens_per_sample")
+        return {
+            "version": 2,
+            **_as_json(self),
+            "buckets": {**_as_json(self.buckets), "rejected": self.buckets.rejected},
+            "strategies": [
+                {**_as_json(strategy), **{name: _as_json(getattr(strategy, name)) for name in derived}}
+                for strategy in self.strategies
+            ],
+        }
+
+
+def _as_json(value: Any) -> Any:
+    """Turn dataclasses and mappings into dicts, sequences into lists (named tuples into dicts) and NaN into None."""
+    if is_dataclass(value):
+        return {field.name: _as_json(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "_asdict"):
+        return _as_json(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(part) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_as_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make_report(
+    columns: SizeColumns, table: BucketTable, *, spec: LatentSpec, config: ReportConfig | None = None
+) -> Report:
+    """Report what a bucket table does to a data set, and how padding, bucketing and packing compare on it.
+
+    Args:
+        columns ([`SizeColumns`]): Sizes of all rows.
+        table ([`BucketTable`][hf_bucketing.BucketTable]): The buckets.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model, which turn pixels into tokens.
+        config ([`ReportConfig`], *optional*): Settings of the plans.
+
+    Raises:
+        BucketingError: If there is no row, or a bucket does not divide into whole tokens.
+        PlanError: If a sample exceeds `config.max_tokens`.
+    """
+    config = config or ReportConfig()
+    subject = read_subject(columns, table, spec=spec, config=config)
+    return Report(
+        config=config,
+        spec=spec,
+        buckets=measure_buckets(subject),
+        strategies=compare_strategies(subject),
+        aspects=aspect_histogram(subject),
+        tokens=token_histogram(subject),
+    )
+
+
+def compare_strategies(subject: Subject) -> tuple[StrategyReport, ...]:
+    """Measure padding, bucketing and packing, in this order, on one data set.
+
+    - **padding**: `batch_size` samples at their own sizes, drawn at random; every batch is padded to the largest
+      number of frames, the largest height and the largest width that it holds. Every token attends to the whole
+      padded sample.
+    - **bucketing**: `batch_size` samples of one bucket, at the bucket's size.
+    - **packing**: samples at their own sizes, in packs of at most `max_tokens` tokens. Each takes whole strips, which
+      are what is computed, and attends to its own strips.
+
+    A sample's own size is rounded up to whole tokens, its frames down to a number that the model takes.
+
+    Raises:
+        PlanError: If a sample exceeds `config.max_tokens`.
+    """
+    return tuple(_measure(make(subject), subject) for make in (_padding, _bucketing, _packing))
+
+
+class _Epoch(NamedTuple):
+    """One epoch of a strategy: tokens that are computed, in any grouping, and the cost of each batch."""
+
+    name: StrategyName
+    targets: Targets
+    plan: EpochPlan
+    computed: IntArray
+    costs: FloatArray
+    max_tokens: int | None = None
+
+
+def _padding(subject: Subject) -> _Epoch:
+    """Plan batches of any samples, drawn at random, of equal number on all processes in every step."""
+    targets, spec, config = subject.own, subject.spec, subject.config
+    plan = plan_batches(np.where(targets.bucket_id < 0, -1, 0), config)
+    if not plan.num_batches:
+        return _Epoch("padding", targets, plan, np.zeros(0, np.int64), np.zeros(0))
+    largest = (np.maximum.reduceat(side[plan.indices], plan.offsets[:-1]) for side in targets.sizes)
+    table = open_table(spec)
+    padded = table.num_tokens(table.assign(*largest).bucket_id, spec=spec)
+    counts = np.diff(plan.offsets)
+    return _Epoch("padding", targets, plan, padded * counts, config.cost_model.cost(padded) * counts)
+
+
+def _bucketing(subject: Subject) -> _Epoch:
+    targets, config = subject.bucketed, subject.config
+    plan = plan_batches(targets.bucket_id.astype(np.int64), config)
+    tokens = targets.num_tokens[plan.indices]
+    return _Epoch("bucketing", targets, plan, tokens, config.cost_model.pack_cost(tokens, plan.offsets))
+
+
+def _packing(subject: Subject) -> _Epoch:
+    targets, config = subject.own, subject.config
+    max_tokens = config.max_tokens or _default_max_tokens(targets, config)
+    if np.count_nonzero(targets.num_tokens) < config.num_processes:
+        plan = empty_plan(targets.num_tokens > 0, config)
+    else:
+        packs = PackPlanConfig(
+            capacity=max_tokens,
+            multiple=config.strip_length,
+            seed=config.seed,
+        )
+        plan = plan_packs(targets.num_tokens, packs, epoch=0, num_processes=config.num_processes)
+    tokens = _strip_tokens(targets.num_tokens[plan.indices], config)
+    return _Epoch("packing", targets, plan, tokens, config.cost_model.pack_cost(tokens, plan.offsets), max_tokens)
+
+
+def _default_max_tokens(targets: Targets, config: ReportConfig) -> int:
+    """Return `batch_size` samples of median tokens, or the largest sample in whole strips if that is more."""
+    tokens = targets.num_tokens[targets.num_tokens > 0]
+    if not len(tokens):
+        return 0
+    return max(int(np.median(tokens)) * config.batch_size, int(_strip_tokens(tokens, config).max()))
+
+
+def _strip_tokens(num_tokens: IntArray, config: ReportConfig) -> IntArray:
+    """Return the tokens of whole strips that each sample takes in a pack; shape as given."""
+    return -(-num_tokens // config.strip_length) * config.strip_length
+
+
+def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
+    targets, plan, rows = epoch.targets, epoch.plan, epoch.plan.indices
+    by_step = epoch.costs.reshape(plan.num_steps, plan.num_processes)
+    slowest = by_step.max(axis=1)
+    remainder = {reason: count for reason, count in plan.drop_reasons.items() if reason != "rejected"}
+    useful = float(subject.config.cost_model.cost(targets.num_tokens[rows]).sum())
+
+    def lost(kept: FloatArray) -> float:
+        return 1 - float(kept[rows].mean()) if len(rows) else float("nan")
+
+    return StrategyReport(
+        name=epoch.name,
+        kept=plan.kept,
+        dropped={**count_rejections(targets.rejection), **remainder},
+        num_steps=plan.num_steps,
+        mixed_steps=plan.num_mixed_steps if epoch.name == "bucketing" else 0,
+        real_tokens=int(targets.num_tokens[rows].sum()),
+        computed_tokens=int(epoch.computed.sum()),
+        cropped_area=lost(kept_area(subject.sizes, targets.sizes)),
+        cropped_frames=lost(kept_frames(subject.sizes, targets.sizes)),
+        step_balance=float((by_step.mean(axis=1) / slowest).mean()) if plan.num_steps else float("nan"),
+        epoch_cost=float(slowest.sum()),
+        efficiency=useful / float(slowest.sum() * plan.num_processes) if plan.num_steps else float("nan"),
+        max_tokens=epoch.max_tokens,
+    )
+
+
+_SWEEP = 2001  # aspect ratios among which the worst is searched
+_LARGE = 20_000  # pixels of a side that every bucket can be cut from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderChoice:
+    """Arguments of [`token_ladder`][hf_bucketing.token_ladder], by the same names."""
+
+    tokens: Sequence[int]
+    frames: Sequence[int]
+    sizes: Sequence[tuple[int, int]] = ()
+    max_aspect_ratio: float = 2.5
+    aspect_step: float = 0.08
+
+    def make(self, spec: LatentSpec) -> BucketTable:
+        """Return the table, or raise what `token_ladder` raises."""
+        return token_ladder(
+            spec,
+            self.tokens,
+            frames=self.frames,
+            sizes=self.sizes,
+            max_aspect_ratio=self.max_aspect_ratio,
+            aspect_step=self.aspect_step,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderReport:
+    """What a ladder makes of samples; kept areas are shares of a frame.
+
+    Attributes:
+        choice ([`LadderChoice`]): The ladder that was measured.
+        num_buckets (`int`): Buckets of its table.
+        common (`float`): Mean kept area over the common ratios within the limit, and all numbers of frames.
+        worst (`float`): Smallest kept area over all ratios within the limit, and all numbers of frames, of samples
+            that are larger than every bucket.
+        mix (`float`): Mean kept area over the mix of [`measure_ladder`], of the samples that have a bucket.
+        too_small (`float`): Share of the mix that every bucket would enlarge.
+        short_batches (`float`): Share of the batches of an epoch of the mix that are not full.
+    """
+
+    choice: LadderChoice
+    num_buckets: int
+    common: float
+    worst: float
+    mix: float
+    too_small: float
+    short_batches: float
+
+
+def measure_ladder(
+    choice: LadderChoice, spec: LatentSpec, *, num_samples: int = 100_000, seed: int = 0
+) -> LadderReport:
+    """Measure a ladder on the common ratios, on all ratios, and on a mix.
+
+    The mix is log-normal: aspect ratios around 1.2 with a standard deviation of 0.35 in ln, sides (square root of the
+    area) around 1,000 pixels with 0.4; ratios beyond the limit are left out. Frames are those of the table and up to
+    15 more, evenly. An epoch takes batches of 8 samples on 8 processes.
+
+    Raises:
+        BucketingError: If there is no such ladder.
+    """
+    table, limit = choice.make(spec), math.log(choice.max_aspect_ratio)
+    config = ReportConfig(batch_size=8, num_processes=8, seed=seed)
+    common = [math.log(ratio) for ratio in COMMON_RATIOS if ratio <= choice.max_aspect_ratio * (1 + 1e-9)]
+
+    def kept_of_large(logarithms: FloatArray) -> FloatArray:
+        counts = np.repeat(np.array(choice.frames), len(logarithms))
+        sizes = _sizes(counts, np.tile(logarithms, len(choice.frames)), np.full(len(counts), _LARGE))
+        return kept_area(sizes, bucket_targets(sizes, table, spec=spec, config=config).sizes)
+
+    rng = np.random.default_rng(seed)
+    shapes = rng.normal(math.log(1.2), 0.35, 2 * num_samples + 100)
+    shapes = shapes[np.abs(shapes) <= limit][:num_samples]
+    counts = rng.choice(np.array(choice.frames), len(shapes))
+    counts += np.where(counts > 1, rng.integers(0, 16, len(shapes)), 0)
+    mix = _sizes(counts, shapes, rng.lognormal(math.log(1000), 0.4, len(shapes)))
+    targets = bucket_targets(mix, table, spec=spec, config=config)
+    plan = plan_batches(targets.bucket_id.astype(np.int64), config)
+    has_bucket = targets.bucket_id >= 0
+    return LadderReport(
+        choice=choice,
+        num_buckets=len(table),
+        common=float(kept_of_large(np.array([*common, *(-ratio for ratio in common)])).mean()),
+        worst=float(kept_of_large(np.linspace(-limit, limit, _SWEEP)).min()),
+        mix=float(kept_area(mix, targets.sizes)[has_bucket].mean()) if has_bucket.any() else math.nan,
+        too_small=1 - float(has_bucket.mean()),
+        short_batches=float((np.diff(plan.offsets) < config.batch_size).mean()) if plan.num_batches else math.nan,
+    )
+
+
+def _sizes(frames: IntArray, logarithms: FloatArray, sides: FloatArray) -> Sizes:
+    """Return sizes of given aspect ratios, as logarithms, and square roots of their areas."""
+    heights, widths = (
+        np.maximum(np.round(sides * np.exp(sign * logarithms / 2)).astype(np.int64), 1) for sign in (-1, 1)
+    )
+    return Sizes(np.asarray(frames, np.int64), heights, widths)

@@ -1,0 +1,418 @@
+"""What a bucket table makes of the samples of a data set: sizes, losses, batches and histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..buckets.assignment import AssignmentRule, IntArray, as_columns, count_rejections
+from ..buckets.cost import CostModel
+from ..buckets.open_table import open_table
+from ..buckets.sizes import LatentSpec, Size
+from ..buckets.table import BucketTable
+from ..errors import BucketingError
+from ..plans.buckets import BucketPlanConfig, plan_buckets
+from ..plans.epoch import EpochPlan
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class SizeColumns(NamedTuple):
+    """Sizes of all samples, as columns of one length.
+
+    Args:
+        frames (array of `int`, shape `(n,)`): Frames at the frame rate of training; 1 for an image, negative if the
+            sample is unreadable.
+        heights (array of `int`, shape `(n,)`): Heights in pixels.
+        widths (array of `int`, shape `(n,)`): Widths in pixels.
+    """
+
+    frames: npt.ArrayLike
+    heights: npt.ArrayLike
+    widths: npt.ArrayLike
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportConfig:
+    """Settings of the plans that a report makes.
+
+    Args:
+        batch_size (`int`): Samples per process and step, for bucketing and padding.
+        num_processes (`int`): Processes that share the steps.
+        max_tokens (`int`, *optional*): Tokens per process and step, for packing. Defaults to `batch_size` samples of
+            median tokens, or the largest sample where that is more.
+        strip_length (`int`): Tokens per strip of a pack; each sample takes whole strips.
+        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of assigning a sample to a bucket.
+        max_area (`int`, *optional*): Largest frame, in pixels, at which padding and packing take a sample; a larger
+            one is shrunk to it. By default they take every sample at its own size.
+        width (`int`): Hidden size of the model, for the cost of tokens; the default is that of Wan 2.1 1.3B.
+        seed (`int`): Seed of the plans, not negative.
+
+    Raises:
+        BucketingError: If a value is out of range.
+    """
+
+    batch_size: int = 4
+    num_processes: int = 8
+    max_tokens: int | None = None
+    strip_length: int = 64
+    rule: AssignmentRule = field(default_factory=AssignmentRule)
+    max_area: int | None = None
+    width: int = 1536
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BucketingError(f"`{name}` must be at least 1, got {value}.")
+        if self.seed < 0:
+            raise BucketingError(f"`seed` must not be negative, got {self.seed}.")
+
+    @property
+    def cost_model(self) -> CostModel:
+        """Cost in floating-point operations of one transformer block of this width."""
+        return CostModel.for_transformer(self.width)
+
+
+class Sizes(NamedTuple):
+    """Sizes of all samples as `int64` arrays of shape `(n,)`, in frames and pixels."""
+
+    frames: IntArray
+    heights: IntArray
+    widths: IntArray
+
+
+class Targets(NamedTuple):
+    """Target of each sample; every array has shape `(n,)`.
+
+    Attributes:
+        bucket_id: Position in the table that the targets come from, negative for a rejected sample.
+        rejection: A [`Rejection`][hf_bucketing.Rejection], 0 where there is none.
+        num_tokens: Tokens at the target size, 0 for a rejected sample.
+        sizes: Target sizes; those of rejected samples mean nothing.
+    """
+
+    bucket_id: npt.NDArray[np.int32]
+    rejection: npt.NDArray[np.int8]
+    num_tokens: IntArray
+    sizes: Sizes
+
+
+class Subject(NamedTuple):
+    """Everything that a report is computed from: the samples in their buckets and at their own size, and settings."""
+
+    sizes: Sizes
+    bucketed: Targets
+    own: Targets
+    table: BucketTable
+    spec: LatentSpec
+    config: ReportConfig
+
+
+def read_subject(columns: SizeColumns, table: BucketTable, *, spec: LatentSpec, config: ReportConfig) -> Subject:
+    """Read the columns and find the targets of all samples.
+
+    Raises:
+        BucketingError: If there is no row, if the columns differ in length, if a bucket does not divide into whole
+            tokens, or if a sample is too large for the open table.
+    """
+    sizes = read_sizes(columns)
+    return Subject(
+        sizes=sizes,
+        bucketed=bucket_targets(sizes, table, spec=spec, config=config),
+        own=own_targets(sizes, spec=spec, config=config),
+        table=table,
+        spec=spec,
+        config=config,
+    )
+
+
+def read_sizes(columns: SizeColumns) -> Sizes:
+    """Return the columns as arrays.
+
+    Raises:
+        BucketingError: If they are empty or differ in length.
+    """
+    sizes = Sizes(*as_columns(*columns))
+    if not len(sizes.frames):
+        raise BucketingError("The data set is empty: there is nothing to report about.")
+    return sizes
+
+
+def bucket_targets(sizes: Sizes, table: BucketTable, *, spec: LatentSpec, config: ReportConfig) -> Targets:
+    """Assign each sample to its bucket.
+
+    Raises:
+        BucketingError: If a bucket of the table does not divide into whole tokens of `spec`.
+    """
+    result = table.assign(*sizes, rule=config.rule)
+    return Targets(
+        bucket_id=result.bucket_id,
+        rejection=result.rejection,
+        num_tokens=table.num_tokens(result.bucket_id, spec=spec),
+        sizes=bucket_sizes(result.bucket_id, table),
+    )
+
+
+def bucket_sizes(bucket_ids: npt.NDArray[np.integer[Any]], table: BucketTable) -> Sizes:
+    """Return the size of each sample's bucket; any size for a rejected sample."""
+    return Sizes(*np.array(table.sizes, np.int64)[np.maximum(bucket_ids, 0)].T)
+
+
+def own_targets(sizes: Sizes, *, spec: LatentSpec, config: ReportConfig) -> Targets:
+    """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `config.max_area`.
+
+    Raises:
+        BucketingError: If a sample is too large for the open table.
+    """
+    shrunk = sizes if config.max_area is None else _shrink(sizes, config.max_area)
+    table = open_table(spec)
+    result = table.assign(*shrunk)
+    usable = result.bucket_id >= 0
+    return Targets(
+        bucket_id=result.bucket_id,
+        rejection=result.rejection,
+        num_tokens=table.num_tokens(result.bucket_id, spec=spec),
+        sizes=Sizes(*spec.snap_arrays(*(np.where(usable, column, 1) for column in shrunk))),
+    )
+
+
+def _shrink(sizes: Sizes, max_area: int) -> Sizes:
+    """Shrink frames above `max_area` to it, sides rounded down to pixels: 1000×4000 within 10⁶ -> 500×2000."""
+    large = (np.minimum(sizes.heights, sizes.widths) > 0) & (sizes.heights * sizes.widths > max_area)
+    scale = np.sqrt(max_area / np.where(large, sizes.heights * sizes.widths, max_area))
+    heights, widths = (
+        np.where(large, np.maximum((side * scale).astype(np.int64), 1), side) for side in (sizes.heights, sizes.widths)
+    )
+    return Sizes(sizes.frames, heights, widths)
+
+
+def kept_area(sizes: Sizes, targets: Sizes) -> FloatArray:
+    """Return the share of each sample's frame inside its target after cover-resize, before pixels are rounded.
+
+    A frame of 100×200 that covers a square target keeps a half.
+    """
+    across, down = sizes.widths * targets.heights, sizes.heights * targets.widths
+    share: FloatArray = np.minimum(across, down) / np.maximum(np.maximum(across, down), 1)
+    return share
+
+
+def kept_frames(sizes: Sizes, targets: Sizes) -> FloatArray:
+    """Return the share of each sample's frames that its target has."""
+    share: FloatArray = targets.frames / np.maximum(sizes.frames, 1)
+    return share
+
+
+def resize_scale(sizes: Sizes, targets: Sizes) -> FloatArray:
+    """Return the factor by which cover-resize scales each sample's sides; above 1 it enlarges."""
+    heights, widths = np.maximum(sizes.heights, 1), np.maximum(sizes.widths, 1)
+    scale: FloatArray = np.maximum(targets.heights / heights, targets.widths / widths)
+    return scale
+
+
+def plan_batches(bucket_ids: IntArray, config: ReportConfig) -> EpochPlan:
+    """Plan an epoch of batches of one bucket; without a sample for each process, the plan has no step."""
+    if np.count_nonzero(bucket_ids >= 0) < config.num_processes:
+        return empty_plan(bucket_ids >= 0, config)
+    settings = BucketPlanConfig(batch_size=config.batch_size, seed=config.seed)
+    return plan_buckets(bucket_ids, settings, epoch=0, num_processes=config.num_processes)
+
+
+def empty_plan(usable: npt.NDArray[np.bool_], config: ReportConfig) -> EpochPlan:
+    """Return a plan without a step, so that a report can say why: too few samples are usable."""
+    remainder = int(np.count_nonzero(usable))
+    reasons = {"rejected": len(usable) - remainder, "remainder": remainder}
+    return EpochPlan(
+        indices=np.zeros(0, np.int64),
+        offsets=np.zeros(1, np.int64),
+        bucket_ids=np.zeros(0, np.int32),
+        num_processes=config.num_processes,
+        drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketUse:
+    """One bucket: its size, what it does to its samples, and its part in one epoch's plan.
+
+    Attributes:
+        bucket_id (`int`): Position in the table.
+        size ([`Size`][hf_bucketing.Size]): Target size.
+        num_tokens (`int`): Tokens per sample.
+        cost (`float`): Cost of one sample, in floating-point operations of one transformer block's forward pass.
+        num_samples (`int`): Samples assigned to it. Where there are none, the three means below are NaN.
+        kept_area (`float`): Mean share of the samples' frames inside the bucket after cover-resize.
+        kept_frames (`float`): Mean share of the samples' frames that the bucket has.
+        scale (`float`): Mean factor by which cover-resize scales a side; above 1 it enlarges.
+        enlarged (`int`): Samples with a factor above 1.
+        batches (`int`): Batches of this bucket on all processes together, short ones included.
+        short_batches (`int`): Batches of fewer than `batch_size` samples.
+        mixed_samples (`int`): Samples in mixed steps, whose processes hold one sample each, of several buckets.
+        dropped (`int`): Samples in no batch of this epoch.
+    """
+
+    bucket_id: int
+    size: Size
+    num_tokens: int
+    cost: float
+    num_samples: int
+    kept_area: float
+    kept_frames: float
+    scale: float
+    enlarged: int
+    batches: int
+    short_batches: int
+    mixed_samples: int
+    dropped: int
+
+
+class Spread(NamedTuple):
+    """Mean, median and largest of some values; NaN if there are none."""
+
+    mean: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketReport:
+    """What a bucket table does to a data set.
+
+    Attributes:
+        num_samples (`int`): Rows of the data set.
+        rejections (mapping of `str` to `int`): Rejected rows, by the label of their
+            [`Rejection`][hf_bucketing.Rejection].
+        aspect_error ([`Spread`]): |ln(aspect ratio of a sample ÷ aspect ratio of its bucket)|.
+        aspect_difference ([`Spread`]): |aspect ratio of a sample − aspect ratio of its bucket|, as NovelAI prints it.
+        kept_area (`float`): Mean over all samples with a bucket, as in [`BucketUse`]; NaN if there is none.
+        enlarged (`int`): Samples that their bucket enlarges.
+        num_steps (`int`): Steps of an epoch, on each process.
+        mixed_steps (`int`): Steps whose processes hold several buckets.
+        buckets (`tuple[BucketUse, ...]`): All buckets, in the order of the table.
+    """
+
+    num_samples: int
+    rejections: Mapping[str, int]
+    aspect_error: Spread
+    aspect_difference: Spread
+    kept_area: float
+    enlarged: int
+    num_steps: int
+    mixed_steps: int
+    buckets: tuple[BucketUse, ...]
+
+    @property
+    def rejected(self) -> int:
+        """Rows without a bucket."""
+        return sum(self.rejections.values())
+
+    @property
+    def used(self) -> tuple[BucketUse, ...]:
+        """Buckets that hold a sample, the fullest first, equal ones in the order of the table."""
+        return tuple(sorted((use for use in self.buckets if use.num_samples), key=lambda use: -use.num_samples))
+
+
+def measure_buckets(subject: Subject) -> BucketReport:
+    """Plan one epoch of buckets and count; the plan has no step if fewer samples than processes have a bucket."""
+    sizes, targets = subject.sizes, subject.bucketed
+    plan = plan_batches(targets.bucket_id.astype(np.int64), subject.config)
+    rows = np.flatnonzero(targets.bucket_id >= 0)
+    ratio, target_ratio = (side.widths[rows] / side.heights[rows] for side in (sizes, targets.sizes))
+    scale, area = resize_scale(sizes, targets.sizes)[rows], kept_area(sizes, targets.sizes)[rows]
+    return BucketReport(
+        num_samples=len(targets.bucket_id),
+        rejections=count_rejections(targets.rejection),
+        aspect_error=_spread(np.abs(np.log(ratio / target_ratio))),
+        aspect_difference=_spread(np.abs(ratio - target_ratio)),
+        kept_area=float(area.mean()) if len(rows) else float("nan"),
+        enlarged=int(np.count_nonzero(scale > 1)),
+        num_steps=plan.num_steps,
+        mixed_steps=plan.num_mixed_steps,
+        buckets=_uses(subject, plan),
+    )
+
+
+def _spread(values: FloatArray) -> Spread:
+    if not len(values):
+        return Spread(*[float("nan")] * 3)
+    return Spread(float(values.mean()), float(np.median(values)), float(values.max()))
+
+
+def _uses(subject: Subject, plan: EpochPlan) -> tuple[BucketUse, ...]:
+    sizes, targets, table, config = subject.sizes, subject.bucketed, subject.table, subject.config
+    rows = np.flatnonzero(targets.bucket_id >= 0)
+    ids = targets.bucket_id[rows].astype(np.int64)
+
+    def count(bucket_ids: npt.NDArray[np.integer[Any]]) -> IntArray:
+        return np.bincount(bucket_ids, minlength=len(table)).astype(np.int64)
+
+    def mean(values: FloatArray) -> FloatArray:
+        means, numbers = np.full(len(table), np.nan), count(ids)
+        np.divide(np.bincount(ids, values[rows], len(table)), numbers, out=means, where=numbers > 0)
+        return means
+
+    scale = resize_scale(sizes, targets.sizes)
+    batch_sizes, of_bucket = np.diff(plan.offsets), plan.bucket_ids >= 0
+    in_mixed = np.repeat(~of_bucket, batch_sizes)
+    tokens = table.num_tokens(np.arange(len(table)), spec=subject.spec)
+    columns = {
+        "num_tokens": tokens,
+        "cost": config.cost_model.cost(tokens),
+        "num_samples": count(ids),
+        "kept_area": mean(kept_area(sizes, targets.sizes)),
+        "kept_frames": mean(kept_frames(sizes, targets.sizes)),
+        "scale": mean(scale),
+        "enlarged": count(ids[scale[rows] > 1]),
+        "batches": count(plan.bucket_ids[of_bucket]),
+        "short_batches": count(plan.bucket_ids[of_bucket & (batch_sizes < config.batch_size)]),
+        "mixed_samples": count(targets.bucket_id[plan.indices[in_mixed]]),
+        "dropped": count(ids) - count(targets.bucket_id[plan.indices]),
+    }
+    return tuple(
+        BucketUse(bucket_id=position, size=size, **{name: column[position].item() for name, column in columns.items()})
+        for position, size in enumerate(table.sizes)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Counts of several groups of samples in the same bins.
+
+    Attributes:
+        edges (`tuple[float, ...]`): Rising edges, one more than there are bins; a bin holds its lower edge, the last
+            bin both.
+        counts (mapping of `str` to `tuple[int, ...]`): Samples in each bin, by group.
+    """
+
+    edges: tuple[float, ...]
+    counts: Mapping[str, tuple[int, ...]]
+
+
+def aspect_histogram(subject: Subject, *, num_bins: int = 60) -> Histogram:
+    """Count readable samples by aspect ratio (width ÷ height), those with a bucket and those rejected."""
+    sizes, kept = subject.sizes, subject.bucketed.bucket_id >= 0
+    known = np.minimum.reduce(sizes) > 0
+    ratios = sizes.widths / np.maximum(sizes.heights, 1)
+    return _in_log_bins({"with a bucket": ratios[kept], "rejected": ratios[known & ~kept]}, num_bins)
+
+
+def token_histogram(subject: Subject, *, num_bins: int = 50) -> Histogram:
+    """Count samples by their tokens, at the sizes of their buckets and at their own."""
+    bucketed, own = subject.bucketed.num_tokens, subject.own.num_tokens
+    groups = {"at their bucket's size": bucketed[bucketed > 0], "at their own size": own[own > 0]}
+    return _in_log_bins(groups, num_bins)
+
+
+def _in_log_bins(groups: Mapping[str, npt.NDArray[np.number[Any]]], num_bins: int) -> Histogram:
+    """Count in bins of equal ratio that hold all values."""
+    values = np.concatenate([np.asarray(group, np.float64) for group in groups.values()])
+    low, high = (values.min(), values.max()) if len(values) else (1.0, 1.0)
+    edges = np.geomspace(low / 1.05, high * 1.05, num_bins + 1)
+    counts = {name: tuple(np.histogram(group, edges)[0].tolist()) for name, group in groups.items()}
+    return Histogram(edges=tuple(edges.tolist()), counts=counts)
