@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 
-from hf_bucketing import BucketTable, ColumnError, LatentSpec, Rejection, Size, open_table
+from hf_bucketing import BucketTable, ColumnError, LatentSpec, Size, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, check_captions, map_columns
 from tests.conftest import run_script_here
 
