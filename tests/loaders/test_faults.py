@@ -188,6 +188,25 @@ def test_settings_that_cannot_work_are_errors(images: Dataset, tmp_path: Path) -
         collate([images[17]])
 
 
+class WholeColumn:
+    """A column that is slow to read row by row, as a `Column` of datasets is."""
+
+    def __getitem__(self, rows: slice) -> list[int]:
+        assert rows == slice(None), "read at once"
+        return [4, 7, 7]
+
+
+class WholeColumns:
+    column_names = ("index", "bucket_id")
+
+    def __getitem__(self, name: str) -> WholeColumn:
+        return WholeColumn()
+
+
+def test_replacements_read_a_column_at_once(tmp_path: Path) -> None:
+    assert Replacements(WholeColumns(), log=tmp_path / "log").column("bucket_id").tolist() == [4, 7, 7]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["die", "hang"])
 def test_a_worker_that_dies_or_hangs_ends_all_processes_and_is_named(fault: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def rows(*lengths: int):
 @pytest.mark.parametrize(("options", "width"), [
     ({}, 9), ({"multiple": 4}, 12), ({"multiple": 3}, 9), ({"boundaries": [32, 9, 16]}, 9), ({"boundaries": [16]}, 16),
 ])  # fmt: skip
-def test_samples_are_padded_behind_their_end_and_their_lengths_told(options, width: int) -> None:
+def test_samples_are_padded_at_their_end_and_their_lengths_returned(options, width: int) -> None:
     batch = PadCollator(["x"], value=-7, **options)(rows(5, 9, 1))
     assert batch["x"].shape == (3, 2, width)
     assert batch["lengths"].tolist() == [5, 9, 1]
