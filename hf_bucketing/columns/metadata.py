@@ -277,7 +277,7 @@ def _compare_with_files(dataset: Dataset, names: tuple[str, ...], metadata: Medi
             header = ", ".join(f"{name} {file[name]}" for name in names)
             raise ColumnError(
                 f"Row {row} ({path}) has {columns}, but the file has {header}, as shown; correct the columns, or use "
-                "read_headers, which reads the sizes of all files instead."
+                "`read_headers=True`, which reads the sizes of all files instead."
             )
     return unreadable
 

@@ -147,7 +147,7 @@ def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
 
 def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline_dir, tmp_path: Path) -> None:
     prepared = PreparedDataset.load(video_dir)
-    with pytest.raises(BucketingError, match=r"--random_resize.*--image_sizes own"):
+    with pytest.raises(BucketingError, match=r"`resize`.*--image_sizes own"):
         make_data(in_process(pipeline_dir, video_dir, tmp_path, **PACK, random_resize=32), prepared.spec, width=96)
     with pytest.raises(BucketingError, match="leave resize"):
         PackCollator(prepared.open_table, resize=RandomResize(spec=WAN))
