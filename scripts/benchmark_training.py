@@ -14,7 +14,7 @@ import torch
 from benchmark_tools import benchmark_parser, machine, report, seconds_of
 from torch.utils.data import DataLoader
 
-from hf_bucketing import BucketTable, token_ladder
+from hf_bucketing import BucketTable, open_table, token_ladder
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
 from hf_bucketing.command_line.flags import FlagParser
@@ -64,7 +64,12 @@ def prepare(folder: Path, recipe: Recipe, samples: int) -> PreparedDataset:
     dataset = map_columns(dataset, BucketColumns(table, spec))
     dataset = dataset.add_column("index", range(len(dataset)))
     return PreparedDataset(
-        dataset=dataset, table=table, spec=spec, column=loaded.column, caption_column="caption", root=loaded.root
+        dataset=dataset,
+        table=table,
+        open_table=open_table(spec),
+        column=loaded.column,
+        caption_column="caption",
+        root=loaded.root,
     )
 
 

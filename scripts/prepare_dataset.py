@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from datasets import Dataset
-
-from hf_bucketing import AssignmentRule, BucketTable, ImageSizes, LatentSpec, OpenTable, open_table, token_ladder
+from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, open_table, token_ladder
 from hf_bucketing.columns import (
     BucketColumns,
     MediaMetadata,
     PreparedDataset,
     add_sizes,
     check_captions,
+    column_array,
     load_source,
     map_columns,
 )
@@ -28,6 +27,8 @@ from hf_bucketing.errors import ColumnError, FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.report import describe_assignment
+
+SIZES = ("num_frames", "height", "width")
 
 
 def heights_and_widths(text: str) -> list[tuple[int, int]]:
@@ -126,11 +127,6 @@ def make_table(config: TableConfig, spec: LatentSpec, native_sizes: Sequence[tup
     return table.images_at_video_sizes() if config.image_sizes == "video" else table
 
 
-def sizes_of_videos(dataset: Dataset, table: OpenTable, rule: AssignmentRule) -> ImageSizes:
-    sizes = (dataset[name] for name in ("num_frames", "height", "width"))
-    return table.images_at_video_sizes(*sizes, rule=rule).image_sizes
-
-
 def main(args: argparse.Namespace) -> None:
     tables = from_flags(TableConfig, args)
     check_folder_writable(args.output_dir)
@@ -161,19 +157,19 @@ def main(args: argparse.Namespace) -> None:
     dataset = map_columns(
         dataset, BucketColumns(table, spec, rule=rule), num_proc=args.num_proc, overwrite=args.overwrite
     )
+    if args.image_sizes == "video":
+        sizes = (column_array(dataset, name) for name in SIZES)
+        packed = packed.images_at_video_sizes(*sizes, rule=rule)
     prepared = PreparedDataset(
         dataset=dataset,
         table=table,
-        spec=spec,
+        open_table=packed,
         column=loaded.column,
         caption_column=loaded.caption_column,
         root=loaded.root,
-        image_sizes=sizes_of_videos(dataset, packed, rule) if tables.image_sizes == "video" else None,
-        max_frames=packed.max_frames,
     )
     prepared.save(args.output_dir)
-    names = ["num_frames", "height", "width", "bucket_id", "rejection"]
-    columns = dataset.select_columns(names).with_format("numpy")[:]
+    columns = {name: column_array(dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
     print(describe_assignment(columns, table=table, spec=spec, rule=rule, name_rows=prepared.file_names))
     print(f"Saved to {args.output_dir}")
 

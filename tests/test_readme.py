@@ -32,7 +32,7 @@ from hf_bucketing.loaders import (
     PadCollator,
     PlannedBatchSampler,
 )
-from hf_bucketing.loaders.media_collator import MediaCollator
+from hf_bucketing.loaders.collators import MediaCollator
 from hf_bucketing.streaming import StreamingBucketBatcher
 from tests.conftest import ROOT, run_script_here
 

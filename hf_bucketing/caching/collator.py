@@ -11,7 +11,7 @@ import torch
 from ..buckets.sizes import CropBox, Size
 from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
-from ..loaders.media_collator import Row, require
+from ..loaders.collators import Row, require
 from .store import TensorCache
 
 

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from ..buckets.assignment import Rejection
 from ..columns.apply import map_columns
+from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import CacheInfo, PreparedDataset
 from .config import CacheConfig, Encoder
@@ -49,7 +50,7 @@ def cache_dataset(
     _encode_share(rows, latents, state)
     text = _text(prepared, encoder, config)
     if text is not None:
-        captions = sorted({*prepared.dataset[text.column], ""})
+        captions = sorted({*prepared.dataset[text.column][:], ""})
         share = captions[state.process_index :: state.num_processes]
         for start in tqdm(range(0, len(share), config.batch_size), desc="texts", disable=not state.is_main_process):
             text({text.column: share[start : start + config.batch_size]})
@@ -59,7 +60,7 @@ def cache_dataset(
     if not state.is_main_process:
         return None, counts
     keys = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)["latents_key"]
-    dataset = _with_keys(prepared.dataset, np.array(keys), np.asarray(rows["bucket_id"]))
+    dataset = _with_keys(prepared.dataset, np.array(keys), column_array(rows, "bucket_id"))
     if text is not None:
         dataset = map_columns(dataset, text, overwrite=True)
     info = CacheInfo(
@@ -102,7 +103,7 @@ def _text(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -> T
 
 def _encode_share(rows: Dataset, latents: LatentColumns, state: PartialState) -> None:
     """Encode this process's share of the rows, in the order of their buckets, so that stacks are full."""
-    order = np.argsort(np.asarray(rows["bucket_id"]), kind="stable")
+    order = np.argsort(column_array(rows, "bucket_id"), kind="stable")
     share = np.array_split(order, state.num_processes)[state.process_index]
     chosen = rows.select_columns(list(latents.input_columns)).select(share)
     with tqdm(total=len(share), desc="latents", disable=not state.is_main_process) as bar, torch.no_grad():
@@ -117,7 +118,7 @@ def _with_keys(dataset: Dataset, keys: np.ndarray, bucket_ids: np.ndarray) -> Da
     if unreadable.any():
         marks = {"width": -1, "height": -1, "num_frames": -1, "bucket_id": -1, "num_tokens": 0}
         for name, mark in {**marks, "rejection": Rejection.UNREADABLE.label}.items():
-            old = np.asarray(dataset[name])
+            old = column_array(dataset, name)
             columns[name] = np.where(unreadable, np.array(mark, old.dtype if old.dtype.kind == "i" else None), old)
     dataset = dataset.remove_columns([name for name in columns if name in dataset.column_names])
     for name, column in columns.items():

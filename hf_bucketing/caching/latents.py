@@ -116,8 +116,8 @@ class LatentColumns:
         resized, crop = view.crop(int(row["height"]), int(row["width"]))
         geometry = {"size": view.size, "fps": view.fps, "start": view.start, "flip": view.flip}
         # Images have one decoder. Keys for PyAV do not name it: older caches had no other decoder.
-        if view.fps and view.decoder != "pyav":
-            geometry["decoder"] = view.decoder
+        if view.fps and view.video_decoder != "pyav":
+            geometry["decoder"] = view.video_decoder
         key = entry_key(
             kind="latents",
             rule_version=RULE_VERSION,

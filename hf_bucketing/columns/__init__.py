@@ -1,11 +1,11 @@
-"""Sources of data and the columns that `Dataset.map` callables compute."""
+"""Sources of data, and the callables for `Dataset.map` that add columns of sizes and buckets."""
 
 from .apply import map_columns
+from .arrays import column_array
 from .buckets import BucketColumns
 from .captions import CaptionCheck, check_captions
-from .metadata import ExistingMetadata, MediaMetadata
+from .metadata import ExistingMetadata, MediaMetadata, SizedDataset, add_sizes
 from .prepared import CacheInfo, PreparedDataset
-from .sizes import SizedDataset, add_sizes
 from .sources import MediaDataset, load_source
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "SizedDataset",
     "add_sizes",
     "check_captions",
+    "column_array",
     "load_source",
     "map_columns",
 ]

@@ -15,16 +15,16 @@ AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
 
 class ColumnFunction(Protocol):
-    """A picklable batch function that names what it reads and writes.
+    """Batch function that can be pickled and names the columns that it reads and writes.
 
-    One whose results depend on more than itself and the columns, such as the content of files, also has
-    `reusable = False`: then datasets neither keeps its results, nor takes earlier ones, nor hashes the function.
+    A function whose results depend on more than itself and the columns, such as on the contents of files, also has
+    `reusable = False`: datasets then neither stores its results, nor reuses earlier ones, nor hashes the function.
 
     Attributes:
-        input_columns (`tuple[str, ...]`): Columns that a batch must hold.
-        optional_columns (`tuple[str, ...]`): Columns that are read where they are.
-        output_columns (`tuple[str, ...]`): Columns that it returns.
-        vectorised (`bool`): Whether it takes Arrow columns, in batches as large as they come.
+        input_columns (`tuple[str, ...]`): Columns that a batch must have.
+        optional_columns (`tuple[str, ...]`): Columns that are read if they exist.
+        output_columns (`tuple[str, ...]`): Columns that the function returns.
+        vectorised (`bool`): Whether the function takes Arrow columns, in large batches.
     """
 
     @property
@@ -46,25 +46,25 @@ def map_columns(
     num_proc: int | None = None,
     overwrite: bool = False,
 ) -> AnyDataset:
-    """Add the columns that a callable computes, from the cache where datasets has them already.
+    """Add the columns that a callable computes, or take them from the cache of datasets.
 
-    Only the new columns are written, or kept in memory where the data set lies in a folder that cannot be written; the
-    others, with all the bytes that they may hold, stay where they are. Media
-    columns that the callable reads come back as `Image(decode=False)` or `Video(decode=False)`, holding paths or
-    bytes: files are decoded once, in the collator, when their target size is known. The caller's format stays.
+    Only the new columns are written, or kept in memory if the data set lies in a read-only folder; the other columns
+    are not copied, however many bytes they hold. Media columns that the callable reads are returned as
+    `Image(decode=False)` or `Video(decode=False)`, that is as paths or bytes: files are decoded once, in the collator,
+    when their target size is known. The data set keeps its format.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`): Holds the callable's `input_columns`.
-        function (callable): Such as `MediaMetadata` or `BucketColumns`.
+        dataset (`Dataset` or `IterableDataset`): Rows with the callable's `input_columns`.
+        function (callable): Column function, such as `MediaMetadata` or `BucketColumns`.
         batch_size (`int`, *optional*): Rows per call; by default 1,000, or 100,000 for a vectorised callable.
-        num_proc (`int`, *optional*): Processes; a `Dataset` only.
-        overwrite (`bool`): Whether columns that exist already may be replaced.
+        num_proc (`int`, *optional*): Number of processes, for a `Dataset`.
+        overwrite (`bool`): Whether existing columns may be replaced.
 
     Returns:
         The data set with `function.output_columns` added.
 
     Raises:
-        ColumnError: If the data set is empty, lacks an input column, or has an output column and `overwrite` is off.
+        ColumnError: If the data set is empty, lacks an input column, or has an output column and `overwrite` is False.
     """
     columns: list[str] = _check_columns(dataset, function, overwrite=overwrite)
     inputs = [*function.input_columns, *(name for name in function.optional_columns if name in columns)]
@@ -101,7 +101,7 @@ def map_columns(
 
 
 def undecoded(dataset: AnyDataset, columns: Iterable[str]) -> AnyDataset:
-    """Return the data set with `Image` and `Video` columns among those named as paths or bytes, not decoded."""
+    """Return the data set with the named `Image` and `Video` columns as paths or bytes instead of decoded media."""
     for column in columns:
         feature = (dataset.features or {}).get(column)
         if isinstance(feature, (Image, Video)) and feature.decode:
@@ -110,12 +110,12 @@ def undecoded(dataset: AnyDataset, columns: Iterable[str]) -> AnyDataset:
 
 
 def _can_cache(dataset: Dataset) -> bool:
-    """Return whether datasets can write its cache, which lies beside the files of the data set."""
+    """Return whether datasets can write its cache, which it keeps beside the files of the data set."""
     return all(os.access(os.path.dirname(file["filename"]), os.W_OK) for file in dataset.cache_files)
 
 
 def _check_columns(dataset: AnyDataset, function: ColumnFunction, *, overwrite: bool) -> list[str]:
-    """Return the columns of the data set, or say what is missing or in the way."""
+    """Return the columns of the data set, or raise if one is missing or would be replaced."""
     name = type(function).__name__
     columns: list[str] = list(dataset.column_names or next(iter(dataset), {}))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):

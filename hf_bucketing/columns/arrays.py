@@ -1,4 +1,4 @@
-"""What columns hold, and columns of a batch as numpy arrays, whether they come as lists, arrays or Arrow columns."""
+"""Columns as numpy arrays: of a data set, or of a batch of lists, arrays or Arrow columns."""
 
 from __future__ import annotations
 
@@ -8,21 +8,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from datasets import Value
+from datasets import Dataset, Value
 
 from ..errors import ColumnError
 
 
 def is_text(feature: Any) -> bool:
-    """Return whether a feature of datasets is one of Arrow's string types; pandas 3 makes `large_string` of csv."""
+    """Return whether a feature of datasets has one of Arrow's string types; pandas 3 reads csv as `large_string`."""
     return isinstance(feature, Value) and feature.dtype in ("string", "large_string", "string_view")
 
 
-def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:
-    """Return a column of numbers, of shape `(n,)`, NaN where there is no value.
+def column_array(dataset: Dataset, name: str) -> npt.NDArray[Any]:
+    """Return a whole column as an array of shape `(n,)`.
+
+    numpy reads a `Column`, which is what `dataset[name]` returns, row by row: 7 seconds per million rows, against
+    milliseconds here.
 
     Raises:
-        ColumnError: If the column does not hold numbers.
+        ColumnError: If the data set has no such column.
+    """
+    if name not in dataset.column_names:
+        raise ColumnError(f"The data set has no column {name!r}, only {dataset.column_names}.")
+    column: pa.ChunkedArray = dataset.select_columns([name]).with_format("arrow")[:][name]
+    return column.to_numpy()
+
+
+def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:
+    """Return a column of numbers as an array of shape `(n,)`, with NaN for missing values.
+
+    Raises:
+        ColumnError: If the column holds anything but numbers.
     """
     column = batch[name]
     if isinstance(column, pa.Array):
@@ -37,7 +52,7 @@ def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:
 
 
 def whole_numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[np.int64]:
-    """Return a column of whole numbers as `int64`, of shape `(n,)`, −1 where there is no value.
+    """Return a column of whole numbers as an `int64` array of shape `(n,)`, with −1 for missing values.
 
     Raises:
         ColumnError: If the column holds anything else.

@@ -1,4 +1,4 @@
-"""The bucket, token count, aspect ratio and rejection of each row, as columns."""
+"""Columns of the bucket, token count, aspect ratio and rejection of each row."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class BucketColumns:
     """Compute `aspect_ratio`, `bucket_id`, `num_tokens` and `rejection` from `width`, `height` and `num_frames`.
 
     A vectorised batch function for `Dataset.map(batched=True)`, also on an `IterableDataset`; takes lists, numpy
-    arrays or Arrow columns. Without a `num_frames` column, rows are images. Rejected rows have `bucket_id` −1, no
-    tokens, and the label of a [`Rejection`][hf_bucketing.Rejection], such as `"too_small"`; others have `"none"`. Rows
-    without a size count as unreadable.
+    arrays or Arrow columns. Without a `num_frames` column, all rows are images. Rejected rows get `bucket_id` −1, 0
+    tokens, and the label of a [`Rejection`][hf_bucketing.Rejection] such as `"too_small"`; other rows get `"none"`.
+    Rows without a size count as unreadable.
 
     Args:
-        table ([`BucketTable`] or [`OpenTable`]): `open_table(spec)` gives each row its own rounded size, for packing;
-            its images may take the sizes of videos, by the rule that it holds.
-        spec ([`LatentSpec`]): Strides and patch of the model, which make tokens of pixels.
+        table ([`BucketTable`] or [`OpenTable`]): Table that rows are assigned to. `open_table(spec)` gives each row
+            its own rounded size, for packing; its images may take the sizes of videos.
+        spec ([`LatentSpec`]): Strides and patch of the model, by which pixels become tokens.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule], *optional*): Metric and limits of a `BucketTable`.
 
     Raises:
-        BucketingError: If a rule is given with an open table, which has its own.
+        BucketingError: If `rule` is given with an open table, which has its own rule.
     """
 
     table: BucketTable | OpenTable
@@ -52,12 +52,12 @@ class BucketColumns:
     def __post_init__(self) -> None:
         if self.rule is not None and isinstance(self.table, OpenTable):
             raise BucketingError(
-                "An open table fits every sample, or has a rule of its own for images, so a rule has no effect; leave "
-                "it out."
+                "`rule` has no effect with an open table, which fits every sample, or has its own rule for images; "
+                "leave it out."
             )
 
     def __call__(self, batch: Mapping[str, Sequence[Any]] | pa.Table) -> dict[str, npt.NDArray[Any]] | pa.Table:
-        """Return the four columns for a batch of sizes, as a table for a table.
+        """Return the four columns for a batch of sizes; for an Arrow table, return a table.
 
         Raises:
             BucketingError: If a bucket of the table does not divide into whole tokens of `spec`.

@@ -1,4 +1,4 @@
-"""Check that every caption of a data set is a text, before anything is trained on it."""
+"""Check before training that every caption of a data set is a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..buckets.arrays import IntArray
 from ..buckets.assignment import CAPTION_SIZE
 from ..errors import ColumnError
 from .apply import undecoded
-from .arrays import is_text
+from .arrays import column_array, is_text
 
 OnCaptionError = Literal["raise", "reject", "empty"]
 
@@ -27,20 +27,20 @@ _NAMED_ROWS = 3
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
 _CODES = {problem: code for code, problem in enumerate(_PROBLEMS, start=1)}
 _JSON_PROBLEMS = {"[": "a list", "{": "a dict", "t": "true or false", "f": "true or false", "n": "missing"}
-"""What a value of JSON that is no string is, by its first character; anything else is a number."""
+"""Kind of a JSON value that is no string, by its first character; any other character begins a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionCheck:
-    """Captions that are all strings, and the rows where they were not.
+    """Hold captions that are all strings, and the rows that had none.
 
     Args:
-        dataset (`Dataset`): The rows, with `""` for every caption that is no text. The very one that was checked, if
-            all its captions are.
+        dataset (`Dataset`): Rows with `""` in place of every caption that is no text; the checked data set itself if
+            all its captions are texts.
         column (`str`): Text column.
-        problems (mapping of `str` to `int64` arrays): Rows by what is wrong with their caption, such as `"missing"`.
+        problems (mapping of `str` to `int64` arrays): Row numbers for each kind of problem, such as `"missing"`.
         rejects (`bool`): Whether [`mark`][CaptionCheck.mark] rejects these rows.
-        summary (`str`): How many captions are unusable, why, and where, for messages; `""` if there is none.
+        summary (`str`): Sentence on how many captions are unusable, why, and where; `""` if all are usable.
     """
 
     dataset: Dataset
@@ -51,20 +51,20 @@ class CaptionCheck:
 
     @property
     def rows(self) -> IntArray:
-        """The rows without a usable caption, ascending."""
+        """Numbers of the rows without a usable caption, ascending."""
         return np.sort(np.concatenate([*self.problems.values(), np.zeros(0, np.int64)]))
 
     def mark(self, dataset: Dataset) -> Dataset:
-        """Return the data set with the rows marked for rejection under `on_error="reject"`, or else as it is.
+        """Return the data set with unusable rows marked for rejection; unchanged unless `on_error="reject"`.
 
-        Their width, height and number of frames become `CAPTION_SIZE`, which has no tokens and the rejection `CAPTION`
-        in every table. Call it when these columns are there, and before `BucketColumns`.
+        Their width, height and number of frames become `CAPTION_SIZE`, which every table gives no tokens and the
+        rejection `CAPTION`. Call this after `MediaMetadata` and before `BucketColumns`.
 
         Args:
-            dataset (`Dataset`): The checked rows, in their order, with the columns of `MediaMetadata`.
+            dataset (`Dataset`): The checked rows, in the same order, with the columns of `MediaMetadata`.
 
         Raises:
-            ColumnError: If a size column is missing, or there are other rows.
+            ColumnError: If a size column is missing, or the number of rows differs.
         """
         if not self.rejects or not self.problems:
             return dataset
@@ -76,7 +76,7 @@ class CaptionCheck:
             )
         order = dataset.column_names
         for name in names:
-            sizes = np.array(dataset[name][:])  # of a list: numpy would read a Column row by row
+            sizes = column_array(dataset, name).copy()
             sizes[self.rows] = CAPTION_SIZE
             dataset = dataset.remove_columns([name]).add_column(name, sizes)
         return dataset.select_columns(order)
@@ -85,25 +85,25 @@ class CaptionCheck:
 def check_captions(
     dataset: Dataset, column: str, *, on_error: OnCaptionError = "raise", media_column: str | None = None
 ) -> CaptionCheck:
-    """Check that a column holds a text per row, and make strings of bytes and JSON that are texts.
+    """Check that a column holds one text per row, and convert bytes and JSON strings to strings.
 
-    A caption is no text if it is missing, empty or blank, bytes that are not UTF-8, or, in a column of mixed values, a
-    list, dict, number or truth value.
+    A caption is no text if it is missing, empty or blank, consists of bytes that are not UTF-8, or, in a column of
+    mixed values, is a list, dict, number or Boolean.
 
     Args:
-        dataset (`Dataset`): With the column.
+        dataset (`Dataset`): Rows with the column.
         column (`str`): Text column.
-        on_error (`"raise"`, `"reject"` or `"empty"`): Whether a caption that is no text is an error, or becomes `""`;
-            with `"reject"`, [`CaptionCheck.mark`] then rejects its row.
-        media_column (`str`, *optional*): Column whose files messages name beside the row numbers.
+        on_error (`"raise"`, `"reject"` or `"empty"`): What to do with a caption that is no text: raise, or replace it
+            by `""`; with `"reject"`, [`CaptionCheck.mark`] then rejects its row.
+        media_column (`str`, *optional*): Media column, whose files messages name beside the row numbers.
 
     Raises:
-        ColumnError: If there is no such column, `on_error` is unknown, the type of the whole column is none of text
-            (a `ClassLabel`, numbers, lists, …), or, under `on_error="raise"`, if a caption is no text; the message
-            counts them by kind and names rows and files.
+        ColumnError: If there is no such column, `on_error` is unknown, the column cannot hold texts (a `ClassLabel`,
+            numbers, lists, …), or, with `on_error="raise"`, if a caption is no text; the message counts them by kind
+            and names rows and files.
     """
     if on_error not in ("raise", "reject", "empty"):
-        raise ColumnError(f'on_error must be "raise", "reject" or "empty", got {on_error!r}.')
+        raise ColumnError(f'`on_error` must be "raise", "reject" or "empty", got {on_error!r}.')
     if column not in dataset.column_names:
         raise ColumnError(f"The data set has no caption column {column!r}, only {dataset.column_names}.")
     feature = dataset.features[column]
@@ -117,8 +117,12 @@ def check_captions(
     summary = _summary(dataset, column, problems, media_column) if problems else ""
     if problems and on_error == "raise":
         raise ColumnError(
-            f"{summary} Write these captions, or choose on_error reject, which leaves the rows out, or empty, which "
-            "trains them without a text."
+            summary,
+            advice=[
+                "write these captions",
+                'leave the rows out with `on_error="reject"`',
+                'train them without a text with `on_error="empty"`',
+            ],
         )
     if problems or feature != Value("string"):
         order = dataset.column_names
@@ -131,7 +135,7 @@ def check_captions(
 
 
 def _wrong_type(feature: Any) -> str | None:
-    """Return what a column is in which no value can be a text, or None."""
+    """Return a description of a column that can hold no text, or None for other columns."""
     if isinstance(feature, ClassLabel):
         names = ", ".join(feature.names[:_NAMED_ROWS])
         return f"a ClassLabel: numbers that stand for {names}, …; name a column of texts, or make one of the labels"
@@ -161,7 +165,7 @@ def _batches(dataset: Dataset, column: str) -> Iterator[pa.Array]:
 
 
 def _check(cells: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int8]]:
-    """Return the captions of a batch as strings, `""` where they are no text, and the code of each problem, or 0."""
+    """Return the captions of a batch as strings, `""` for those that are no text, and a problem code or 0 for each."""
     codes = np.zeros(len(cells), np.int8)
     if isinstance(cells, pa.ExtensionArray):
         texts = _from_json(cells.storage, codes)
@@ -179,7 +183,7 @@ def _check(cells: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int8]]:
 def _from_bytes(cells: pa.Array, codes: npt.NDArray[np.int8]) -> pa.Array:
     try:
         return cells.cast(pa.string())
-    except pa.ArrowInvalid:  # some are not UTF-8, which Arrow does not name
+    except pa.ArrowInvalid:  # some are not UTF-8; Arrow does not say which
         texts: list[str | None] = []
         for row, cell in enumerate(cells.to_pylist()):
             try:
@@ -210,7 +214,7 @@ def _summary(dataset: Dataset, column: str, problems: Mapping[str, IntArray], me
 
 
 def _named(dataset: Dataset, rows: IntArray, media_column: str | None) -> str:
-    """Return the first rows by number and file: `row 3: clips/a.mp4, row 8: clips/b.mp4, …`."""
+    """Return the numbers and files of the first rows: `row 3: clips/a.mp4, row 8: clips/b.mp4, …`."""
     first = rows[:_NAMED_ROWS].tolist()
     names = [f"row {row}" for row in first]
     if media_column is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +16,17 @@ from ..buckets.assignment import AssignmentRule, Rejection
 from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import BucketingError
+from ..errors import BucketingError, refuse_old_names
 from ..files import complete_folder
 
 MANIFEST = "bucketing.json"
+
+_VERSION = 5
+"""Version of the manifest.
+
+Version 1 had no cache; version 2 no `image_sizes` and `max_frames`; version 3 had numbers as rejections; version 4 had
+`image_sizes` and `max_frames` beside each other instead of in `open_table`. All of them are read.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,46 +53,47 @@ class CacheInfo:
     views: dict[str, Any]
 
 
+@refuse_old_names(
+    spec="open_table=open_table(spec)",
+    image_sizes="open_table=OpenTable(spec=…, image_sizes=…)",
+    max_frames="open_table=open_table(spec, max_frames=…)",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedDataset:
-    """Rows with media, caption, size and bucket columns, and what they were computed with.
+    """Hold rows with media, caption, size and bucket columns, and the tables that they were computed with.
 
     Args:
-        dataset (`Dataset`): With the columns of `MediaMetadata` and `BucketColumns`. `save` adds an `index` column
-            of row numbers, which name a sample in logs and seed its crops and noise.
-        table ([`BucketTable`]): Which `bucket_id` belongs to.
-        spec ([`LatentSpec`]): Which `num_tokens` was counted with.
+        dataset (`Dataset`): Rows with the columns of `MediaMetadata` and `BucketColumns`. `save` adds an `index`
+            column of row numbers, which name a sample in logs and seed its crops and noise.
+        table ([`BucketTable`]): Table of the `bucket_id` column.
+        open_table ([`OpenTable`]): Sizes of the rows in packs. Its `spec` also counted the `num_tokens` column.
         column (`str`): Media column.
-        caption_column (`str`, *optional*): Text column.
+        caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder that relative paths in the media column start from.
-        cache ([`CacheInfo`], *optional*): Latents and texts that are encoded already.
-        image_sizes ([`ImageSizes`], *optional*): What images take in packs; by default their own size.
-        max_frames (`int`, *optional*): Frames that a sample keeps at most in packs.
+        cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
     """
 
     dataset: Dataset
     table: BucketTable
-    spec: LatentSpec
+    open_table: OpenTable
     column: str
     caption_column: str | None
     root: str | None = None
     cache: CacheInfo | None = None
-    image_sizes: ImageSizes | None = None
-    max_frames: int | None = None
 
     @property
-    def open_table(self) -> OpenTable:
-        """The sizes of the rows in packs, where `table` has those in buckets."""
-        return OpenTable(spec=self.spec, image_sizes=self.image_sizes, max_frames=self.max_frames)
+    def spec(self) -> LatentSpec:
+        """Strides and patch of the model that the data set was prepared for."""
+        return self.open_table.spec
 
     def file_names(self, rows: Sequence[int]) -> list[str]:
-        """Return the files of some rows, or their numbers where they hold bytes without a path."""
+        """Return the paths of some rows' files, or `row N` for bytes without a path."""
         cells = self.dataset.select_columns([self.column]).with_format(None).select(rows)[self.column]
         paths = [cell.get("path") if isinstance(cell, dict) else cell for cell in cells]
         return [path if isinstance(path, str) else f"row {row}" for row, path in zip(rows, paths, strict=True)]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the folder; it appears under its name only when it is complete, and replaces an earlier one.
+        """Write the folder, replacing an earlier one; it gets its name only when it is complete.
 
         Raises:
             BucketingError: If the folder exists and is not such a data set.
@@ -95,17 +103,15 @@ class PreparedDataset:
         if "index" not in dataset.column_names:
             dataset = dataset.add_column("index", np.arange(len(dataset)))
         manifest = {
-            "version": 4,
+            "version": _VERSION,
             "table": json.loads(self.table.to_json()),
-            "spec": asdict(self.spec),
+            "open_table": asdict(self.open_table),
             "column": self.column,
             "caption_column": self.caption_column,
             "root": None if self.root is None else os.path.relpath(self.root, target),
             "cache": None
             if self.cache is None
             else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
-            "image_sizes": None if self.image_sizes is None else asdict(self.image_sizes),
-            "max_frames": self.max_frames,
         }
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
@@ -116,35 +122,45 @@ class PreparedDataset:
         """Read what [`save`][PreparedDataset.save] wrote.
 
         Raises:
-            BucketingError: If the folder is no prepared data set.
+            BucketingError: If the folder is no prepared data set, or a newer release wrote it.
         """
         path = Path(folder)
         if not (path / MANIFEST).is_file():
             raise BucketingError(f"{path} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
         manifest = json.loads((path / MANIFEST).read_text())
-        # Version 1 had no cache, version 2 no image_sizes and no max_frames, version 3 numbers as rejections.
-        if manifest["version"] not in (1, 2, 3, 4):
-            raise BucketingError(f"{path} has version {manifest['version']}; prepare it again with this release.")
-        cache, images = manifest.get("cache"), manifest.get("image_sizes")
+        if manifest["version"] not in range(1, _VERSION + 1):
+            raise BucketingError(
+                f"{path} has version {manifest['version']}, but this release reads versions 1 to {_VERSION}; prepare "
+                "it again with scripts/prepare_dataset.py."
+            )
+        cache = manifest.get("cache")
         return cls(
             dataset=_name_rejections(load_from_disk(str(path))),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
-            spec=LatentSpec(**manifest["spec"]),
+            open_table=_read_open_table(manifest.get("open_table", manifest)),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
             root=None if manifest["root"] is None else os.path.normpath(path / manifest["root"]),
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
-            image_sizes=None
-            if images is None
-            else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),
-            max_frames=manifest.get("max_frames"),
         )
 
 
+def _read_open_table(values: Mapping[str, Any]) -> OpenTable:
+    """Make an open table of its fields as JSON values; up to version 4 they are fields of the manifest itself."""
+    images = values.get("image_sizes")
+    return OpenTable(
+        spec=LatentSpec(**values["spec"]),
+        image_sizes=None
+        if images is None
+        else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),
+        max_frames=values.get("max_frames"),
+    )
+
+
 def _name_rejections(dataset: Dataset) -> Dataset:
-    """Replace the numbers that folders of versions 1 to 3 have in their `rejection` column by labels."""
+    """Replace the numbers in the `rejection` column of manifest versions 1 to 3 by labels."""
     if "rejection" not in dataset.column_names or dataset.features["rejection"].dtype == "string":
         return dataset
     labels = [Rejection(number).label for number in dataset["rejection"]]

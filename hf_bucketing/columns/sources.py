@@ -1,4 +1,4 @@
-"""Load a data set of media files and captions, in whatever usual layout it lies."""
+"""Load a data set of media files and captions in any of the usual layouts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from datasets import Dataset
 from ..errors import ColumnError
 from .apply import undecoded
 from .arrays import is_text
-from .captions_beside import captions_beside
-from .layouts import Layout, SourceRequest, loaded_by_datasets, metadata_folder, table_file
+from .layouts import Layout, SourceRequest, captions_beside, loaded_by_datasets, metadata_folder, table_file
 
 LAYOUTS: tuple[Layout, ...] = (table_file, metadata_folder, captions_beside, loaded_by_datasets)
-"""Asked in this order; the last one takes everything, or raises."""
+"""Layouts in the order in which they are tried; the last one accepts everything, or raises."""
 
 MEDIA_COLUMNS = ("file_name", "video", "video_path", "path", "file_path", "image", "url")
 """Names under which a data set usually holds its media, if it holds no `Image` or `Video` column."""
@@ -29,7 +28,7 @@ _SHOWN_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaDataset:
-    """Rows with a media column, and what was found out about them.
+    """Hold rows with a media column, and how they were found.
 
     Captions are as they were found: [`check_captions`][hf_bucketing.columns.check_captions] makes strings of them.
 
@@ -37,8 +36,8 @@ class MediaDataset:
         dataset (`Dataset`): The rows.
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths in the media column start from, if it has any.
-        layout (`str`): What was read, and how many files were ignored; for messages.
+        root (`str`, *optional*): Folder that relative paths in the media column start from, if there are any.
+        layout (`str`): Description of what was read and how many files were ignored, for messages.
     """
 
     dataset: Dataset
@@ -48,7 +47,7 @@ class MediaDataset:
     layout: str
 
     def describe(self) -> str:
-        """Return two lines: what was read, and the columns with the first row as an example."""
+        """Return two lines: the layout that was read, and the columns with the first row as an example."""
         columns = f"media column {self.column}, " + (
             f"caption column {self.caption_column}" if self.caption_column is not None else "no caption column"
         )
@@ -67,23 +66,23 @@ def load_source(
     media_column: str | None = None,
     caption_column: str | None = None,
 ) -> MediaDataset:
-    """Load a data set from a file, a folder or the hub; the layout is recognised.
+    """Load a data set from a file, a folder or the hub, and recognise its layout.
 
-    Read are, in this order of preference:
+    The layouts, in order of preference:
 
     - a `.csv`, `.tsv`, `.json`, `.jsonl` or `.parquet` file with a row per sample, and paths relative to its folder;
     - a folder with such a file named `metadata`, for images and videos together;
     - a folder of images and videos, at any depth, with a `.txt` caption of the same stem beside each;
-    - any other folder, and any name on the hub, that `datasets.load_dataset` loads.
+    - any other folder or name on the hub that `datasets.load_dataset` loads.
 
     Args:
         path_or_name (`str`): A file, a folder, or the name of a data set on the hub.
-        split (`str`): Such as `"train"` or `"train[:100]"`.
+        split (`str`): Split, such as `"train"` or `"train[:100]"`.
         config_name (`str`, *optional*): Configuration of a hub data set.
-        media_column (`str`, *optional*): By default the only `Image` or `Video` column, or else the only one that has
-            one of the names in `MEDIA_COLUMNS`; in a folder's metadata, `file_name` goes first.
-        caption_column (`str`, *optional*): By default the only column that has one of the names in `CAPTION_COLUMNS`,
-            or None.
+        media_column (`str`, *optional*): Media column. By default the only `Image` or `Video` column, otherwise the
+            only column named as in `MEDIA_COLUMNS`; in a folder's metadata, `file_name` comes first.
+        caption_column (`str`, *optional*): Text column. By default the only column named as in `CAPTION_COLUMNS`, or
+            None.
 
     Raises:
         MediaError: If there is no such file or folder, it holds no rows, datasets cannot load it, or two media files
@@ -101,7 +100,7 @@ def load_source(
     if media is None:
         raise ColumnError(
             f"{path_or_name} has no media column: none of {', '.join(MEDIA_COLUMNS)} is among its columns "
-            f"{dataset.column_names}; name the one that holds the files as media_column."
+            f"{dataset.column_names}; name the one that holds the files as `media_column`."
         )
     caption = _find_column(path_or_name, dataset, caption_column, CAPTION_COLUMNS, kind="caption")
     holds_paths = is_text(dataset.features[media])
@@ -117,7 +116,7 @@ def load_source(
 
 
 def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence[str], *, kind: str) -> str | None:
-    """Return the column that was named, or the only one of a usual name."""
+    """Return the column that the caller named, or the only one with a usual name."""
     columns = dataset.column_names
     found = [column for column in usual if column in columns]
     if given is not None:
@@ -126,18 +125,18 @@ def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence
             raise ColumnError(f"{name} has no {kind} column {given!r}, only {columns}{hint}.")
         return given
     if len(found) > 1:
-        raise ColumnError(f"{name} has several {kind} columns: {' and '.join(found)}; name one as {kind}_column.")
+        raise ColumnError(f"{name} has several {kind} columns: {' and '.join(found)}; name one as `{kind}_column`.")
     return found[0] if found else None
 
 
 def _refuse_urls(name: str, dataset: Dataset, column: str) -> None:
-    """Say that nothing is downloaded, instead of that the file `folder/https:/…` does not exist."""
+    """Raise for URLs, which are not downloaded; else the error would be about a missing file `folder/https:/…`."""
     for batch in dataset.select_columns([column]).with_format("arrow").iter(batch_size=100_000):
         urls = batch[column].filter(pc.match_substring_regex(batch[column], "^[A-Za-z][A-Za-z0-9+.-]+://"))
         if len(urls):
             raise ColumnError(
                 f"The column {column} of {name} holds URLs such as {urls[0].as_py()}, which are not downloaded; "
-                "download the files, and name a column of their paths as media_column."
+                "download the files, and name a column of their paths as `media_column`."
             )
 
 

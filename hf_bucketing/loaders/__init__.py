@@ -3,7 +3,7 @@
 from .bucket_sampler import BucketBatchSampler
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
-from .faults import FaultRule, StandIns
+from .faults import FaultRule, Replacements
 from .length_sampler import LengthBatchSampler
 from .pack_sampler import PackBatchSampler
 from .padding import PadCollator
@@ -22,8 +22,8 @@ __all__ = [
     "PadCollator",
     "PlannedBatchSampler",
     "RandomResize",
+    "Replacements",
     "ResumableLoader",
-    "StandIns",
     "check_loader",
     "resume",
     "worker_options",

@@ -1,4 +1,4 @@
-"""Refuse the accelerate settings under which planned batches would be lost, split or sharded twice."""
+"""Refuse settings of accelerate under which planned batches would be lost, split or sharded twice."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
     """Raise if a prepared loader would not yield each planned batch once, or would resume in the wrong place.
 
     Args:
-        accelerator (`Accelerator`): The one that prepared the loader.
-        loader (`DataLoader`): Made with `batch_sampler=` one of this package's samplers.
+        accelerator (`Accelerator`): Accelerator that prepared the loader.
+        loader (`DataLoader`): Loader whose `batch_sampler` is one of this package's samplers.
 
     Raises:
         PlanError: Under `dispatch_batches`, `split_batches` or, without [`resume`][hf_bucketing.loaders.resume],
@@ -30,9 +30,9 @@ def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
         raise PlanError("dispatch_batches joins batches of different sizes; set dispatch_batches=False.")
     if getattr(loader, "use_stateful_dataloader", False):
         raise PlanError(
-            "use_stateful_dataloader begins to draw the first epoch in prepare(), saves what was drawn instead of "
-            "what was trained on, and all processes write one file; iterate resume(accelerator, loader), which puts "
-            "the right place into save_state, or leave use_stateful_dataloader out."
+            "use_stateful_dataloader starts drawing the first epoch in prepare(), saves what was drawn instead of "
+            "what was trained on, and all processes write one file; iterate resume(accelerator, loader), which saves "
+            "the right place in save_state, or leave use_stateful_dataloader out."
         )
     sampler = planned_sampler(loader)
     batch_size = getattr(sampler, "batch_size", None)
@@ -56,10 +56,10 @@ def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
 
 
 def planned_sampler(loader: DataLoader[Any]) -> PlannedBatchSampler:
-    """Return the planned sampler of a loader, below what accelerate wrapped around it.
+    """Return the planned sampler of a loader, inside the wrappers of accelerate.
 
     Raises:
-        PlanError: If it has none.
+        PlanError: If the loader has none.
     """
     sampler: Any = loader.batch_sampler
     while not isinstance(sampler, PlannedBatchSampler) and hasattr(sampler, "batch_sampler"):

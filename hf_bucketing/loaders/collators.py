@@ -1,8 +1,8 @@
-"""Collators: rows of a data set become tensors, in a DataLoader worker."""
+"""Collators: decode the rows of a batch, each at its target size, in a DataLoader worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,154 @@ import torch
 
 from ..buckets.assignment import Rejection
 from ..buckets.open_table import OpenTable, open_table
-from ..buckets.sizes import LatentSpec, Size
+from ..buckets.sizes import CropBox, LatentSpec, Size
 from ..buckets.table import BucketTable
-from ..errors import BucketingError
-from .faults import StandIns
-from .media_collator import MediaCollator, Row, require
+from ..errors import BucketingError, ColumnError, MediaError, refuse_old_names
+from ..media.sample import load_sample
+from ..media.source import MediaSource
+from ..media.views import View, ViewRule, seeded_draws
+from .faults import Replacements
 from .random_resize import RandomResize
 
+Row = Mapping[str, Any]
+Loaded = tuple[torch.Tensor, View, CropBox]
 
+_refuse_old_options = refuse_old_names(
+    random_crop="views=ViewRule(random_crop=…)",
+    frame_picking="views=ViewRule(frame_picking=…)",
+    flip_probability="views=ViewRule(flip_probability=…)",
+    decoder="views=ViewRule(video_decoder=…)",
+    on_error="replacements=Replacements(dataset, log=…)",
+    stand_ins="replacements=Replacements(dataset, log=…)",
+)
+
+
+class MediaCollator:
+    """Decode the rows of a batch, each at the size that [`target`][MediaCollator.target] returns.
+
+    The base class of [`BucketCollator`] and [`PackCollator`]. Crops, first frames and flips are random. With a `seed`,
+    they are a function of the seed, the epoch (see [`set_epoch`][MediaCollator.set_epoch]) and the row's `index`
+    column alone, so a resumed run repeats them on any number of workers and processes. Without a seed they follow
+    torch's random state in the worker.
+
+    Args:
+        column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
+        caption_column (`str`, *optional*): Text column; None if there is none.
+        root (`str`, *optional*): Folder that relative paths start from.
+        views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
+        seed (`int`, *optional*): Seed of the views and of the choice of replacements.
+        replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
+            or in a pack of as many tokens (fewer if there are none). The batch then holds the replacement's index and
+            caption. By default, an unreadable sample ends the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        column: str = "video",
+        caption_column: str | None = "caption",
+        root: str | None = None,
+        views: ViewRule = ViewRule(),
+        seed: int | None = None,
+        replacements: Replacements | None = None,
+    ) -> None:
+        self.column = column
+        self.caption_column = caption_column
+        self.root = root
+        self.views = views
+        self.seed = seed
+        self.replacements = replacements
+        # Shared memory, so that persistent workers see the epoch change.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose views are drawn; needed with a `seed`, before the loader is iterated."""
+        self._epoch.fill_(epoch)
+
+    def target(self, rows: Sequence[Row]) -> list[Size]:
+        """Return the target size of each row."""
+        raise NotImplementedError
+
+    def load(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return `pixel_values` as a list of `(3, F, H, W)`, and `size`, `crop`, `flip`, `fps`, `caption` and `index`.
+
+        Raises:
+            ColumnError: If a needed column is missing.
+            MediaError: If a file cannot be decoded; the message names the row.
+        """
+        require(rows[0], [self.column, "num_frames", "fps"])
+        if self.caption_column is not None:
+            require(rows[0], [self.caption_column])
+        found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
+        loaded = [sample for *_, sample in found]
+        batch: dict[str, Any] = {
+            "pixel_values": [pixels for pixels, *_ in loaded],
+            "size": [size for _, size, _ in found],
+            "crop": [crop for *_, crop in loaded],
+            "flip": [view.flip for _, view, _ in loaded],
+            "fps": [view.fps for _, view, _ in loaded],
+        }
+        if self.caption_column is not None:
+            batch["caption"] = [row[self.caption_column] for row, *_ in found]
+        if "index" in found[0][0]:
+            batch["index"] = [int(row["index"]) for row, *_ in found]
+        return batch
+
+    def candidates(self, row: Row, replacements: Replacements) -> npt.NDArray[np.int64]:
+        """Return the positions of the rows that may replace an unreadable one."""
+        raise NotImplementedError
+
+    def replacement_size(self, row: Row, size: Size) -> Size:
+        """Return the target size of a row that replaces one of target `size`."""
+        return size
+
+    def _load_or_replace(self, row: Row, size: Size) -> tuple[Row, Size, Loaded]:
+        """Load a row, or the first readable one of its replacements."""
+        if self.replacements is None:
+            return row, size, self._load(row, size)
+        require(row, ["index"])
+        epoch, index = int(self._epoch), int(row["index"])
+        others: list[int] | None = None
+        while True:
+            try:
+                loaded = self._load(row, size)
+            except MediaError as error:
+                if others is None:
+                    candidates = self.candidates(row, self.replacements)
+                    others = self.replacements.choose(candidates, index=index, seed=self.seed or 0, epoch=epoch)
+                if not others:
+                    raise MediaError(f"{error} No readable sample was found to replace row {index}.") from error
+                failed, row = int(row["index"]), self.replacements.dataset[others.pop(0)]
+                size = self.replacement_size(row, size)
+                self.replacements.report(epoch=epoch, index=failed, reason=str(error), replacement=int(row["index"]))
+            else:
+                self.replacements.consecutive = 0
+                return row, size, loaded
+
+    def _load(self, row: Row, size: Size) -> Loaded:
+        name = f"row {row['index']}" if "index" in row else "a row without an index column"
+        view = self.views.view(
+            size, num_frames=int(row["num_frames"]), fps=float(row["fps"]), draws=self._draws(row), name=name
+        )
+        try:
+            source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
+            pixels, crop = load_sample(source, view)
+        except MediaError as error:
+            raise MediaError(f"Cannot load {name}: {error}") from error
+        return pixels, view, crop
+
+    def _draws(self, row: Row) -> npt.NDArray[np.float64]:
+        """Return the uniform numbers in [0, 1) that choose the row's view."""
+        count = self.views.num_draws
+        if not count:
+            return np.zeros(0)
+        if self.seed is None:
+            return torch.rand(count, dtype=torch.float64).numpy()
+        require(row, ["index"])
+        return seeded_draws(count, seed=self.seed, epoch=int(self._epoch), index=int(row["index"]))
+
+
+@_refuse_old_options
 class BucketCollator(MediaCollator):
     """Make a batch of one bucket: cover-resize and crop every sample to the bucket's size, and stack them.
 
@@ -29,12 +169,29 @@ class BucketCollator(MediaCollator):
     `flip`, `fps` (0 for images) and `index`.
 
     Args:
-        table ([`BucketTable`] or [`OpenTable`]): The table that the `bucket_id` column belongs to.
-        **options: Those of [`MediaCollator`].
+        table ([`BucketTable`] or [`OpenTable`]): Table of the `bucket_id` column.
+        column (`str`): See [`MediaCollator`], also for the arguments that follow.
+        caption_column (`str`, *optional*): Text column; None if there is none.
+        root (`str`, *optional*): Folder that relative paths start from.
+        views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
+        seed (`int`, *optional*): Seed of the views and of the choice of replacements.
+        replacements ([`Replacements`], *optional*): Samples of the same bucket that replace unreadable ones.
     """
 
-    def __init__(self, table: BucketTable | OpenTable, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        table: BucketTable | OpenTable,
+        *,
+        column: str = "video",
+        caption_column: str | None = "caption",
+        root: str | None = None,
+        views: ViewRule = ViewRule(),
+        seed: int | None = None,
+        replacements: Replacements | None = None,
+    ) -> None:
+        super().__init__(
+            column=column, caption_column=caption_column, root=root, views=views, seed=seed, replacements=replacements
+        )
         self.table = table
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
@@ -42,12 +199,12 @@ class BucketCollator(MediaCollator):
 
         Raises:
             ColumnError: If there is no `bucket_id` column.
-            BucketingError: If the rows are of none, or of several buckets and the table has no base bucket.
+            BucketingError: If the rows have no bucket, or several buckets and the table has no base bucket.
         """
         return [self.table.size(self._bucket(rows))] * len(rows)
 
     def _bucket(self, rows: Sequence[Row]) -> int:
-        """Return the bucket of all rows, or the base bucket of the table for a catch-all batch of several."""
+        """Return the bucket of all rows, or the base bucket of the table for a catch-all batch."""
         require(rows[0], ["bucket_id"])
         ids = {int(row["bucket_id"]) for row in rows}
         if len(ids) == 1:
@@ -59,9 +216,9 @@ class BucketCollator(MediaCollator):
             )
         return self.table.base
 
-    def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
+    def candidates(self, row: Row, replacements: Replacements) -> npt.NDArray[np.int64]:
         """Return the rows of the same bucket."""
-        return np.flatnonzero(stand_ins.column("bucket_id") == int(row["bucket_id"]))
+        return np.flatnonzero(replacements.column("bucket_id") == int(row["bucket_id"]))
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""
@@ -69,6 +226,7 @@ class BucketCollator(MediaCollator):
         return {**batch, "pixel_values": torch.stack(batch["pixel_values"]), "bucket_id": self._bucket(rows)}
 
 
+@_refuse_old_options
 class PackCollator(MediaCollator):
     """Make a list of samples, each at its own size, rounded up to whole tokens (frames: down to a valid number).
 
@@ -77,44 +235,57 @@ class PackCollator(MediaCollator):
     `fps` (0 for images) and `index`.
 
     Args:
-        table ([`OpenTable`][hf_bucketing.OpenTable] or [`LatentSpec`]): The one that `num_tokens` was counted with; a
-            spec stands for `open_table(spec)`.
-        resize ([`RandomResize`], *optional*): Draws each sample's own size anew in every epoch; the sampler must count
-            its tokens (`resize.token_counter`).
-        **options: Those of [`MediaCollator`].
+        table ([`OpenTable`][hf_bucketing.OpenTable] or [`LatentSpec`]): Table that counted `num_tokens`; a spec means
+            `open_table(spec)`.
+        column (`str`): See [`MediaCollator`], also for the arguments that follow.
+        caption_column (`str`, *optional*): Text column; None if there is none.
+        root (`str`, *optional*): Folder that relative paths start from.
+        views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
+        seed (`int`, *optional*): Seed of the views and of the choice of replacements.
+        replacements ([`Replacements`], *optional*): Samples of as many tokens (fewer if there are none) that replace
+            unreadable ones.
+        resize ([`RandomResize`], *optional*): Rule that draws each sample's own size anew in every epoch; the sampler
+            must count the tokens of the same sizes (`resize.token_counter`).
 
     Raises:
-        BucketingError: If `resize` is of another spec, or comes with sizes of videos for images or with stand-ins,
-            whose tokens it changes.
+        BucketingError: If `resize` has another spec, or is combined with image sizes taken from videos or with
+            `replacements`, whose tokens it would change.
     """
 
     def __init__(
         self,
         table: OpenTable | LatentSpec,
         *,
+        column: str = "video",
+        caption_column: str | None = "caption",
+        root: str | None = None,
+        views: ViewRule = ViewRule(),
+        seed: int | None = None,
+        replacements: Replacements | None = None,
         resize: RandomResize | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(
+            column=column, caption_column=caption_column, root=root, views=views, seed=seed, replacements=replacements
+        )
         self.table = open_table(table) if isinstance(table, LatentSpec) else table
         spec = self.table.spec
         if resize is not None and resize.spec != spec:
             raise BucketingError(f"resize rounds to {resize.spec}, but the collator to {spec}; give both the same.")
-        if resize is not None and self.stand_ins is not None:
-            raise BucketingError('on_error="replace" needs sizes that stay; leave resize out.')
+        if resize is not None and replacements is not None:
+            raise BucketingError('`on_error="replace"` needs sizes that stay; leave out `resize`.')
         if resize is not None and self.table.image_sizes is not None:
             raise BucketingError(
-                "Images cannot take both sizes of videos and sizes drawn at random: leave `resize` "
-                "out, or the table's image_sizes (--image_sizes own in scripts/prepare_dataset.py)."
+                "Images cannot take both sizes of videos and sizes drawn at random: leave out `resize`, or the "
+                "table's image_sizes (--image_sizes own in scripts/prepare_dataset.py)."
             )
         self.resize = resize
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
-        """Return each row's own size in whole tokens, or the one that it takes as an image.
+        """Return each row's own size in whole tokens, or the size of videos that it takes as an image.
 
         Raises:
             ColumnError: If a size column is missing.
-            BucketingError: If a row has no frames or pixels, or is an image that no size of a video fits.
+            BucketingError: If a row has no frames or pixels, or is an image that fits no size of a video.
         """
         require(rows[0], ["num_frames", "height", "width"])
         sizes = [Size(*(int(row[key]) for key in ("num_frames", "height", "width"))) for row in rows]
@@ -131,16 +302,29 @@ class PackCollator(MediaCollator):
                 )
         return [self.table.size(int(bucket)) for bucket in assigned.bucket_id]
 
-    def candidates(self, row: Row, stand_ins: StandIns) -> npt.NDArray[np.int64]:
+    def candidates(self, row: Row, replacements: Replacements) -> npt.NDArray[np.int64]:
         """Return the rows of as many tokens, or those of fewer if there is no other."""
-        tokens, own = stand_ins.column("num_tokens"), int(row["num_tokens"])
+        tokens, own = replacements.column("num_tokens"), int(row["num_tokens"])
         alike = np.flatnonzero(tokens == own)
         return alike if len(alike) > 1 else np.flatnonzero((tokens > 0) & (tokens < own))
 
-    def stand_in_size(self, row: Row, size: Size) -> Size:
+    def replacement_size(self, row: Row, size: Size) -> Size:
         """Return the row's own size."""
         return self.target([row])[0]
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""
         return self.load(rows)
+
+
+def require(row: Row, columns: Sequence[str]) -> None:
+    """Raise if a row lacks a column; the message says how to add it.
+
+    Raises:
+        ColumnError: If a column is missing.
+    """
+    missing = [column for column in columns if column not in row]
+    if missing:
+        hint = ' Add one with dataset.add_column("index", range(len(dataset))).' if "index" in missing else ""
+        hint = hint or " MediaMetadata and BucketColumns compute columns of sizes and buckets."
+        raise ColumnError(f"A row lacks {missing}; it has {sorted(row)}.{hint}")

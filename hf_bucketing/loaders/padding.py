@@ -1,4 +1,4 @@
-"""Batches of tensors of different lengths, padded to one."""
+"""Batches of tensors of different lengths, padded to one length."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..errors import BucketingError, ColumnError
 
 
 class PadCollator:
-    """Stack tensors that differ in length along one dimension, and tell how long each is.
+    """Stack tensors that differ in length along one dimension, and return the length of each.
 
     Called with rows of a data set, or with bare tensors, returns a `dict` of stacked tensors with `lengths` (`int64`,
-    shape `(B,)`) for [`masked_mse`][hf_bucketing.losses.masked_mse] and masks. Columns that are not padded come as
+    shape `(B,)`) for [`masked_mse`][hf_bucketing.losses.masked_mse] and masks. Columns that are not padded become
     lists.
 
     Args:
-        columns (sequence of `str`, *optional*): Columns to pad, as long as each other in every row. Bare tensors take
-            the first name. By default all columns that hold tensors, arrays or lists of numbers; bare tensors are
-            then called `"values"`.
-        dim (`int`): The dimension that differs, the last by default.
-        multiple (`int`, *optional*): Pad to a multiple of this, as tensor cores like it.
-        boundaries (sequence of `int`, *optional*): Pad to the smallest of these that is long enough, so that the model
-            meets few shapes (static graphs, `torch.compile`): the boundaries of the length buckets.
-        value (`float`): What padding holds.
+        columns (sequence of `str`, *optional*): Columns to pad, all of one length within a row. Bare tensors get the
+            first name. By default all columns that hold tensors, arrays or lists of numbers; bare tensors are then
+            named `"values"`.
+        dim (`int`): Dimension that differs in length, by default the last.
+        multiple (`int`, *optional*): Number whose multiples samples are padded to, which tensor cores prefer.
+        boundaries (sequence of `int`, *optional*): Lengths to pad to, such as the boundaries of the length buckets;
+            the smallest that is long enough is used. The model then meets few shapes (static graphs, `torch.compile`).
+        value (`float`): Value of the padding.
 
     Raises:
         BucketingError: If both `multiple` and `boundaries` are given, or a value is below 1.
@@ -48,11 +48,11 @@ class PadCollator:
         value: float = 0.0,
     ) -> None:
         if multiple is not None and boundaries is not None:
-            raise BucketingError("Give either multiple or boundaries.")
+            raise BucketingError("Give either `multiple` or `boundaries`, not both.")
         smallest = min([1 if multiple is None else multiple, *(boundaries or [1])])
         if smallest < 1 or (columns is not None and not columns):
             raise BucketingError(
-                f"Expected columns, and multiple and boundaries of 1 or more; got {columns}, {multiple} and "
+                f"Expected columns, and `multiple` and `boundaries` of 1 or more; got {columns}, {multiple} and "
                 f"{boundaries}."
             )
         self.columns = None if columns is None else tuple(columns)
@@ -65,7 +65,7 @@ class PadCollator:
         """Return the padded batch.
 
         Raises:
-            ColumnError: If a row lacks a column, or no column was named and none holds arrays.
+            ColumnError: If a row lacks a column, or `columns` was not given and no column holds arrays.
             BucketingError: If columns differ in length within a row, other dimensions differ between rows, or a sample
                 is longer than the last boundary.
         """
@@ -83,7 +83,7 @@ class PadCollator:
             found = [tensor.shape[self.dim] for tensor in tensors]
             if lengths is not None and found != lengths:
                 raise BucketingError(
-                    f"{name!r} is {found} long and {columns[0]!r} {lengths}; name those that belong together, such as "
+                    f"{name!r} is {found} long and {columns[0]!r} {lengths}; name columns of equal length, such as "
                     f"PadCollator([{columns[0]!r}])."
                 )
             lengths = found
@@ -110,13 +110,13 @@ class PadCollator:
         shape = list(tensors[0].shape)
         shape[dim] = target
         stacked = tensors[0].new_full((len(tensors), *shape), self.value)
-        for place, tensor in zip(stacked, tensors, strict=True):
-            place.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        for row, tensor in zip(stacked, tensors, strict=True):
+            row.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
         return stacked
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value has lengths to pad: a tensor, an array or a list, of numbers."""
+    """Return whether a value is a tensor, an array or a list of numbers, which can be padded."""
     if isinstance(value, torch.Tensor):
         return value.ndim > 0
     if isinstance(value, np.ndarray):

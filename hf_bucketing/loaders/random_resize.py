@@ -1,4 +1,4 @@
-"""Variable resolution: sizes drawn anew for every sample in every epoch."""
+"""Variable resolution: draw a new size for every sample in every epoch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..randomness import Purpose, generator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomResize:
-    """Draw height and width of each sample, to train packs on any resolution and aspect ratio.
+    """Draw the height and width of each sample, to train packs on any resolution and aspect ratio.
 
-    Each side is a whole number, uniform from `min_side` to the sample's own (which smaller sides keep), rounded up to
-    a multiple of the VAE's stride × the patch. The sample is then cover-resized and cropped to it. Frames stay. A draw
-    depends on the seed, the epoch and the sample's index alone.
+    Each side is a whole number drawn uniformly from `min_side` to the sample's own side (a smaller side stays as it
+    is), then rounded up to a multiple of the VAE's stride × the patch. The sample is cover-resized and cropped to that
+    size; its frames stay. A draw depends on the seed, the epoch and the sample's index alone.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.
-        min_side (`int`): In pixels, at least 1.
-        seed (`int`): Of the draws.
+        min_side (`int`): Minimum side in pixels, at least 1.
+        seed (`int`): Seed of the draws.
 
     Raises:
         BucketingError: If `min_side` is below 1 or `seed` is negative.
@@ -37,15 +37,15 @@ class RandomResize:
 
     def __post_init__(self) -> None:
         if self.min_side < 1 or self.seed < 0:
-            raise BucketingError(f"Expected min_side ≥ 1 and seed ≥ 0, got {self.min_side} and {self.seed}.")
+            raise BucketingError(f"Expected `min_side` ≥ 1 and `seed` ≥ 0, got {self.min_side} and {self.seed}.")
 
     def sizes(self, sizes: Sequence[Size], *, indices: npt.ArrayLike, epoch: int) -> list[Size]:
         """Return the drawn size of each sample.
 
         Args:
-            sizes (sequence of [`Size`]): The samples' own.
-            indices (array of `int`, shape `(n,)`): Their numbers in the data set.
-            epoch (`int`): Of the draw.
+            sizes (sequence of [`Size`]): Sizes of the samples themselves.
+            indices (array of `int`, shape `(n,)`): Row numbers of the samples in the data set.
+            epoch (`int`): Epoch of the draw.
 
         Raises:
             BucketingError: If a side is below 1.
@@ -59,9 +59,9 @@ class RandomResize:
     def token_counter(
         self, *, num_frames: npt.ArrayLike, height: npt.ArrayLike, width: npt.ArrayLike, index: npt.ArrayLike
     ) -> Callable[[int], IntArray]:
-        """Return the function from an epoch to the tokens of each row, `(n,)`: the sampler's `num_tokens`.
+        """Return a function from an epoch to the tokens of each row, of shape `(n,)`, for the sampler's `num_tokens`.
 
-        Rows without a size, of which a side is below 1, have 0 tokens. The arguments are the data set's columns.
+        Rows with a side below 1 have no size and get 0 tokens. The arguments are the data set's columns.
         """
         columns = [np.asarray(column, np.int64) for column in (num_frames, height, width)]
         usable = np.minimum.reduce(columns) >= 1
@@ -76,7 +76,7 @@ class RandomResize:
         return count
 
     def _sides(self, height: IntArray, width: IntArray, *, indices: IntArray, epoch: int) -> tuple[IntArray, IntArray]:
-        """Return drawn heights and widths; the draws of index i are numbers 2i and 2i + 1 of the epoch's stream."""
+        """Return drawn heights and widths; index i uses the numbers 2i and 2i + 1 of the epoch's stream."""
         if not len(indices):
             return height, width
         rng = generator(Purpose.RANDOM_RESIZE, self.seed, epoch)

@@ -15,26 +15,26 @@ from ..errors import BucketingError
 
 
 def worker_options(num_workers: int) -> dict[str, Any]:
-    """Return options of a `DataLoader` with which its workers start from a process without threads.
+    """Return options of a `DataLoader` that start its workers from a process without threads.
 
-    A worker that is forked from the training process copies the locks that its other threads hold just then. Before
-    Python 3.12 one of them is the lock of the interpreter's list of threads, which the threads of torch.distributed
-    take for a moment after each collective: the worker may wait forever, and training with it. A fork server, which
-    is `multiprocessing`'s default on Linux from Python 3.14, imports the library once and forks the workers from
-    there. They end with the training process, even if that is killed.
+    A worker that is forked from the training process copies the locks that the other threads hold at that moment.
+    Before Python 3.12 this includes the lock of the interpreter's list of threads, which the threads of
+    torch.distributed take briefly after each collective: the worker may then wait forever, and training with it. A
+    fork server, the default of `multiprocessing` on Linux from Python 3.14 on, imports the library once and forks the
+    workers. They end with the training process, even if that is killed.
 
-    The data set and the collator travel to the workers by pickle, and each worker imports the script: it needs its
-    `if __name__ == "__main__":`, and starts sooner if it imports in `main` what only training needs.
+    The data set and the collator are pickled for the workers, and each worker imports the script. The script therefore
+    needs `if __name__ == "__main__":`, and workers start sooner if `main` imports what only training needs.
 
     Args:
-        num_workers (`int`): Worker processes of the loader.
+        num_workers (`int`): Number of worker processes of the loader.
 
     Returns:
-        `dict`: `num_workers`, and for workers from a server `multiprocessing_context` and `worker_init_fn`.
+        `dict`: `num_workers`, and where there is a fork server `multiprocessing_context` and `worker_init_fn`.
 
     Raises:
-        BucketingError: If the running script has no `if __name__ == "__main__":`, so that importing it in a worker
-            would run it again.
+        BucketingError: If the running script has no `if __name__ == "__main__":`; importing it in a worker would run
+            it again.
 
     Example:
         ```py
@@ -50,9 +50,9 @@ def worker_options(num_workers: int) -> dict[str, Any]:
 
 
 def _check_main_guard(num_workers: int) -> None:
-    """Raise if workers would run the main script again; multiprocessing says so only once they have failed.
+    """Raise if workers would run the main script again; multiprocessing reports it only after they have failed.
 
-    What multiprocessing does not import (notebooks, `python -c`, a package's `__main__.py`) needs no guard.
+    Programs that multiprocessing does not import (notebooks, `python -c`, a package's `__main__.py`) need no guard.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return  # a worker that imports the script
@@ -70,8 +70,8 @@ def _check_main_guard(num_workers: int) -> None:
         return
     raise BucketingError(
         f'{file} has no `if __name__ == "__main__":`. Workers from a fork server import the script that started them, '
-        "and would run it again: put what it does into a function, and call that function below this line, at the end "
-        f"of the file. Or give the DataLoader num_workers={num_workers} instead of **worker_options({num_workers})."
+        "and would run it again: move its code into a function, and call that function below this line at the end of "
+        f"the file. Or pass num_workers={num_workers} to the DataLoader instead of **worker_options({num_workers})."
     )
 
 
@@ -80,7 +80,7 @@ def _end_with_parent(worker_id: int) -> None:
 
 
 def _wait_for_parent() -> None:
-    """End this process when the one that asked for it is gone; torch watches the fork server instead."""
+    """End this process when the process that started it is gone; torch only watches the fork server."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
     parent.join()

@@ -1,21 +1,18 @@
-"""Image and video files: open them from a data set's cells, read their headers, decode their frames.
+"""Image and video files: open them from a data set's cells, read their headers, decode their frames, write them.
 
-Needs PyAV and Pillow, and neither torch (but for `media.sample` and torchcodec) nor datasets: both `mapping` (headers,
-latents) and `loading` (frames) stand on it.
+Needs PyAV and Pillow; `media.sample` also needs torch.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from .decode import frame_times, iter_frames
-from .decoders import DecoderName, check_decoder
-from .probe import MediaInfo, frames_at_fps, probe
+from .decode import DecoderName, check_decoder, frame_times, iter_frames
+from .probe import MAX_PIXELS, MediaInfo, frames_at_fps, probe
 from .source import MediaSource
-from .video import MAX_PIXELS
 from .views import FramePicking, View, ViewRule, seeded_draws
 from .write import write_video
 
 if TYPE_CHECKING:
-    from .rates import frame_rates
+    from .sample import frame_rates
 
 __all__ = [
     "MAX_PIXELS",
@@ -40,6 +37,6 @@ def __getattr__(name: str) -> Any:
     """Import `frame_rates`, which alone needs torch, when it is first used (PEP 562)."""
     if name != "frame_rates":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .rates import frame_rates
+    from .sample import frame_rates
 
     return frame_rates

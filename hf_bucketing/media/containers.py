@@ -1,7 +1,7 @@
-"""Know video containers by their first bytes, and read from their headers how the video is turned for display.
+"""Recognise video containers by their first bytes, and read from their headers how a video is rotated for display.
 
-PyAV shows the display matrix of decoded frames only, and demuxed packets do not carry it. So the two families of
-containers that have one, mp4/mov and Matroska/WebM, are read here, a few bytes at a time.
+PyAV exposes the display matrix of decoded frames only, and demuxed packets do not carry it. The headers of the two
+families of containers that have one, mp4/mov and Matroska/WebM, are therefore read here, a few bytes at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _Walk = Callable[[BinaryIO, int, int], Iterator[tuple[Any, int, int]]]
 
 _IDENTITY = (1.0, 0.0, 0.0, 1.0)
 _MAX_ELEMENTS = 10_000
-"""Per level. A file of more cannot keep a process busy; at worst its turn is missed, which decoding notices."""
+"""Largest number of elements read per level, so that no file keeps a process busy.
+
+At worst a rotation is missed, which decoding notices.
+"""
 
 _MOV_STARTS = {b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"}
 _IMAGE_BRANDS = {b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis"}
@@ -30,7 +33,7 @@ _VIDEO, _PROJECTION, _YAW, _ROLL = 0xE0, 0x7670, 0x7673, 0x7675
 
 
 class Turn(NamedTuple):
-    """How a stored frame becomes upright: first transpose, then reverse rows, then columns."""
+    """Steps that make a stored frame upright: transpose, then reverse rows, then reverse columns."""
 
     transposed: bool = False
     reverse_rows: bool = False
@@ -38,7 +41,7 @@ class Turn(NamedTuple):
 
 
 def container_of(head: bytes) -> ContainerName | None:
-    """Return which container a file is by its first 12 bytes; `None` for images and everything else."""
+    """Return the container of a file from its first 12 bytes; `None` for images and everything else."""
     if head.startswith(_EBML):
         return "matroska"
     if head[4:8] in _MOV_STARTS and head[8:12] not in _IMAGE_BRANDS:
@@ -47,13 +50,13 @@ def container_of(head: bytes) -> ContainerName | None:
 
 
 def read_turn(file: BinaryIO, container: ContainerName | None, *, track_id: int, position: int) -> Turn:
-    """Read how a video is turned for display; not at all, where the header does not say.
+    """Read how a video is rotated for display; the identity if the header does not say.
 
     Args:
         file (binary file): The whole file, seekable.
         container (`"mov"`, `"matroska"` or `None`): See `container_of`.
-        track_id (`int`): Of the video stream, as mp4 files number it.
-        position (`int`): Of the video stream among the video streams, from 0.
+        track_id (`int`): Number of the video stream in mp4 files.
+        position (`int`): Position of the video stream among all video streams, from 0.
     """
     end = file.seek(0, 2)
     if container == "mov":
@@ -64,7 +67,7 @@ def read_turn(file: BinaryIO, container: ContainerName | None, *, track_id: int,
 
 
 def _turn(matrix: _Matrix) -> Turn:
-    """Round to quarter turns: a stored pixel (x, y) is shown at (a·x + c·y, b·x + d·y), y downwards."""
+    """Round a matrix to quarter turns: it shows a stored pixel (x, y) at (a·x + c·y, b·x + d·y), y downwards."""
     a, b, c, d = matrix
     if abs(b) + abs(c) > abs(a) + abs(d):
         return Turn(True, b < 0, c < 0)
@@ -72,7 +75,7 @@ def _turn(matrix: _Matrix) -> Turn:
 
 
 def _descend(walk: _Walk, file: BinaryIO, span: _Span, *path: Any) -> Iterator[_Span]:
-    """Yield the contents of all elements that a path of kinds leads to."""
+    """Yield the spans of all elements at a path of kinds."""
     for kind, start, end in walk(file, *span):
         if kind == path[0]:
             if len(path) == 1:
@@ -87,21 +90,21 @@ def _read(file: BinaryIO, span: _Span, limit: int) -> bytes:
 
 
 def _mov_matrix(file: BinaryIO, end: int, track_id: int) -> _Matrix:
-    """Multiply the matrix of a track (tkhd) and of the movie (mvhd), as FFmpeg does."""
+    """Multiply the matrices of a track (tkhd) and of the movie (mvhd), as FFmpeg does."""
     moov = next(_descend(_boxes, file, (0, end), b"moov"), (0, 0))
     movie = next(_descend(_boxes, file, moov, b"mvhd"), (0, 0))
     a, b, c, d = _matrix_at(_read(file, movie, 128), (36, 48))
     for span in _descend(_boxes, file, moov, b"trak", b"tkhd"):
         header = _read(file, span, 128)
-        place = 20 if header[:1] == b"\x01" else 12  # version 1 has times of 8 bytes
-        if header[place : place + 4] == (track_id % 2**32).to_bytes(4, "big"):
+        id_at = 20 if header[:1] == b"\x01" else 12  # version 1 has times of 8 bytes
+        if header[id_at : id_at + 4] == (track_id % 2**32).to_bytes(4, "big"):
             e, f, g, h = _matrix_at(header, (40, 52))
             return e * a + f * c, e * b + f * d, g * a + h * c, g * b + h * d
     return _IDENTITY
 
 
 def _matrix_at(header: bytes, offsets: tuple[int, int]) -> _Matrix:
-    """Read a, b, c, d of the 3×3 matrix `a b u, c d v, x y w`; `offsets` are those of versions 0 and 1."""
+    """Read a, b, c, d of the 3×3 matrix `a b u, c d v, x y w`; it has one offset in version 0 and one in version 1."""
     offset = offsets[header[:1] == b"\x01"]
     if len(header) < offset + 20:
         return _IDENTITY
@@ -110,7 +113,7 @@ def _matrix_at(header: bytes, offsets: tuple[int, int]) -> _Matrix:
 
 
 def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield kind, start and end of the contents of each mp4 box."""
+    """Yield the kind of each mp4 box, and the start and end of its contents."""
     for _ in range(_MAX_ELEMENTS):
         head = _read(file, (start, end), 16)
         if len(head) < 8:
@@ -127,7 +130,7 @@ def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, i
 
 
 def _matroska_matrix(file: BinaryIO, end: int, position: int) -> _Matrix:
-    """Make a matrix of the roll in degrees (counter-clockwise) and the yaw, where 180 mirrors."""
+    """Make a matrix from the roll in degrees (counter-clockwise) and the yaw, where 180 mirrors."""
     tracks = next(_descend(_elements, file, (0, end), _SEGMENT, _TRACKS), (0, 0))
     for track in _descend(_elements, file, tracks, _TRACK):
         kind = next(_descend(_elements, file, track, _TRACK_TYPE), (0, 0))
@@ -138,7 +141,7 @@ def _matroska_matrix(file: BinaryIO, end: int, position: int) -> _Matrix:
                 _float(b"".join(_read(file, span, 8) for span in _descend(_elements, file, track, *path)))
                 for path in ((_VIDEO, _PROJECTION, _ROLL), (_VIDEO, _PROJECTION, _YAW))
             )
-            if abs(yaw) not in (0, 180):  # a direction of view in a spherical video
+            if abs(yaw) not in (0, 180):  # the viewing direction of a spherical video
                 return _IDENTITY
             mirror = -1 if yaw else 1
             cosine, sine = math.cos(math.radians(roll)), mirror * math.sin(math.radians(roll))
@@ -153,7 +156,7 @@ def _float(value: bytes) -> float:
 
 
 def _elements(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield id, start and end of the contents of each Matroska element."""
+    """Yield the id of each Matroska element, and the start and end of its contents."""
     for _ in range(_MAX_ELEMENTS):
         head = _read(file, (start, end), 12)
         id_length = 9 - head[0].bit_length() if head else 9

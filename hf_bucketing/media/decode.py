@@ -1,23 +1,45 @@
-"""Decode the frames of a file that are shown at given times, one at a time."""
+"""Decode the frames of a file that are shown at given times, one at a time, with PyAV or torchcodec."""
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, get_args
 
 import av
 import numpy as np
 import numpy.typing as npt
+from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
 from PIL import ImageOps
 
-from ..errors import MediaError
-from .decoders import DecoderName, StoredFrame, check_decoder, timed_frames, tolerance, undecodable
+from ..errors import BucketingError, MediaError, refuse_old_names
 from .images import exif_orientation, open_image, rgb_array
+from .probe import VideoHeader, display_stamps, open_video, read_video_header, video_stream
 from .source import MediaSource
-from .video import VideoHeader, open_video, read_video_header, video_stream
+
+DecoderName = Literal["pyav", "torchcodec"]
 
 Frame = npt.NDArray[np.uint8]
+
+_TOLERANCE = 0.25
+"""Tolerance of frame times, in source frames: containers round time stamps, some to whole milliseconds."""
+
+
+def check_decoder(video_decoder: str) -> None:
+    """Raise unless `video_decoder` is known and can be loaded.
+
+    Raises:
+        BucketingError: If it is not; the message says how to install what is missing.
+    """
+    if video_decoder not in get_args(DecoderName):
+        raise BucketingError(f'`video_decoder` must be "pyav" or "torchcodec", got {video_decoder!r}.')
+    if video_decoder == "torchcodec":
+        _torchcodec()
 
 
 def frame_times(count: int, fps: float, *, start: int = 0) -> list[float]:
@@ -30,16 +52,19 @@ def frame_times(count: int, fps: float, *, start: int = 0) -> list[float]:
     return [(start + position) / fps if fps else 0.0 for position in range(count)]
 
 
-def iter_frames(source: MediaSource, times: Sequence[float], *, decoder: DecoderName = "pyav") -> Iterator[Frame]:
-    """Yield the frame on display at each time after the first frame.
+@refuse_old_names(decoder="video_decoder")
+def iter_frames(
+    source: MediaSource, times: Sequence[float], *, video_decoder: DecoderName = "pyav"
+) -> Iterator[Frame]:
+    """Yield the frame on display at each time, counted from the first frame.
 
     Args:
         source ([`MediaSource`]): An image, which shows its one frame at 0.0, or a video.
         times (sequence of `float`): Seconds, ascending.
-        decoder (`"pyav"` or `"torchcodec"`): Of videos. The second must be installed. It reads the packets of the
-            whole file first and decodes from the last key frame before the frames asked for: quicker for few of them
-            late in a file, slower for many. What it cannot seek in, such as MPEG-TS, is an error. Colours may differ
-            by some levels.
+        video_decoder (`"pyav"` or `"torchcodec"`): Decoder of videos. torchcodec must be installed. It reads the
+            packets of the whole file first and decodes from the last key frame before the frames asked for: faster
+            for a few frames late in a file, slower for many. It raises for files that it cannot seek in, such as
+            MPEG-TS. The colours of the two decoders may differ by a few levels.
 
     Yields:
         `uint8` array of shape `(height, width, 3)`, RGB, of the size that `probe` reads: EXIF orientation or display
@@ -49,10 +74,10 @@ def iter_frames(source: MediaSource, times: Sequence[float], *, decoder: Decoder
         MediaError: If the file cannot be decoded or ends before the last time.
         BucketingError: If the decoder is unknown or cannot be loaded.
     """
-    check_decoder(decoder)
+    check_decoder(video_decoder)
     frame = _image(source)
     if frame is None:
-        yield from _iter_video(source, times, decoder)
+        yield from _iter_video(source, times, video_decoder)
         return
     if len(times) != 1:
         raise MediaError(f"{source.path} is an image of one frame, but {len(times)} frames were asked for.")
@@ -67,19 +92,19 @@ def _image(source: MediaSource) -> Frame | None:
         return rgb_array(upright)
 
 
-def _iter_video(source: MediaSource, times: Sequence[float], decoder: DecoderName) -> Iterator[Frame]:
+def _iter_video(source: MediaSource, times: Sequence[float], video_decoder: DecoderName) -> Iterator[Frame]:
     header = read_video_header(source)
     wanted = iter(times)
     time = next(wanted, None)
-    shown: Callable[[], StoredFrame] | None = None
+    shown: Callable[[], _StoredFrame] | None = None
     passed, shown_at = 0, 0.0
     try:
         with open_video(source) as container:
             stream = video_stream(container)
             assert stream is not None, "read_video_header found one"
-            slack = tolerance(stream)
-            for frame, second in timed_frames(source, container, stream, header=header, decoder=decoder):
-                while time is not None and shown is not None and second > time + slack:
+            tolerance = _tolerance(stream)
+            for frame, second in _timed_frames(source, container, stream, header, video_decoder):
+                while time is not None and shown is not None and second > time + tolerance:
                     yield _upright(shown(), header, source)
                     time = next(wanted, None)
                 if time is None:
@@ -87,7 +112,7 @@ def _iter_video(source: MediaSource, times: Sequence[float], decoder: DecoderNam
                 if frame is not None:
                     shown, shown_at, passed = frame, second, passed + 1
     except (av.error.FFmpegError, IndexError, EOFError) as error:
-        raise undecodable(source, error) from error
+        raise _undecodable(source, error) from error
     if time is not None:
         raise MediaError(
             f"{source.path} ends after {passed} frames ({shown_at:.3f} s), but its metadata promised one at "
@@ -95,8 +120,24 @@ def _iter_video(source: MediaSource, times: Sequence[float], decoder: DecoderNam
         )
 
 
-def _upright(stored: StoredFrame, header: VideoHeader, source: MediaSource) -> Frame:
-    """Turn a frame into what its file's header says is shown."""
+class _StoredFrame(NamedTuple):
+    """A decoded frame as the file stores it.
+
+    Attributes:
+        frame (`av.VideoFrame`): The frame, neither rotated nor stretched.
+        rotation (`float`): Rotation for display in degrees counter-clockwise, as FFmpeg reads it, without mirroring.
+    """
+
+    frame: av.VideoFrame
+    rotation: float
+
+
+_TimedFrame = tuple[Callable[[], _StoredFrame] | None, float]
+"""A function that returns a frame, and its seconds after the first frame; last, `None` and the end of the video."""
+
+
+def _upright(stored: _StoredFrame, header: VideoHeader, source: MediaSource) -> Frame:
+    """Stretch and rotate a frame as its file's header says."""
     frame, rotation = stored
     if round(rotation / 90) % 2 != header.turn.transposed:
         raise MediaError(
@@ -112,3 +153,134 @@ def _upright(stored: StoredFrame, header: VideoHeader, source: MediaSource) -> F
         pixels = pixels.transpose(1, 0, 2)
     rows, columns = (-1 if reverse else 1 for reverse in header.turn[1:])
     return np.ascontiguousarray(pixels[::rows, ::columns], np.uint8)
+
+
+def _timed_frames(
+    source: MediaSource,
+    container: InputContainer,
+    stream: VideoStream,
+    header: VideoHeader,
+    video_decoder: DecoderName,
+) -> Iterator[_TimedFrame]:
+    """Yield the frames of a video in display order; PyAV reads their times for both decoders."""
+    if video_decoder == "torchcodec":
+        yield from _by_torchcodec(source, container, stream, header)
+    else:
+        yield from _by_pyav(container, stream, header)
+
+
+def _by_pyav(container: InputContainer, stream: VideoStream, header: VideoHeader) -> Iterator[_TimedFrame]:
+    """Decode frame after frame; without time stamps, times follow from the number of frames."""
+    stream.thread_type = "AUTO"
+    rate = _rate(stream)
+    first, position, packets, second = None, 0, 0, 0.0
+    for packet in container.demux(stream):
+        packets += packet.size > 0
+        for frame in packet.decode():
+            time = frame.time if frame.time is not None else position / rate
+            first = time if first is None else first
+            second = time - first
+            yield partial(_stored, frame), second
+            position += 1
+    yield None, _end(second, stream, header, packets=packets)
+
+
+def _stored(frame: av.VideoFrame) -> _StoredFrame:
+    return _StoredFrame(frame, frame.rotation)
+
+
+def _by_torchcodec(
+    source: MediaSource, container: InputContainer, stream: VideoStream, header: VideoHeader
+) -> Iterator[_TimedFrame]:
+    """Decode only the frames that are asked for, by their position among the packets' times.
+
+    torchcodec also takes times, but treats a frame as ended after its duration, which is too short in files of
+    variable frame rate, and then returns the next frame.
+    """
+    library = _torchcodec()
+    stamps = sorted(display_stamps(container, stream))
+    if not stamps or not stream.time_base:
+        raise MediaError(
+            f"{source.path} has no time stamps, by which torchcodec finds frames; decode it with PyAV "
+            '(`video_decoder="pyav"`), or write the file again.'
+        )
+    try:
+        video = library.decoders.VideoDecoder(
+            os.path.abspath(source.path) if source.data is None else source.data,
+            stream_index=stream.index,
+            dimension_order="NHWC",
+            num_ffmpeg_threads=0,
+            device="cpu",
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _undecodable(source, error) from error
+    pictures = _Pictures(source, video)
+    times = [float(stamp * stream.time_base) for stamp in stamps]
+    for position, time in enumerate(times):
+        yield partial(pictures.read, position, time, unit=float(stream.time_base)), time - times[0]
+    yield None, _end(times[-1] - times[0], stream, header, packets=len(times))
+
+
+class _Pictures:
+    """Frames of torchcodec, rotated back to how they are stored; a frame that is read twice is decoded once."""
+
+    def __init__(self, source: MediaSource, video: Any) -> None:
+        self.source, self.video = source, video
+        self.rotation = float(video.metadata.rotation or 0)
+        self.last: tuple[int, Frame] | None = None
+
+    def read(self, position: int, time: float, *, unit: float) -> _StoredFrame:
+        """Decode the frame at a position and check its time, in seconds; `unit` is the stream's time base."""
+        if self.last is None or self.last[0] != position:
+            try:
+                frame = self.video.get_frame_at(position)
+            except (RuntimeError, IndexError) as error:
+                raise _undecodable(self.source, error) from error
+            if abs(frame.pts_seconds - time) > unit / 2:
+                raise MediaError(
+                    f"torchcodec finds the frame at {frame.pts_seconds:.3f} s of {self.source.path} instead of the "
+                    f'one at {time:.3f} s; decode the file with PyAV (`video_decoder="pyav"`), or write it again as '
+                    "mp4."
+                )
+            quarters = round(self.rotation / 90)
+            self.last = position, np.ascontiguousarray(np.rot90(frame.data.numpy(), -quarters))
+        return _StoredFrame(av.VideoFrame.from_ndarray(self.last[1], format="rgb24"), self.rotation)
+
+
+def _undecodable(source: MediaSource, error: Exception) -> MediaError:
+    reason = str(error).partition("\n")[0]
+    return MediaError(f"{source.path} cannot be decoded ({reason}); it may be corrupt. Remove the row.")
+
+
+def _end(second: float, stream: VideoStream, header: VideoHeader, *, packets: int) -> float:
+    """Return until when the last frame, shown from `second` on, stays on display.
+
+    If no packet is missing, that is the end of the file: some files of variable frame rate show it for long.
+    """
+    end = second + 2 * _tolerance(stream)
+    return max(end, header.seconds - _tolerance(stream)) if packets >= header.num_frames else end
+
+
+def _tolerance(stream: VideoStream) -> float:
+    """Return by how many seconds a frame may come late: a quarter of the mean frame duration."""
+    return _TOLERANCE / _rate(stream)
+
+
+def _rate(stream: VideoStream) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 1)
+
+
+def _torchcodec() -> ModuleType:
+    """Import torchcodec; newer releases can be imported without FFmpeg, and then report no FFmpeg version."""
+    try:
+        library = importlib.import_module("torchcodec")
+        if library.ffmpeg_major_version is None:
+            raise ImportError("it finds no FFmpeg")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BucketingError(
+            f'`video_decoder="torchcodec"` cannot be loaded ({reason}). Install a release that fits your torch and '
+            'device, pip install "hf_bucketing[torchcodec]", and the shared libraries of FFmpeg, for example apt-get '
+            'install ffmpeg; or decode with PyAV (`video_decoder="pyav"`).'
+        ) from error
+    return library

@@ -1,4 +1,4 @@
-"""Open image files with Pillow, so that whatever is wrong with one is a `MediaError`."""
+"""Open image files with Pillow; every fault of a file is a `MediaError`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .containers import container_of
 from .source import MediaSource
 
 _ANIMATED = {"GIF", "PNG", "WEBP", "AVIF"}
-"""Formats whose several frames are shown one after the other; those of TIFF and MPO are not."""
+"""Formats whose frames are shown one after the other, unlike those of TIFF and MPO."""
 _TRANSPOSED = {5, 6, 7, 8}  # EXIF orientations that swap width and height
 _PILLOW_ERRORS = (
     *(OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, EOFError, RuntimeError, struct.error),
@@ -25,10 +25,10 @@ _PILLOW_ERRORS = (
 
 @contextmanager
 def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
-    """Open an image for a `with` block, or give `None` for a file that is no image; nothing is decoded.
+    """Open an image for a `with` block without decoding it; yield `None` for a file that is no image.
 
     Raises:
-        MediaError: If the image's header is broken, or the block meets an error of Pillow.
+        MediaError: If the image's header is broken, or Pillow raises inside the block.
     """
     try:
         with source.open_binary() as file:
@@ -53,12 +53,12 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
 
 
 def _check_still(image: ImageFile.ImageFile, source: MediaSource) -> None:
-    """Raise MediaError on an image of several frames in time, or of pixels whose range is not known."""
+    """Raise `MediaError` for an animation, or for pixels of unknown range."""
     if image.format in _ANIMATED and getattr(image, "is_animated", False):
         frames = getattr(image, "n_frames", "several")
         raise MediaError(
-            f"{source.path} is an animation ({image.format}, {frames} frames), neither an image nor a video that is "
-            "decoded; convert it, for example with ffmpeg to mp4, or remove the row."
+            f"{source.path} is an animation ({image.format}, {frames} frames), which is not supported as image or "
+            "video; convert it, for example with ffmpeg to mp4, or remove the row."
         )
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise MediaError(
@@ -68,23 +68,23 @@ def _check_still(image: ImageFile.ImageFile, source: MediaSource) -> None:
 
 
 def rgb_array(image: Image.Image) -> npt.NDArray[np.uint8]:
-    """Return the pixels of a decoded image, `(height, width, 3)`; 16 bits of grey become 8 of each colour."""
+    """Return the pixels of an image, of shape `(height, width, 3)`; 16-bit grey becomes 8 bits per colour."""
     if not image.mode.startswith("I"):
         return np.array(image.convert("RGB"))
-    grey = np.asarray(image).astype(np.uint32)  # PNG of 16 bits, which Pillow would clip at 255
+    grey = np.asarray(image).astype(np.uint32)  # 16-bit PNG, which Pillow would clip at 255
     return np.repeat(((grey + 128) // 257).astype(np.uint8)[..., None], 3, axis=2)
 
 
 def upright_size(image: ImageFile.ImageFile) -> tuple[int, int]:
-    """Return width and height as shown, of an image that is opened but not decoded."""
+    """Return the width and height as shown of an image that is opened but not decoded."""
     width, height = image.size
-    if isinstance(image, TiffImagePlugin.TiffImageFile):  # some versions of Pillow turn its size, others do not
+    if isinstance(image, TiffImagePlugin.TiffImageFile):  # only some versions of Pillow rotate its size
         width, height = (int(image.tag_v2[tag]) for tag in (ExifTags.Base.ImageWidth, ExifTags.Base.ImageLength))
     return (height, width) if exif_orientation(image) in _TRANSPOSED else (width, height)
 
 
 def exif_orientation(image: ImageFile.ImageFile) -> int:
-    """Return the EXIF orientation, 1 to 8, of an image that is opened but not decoded."""
+    """Return the EXIF orientation, from 1 to 8, of an image that is opened but not decoded."""
     if image.format == "PNG" and "exif" not in image.info:
-        return 1  # getexif would decode the whole picture, to look behind it
+        return 1  # getexif would decode the whole image, since PNG may store EXIF after the pixels
     return int(image.getexif().get(ExifTags.Base.Orientation, 1))

@@ -1,26 +1,57 @@
-"""Read size, frames and fps from the headers of image and video files, without decoding a frame."""
+"""Read size, frames and frame rate from the headers of image and video files, without decoding a frame."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
+import av
 import numpy as np
 import numpy.typing as npt
+from av.container import InputContainer
+from av.stream import Disposition
+from av.video.stream import VideoStream
 
+from ..errors import MediaError
+from .containers import ContainerName, Turn, container_of, read_turn
 from .images import open_image, upright_size
 from .source import MediaSource
-from .video import MAX_PIXELS, check_pixels, read_video_header
+
+MAX_PIXELS = 2**28
+"""Largest number of pixels per frame: what FFmpeg decodes at most."""
+
+# av.open decodes frames to find what headers leave out, which takes 100 ms for an H.264 file of 1080p. With these
+# options it reads only the headers of H.264 and HEVC frames (they have more pixels than allowed) and opens no other
+# decoder. PyAV before 17 crashes when given options for a container that does not name its streams first; the two of
+# `container_of` do.
+_HEADERS_ONLY = {"codec_whitelist": "h264,hevc", "max_pixels": "1"}
+_NO_ESTIMATE = {**_HEADERS_ONLY, "analyzeduration": "1"}
+_ATTEMPTS: dict[ContainerName | None, tuple[dict[str, str], ...]] = {
+    "mov": (_NO_ESTIMATE, _HEADERS_ONLY, {}),
+    "matroska": (_HEADERS_ONLY, {}),
+    None: ({},),
+}
+_HEADERS_SUFFICE = {"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"}
+"""Decoders of the codecs whose size and sample aspect ratio are known under `_HEADERS_ONLY`."""
+
+_TITLES: dict[str, Any] = {"metadata_errors": "replace"} if hasattr(InputContainer, "metadata_errors") else {}
+"""Accept titles and comments that are not UTF-8, as PyAV 19 and newer always do."""
+
+_MAX_REORDERED = 17
+"""Number of packets that hold the first frame shown: H.264 and HEVC store at most 16 frames before it."""
 
 
 class MediaInfo(NamedTuple):
-    """What a file's header says.
+    """Size, frames and frame rate that a file's header states.
 
     Attributes:
-        width (`int`): In pixels, as shown.
-        height (`int`): In pixels, as shown.
-        num_frames (`int`): 1 for an image.
-        fps (`float`): Frames per second, their mean where it varies; 0.0 for an image.
-        num_frames_estimated (`bool`): Whether no header counts the frames, so that they follow from the duration.
+        width (`int`): Width in pixels, as shown.
+        height (`int`): Height in pixels, as shown.
+        num_frames (`int`): Number of frames; 1 for an image.
+        fps (`float`): Frames per second, the mean if they vary; 0.0 for an image.
+        num_frames_estimated (`bool`): Whether the number of frames was computed from the duration, because no header
+            states it.
     """
 
     width: int
@@ -38,13 +69,13 @@ def probe(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIX
 
     Args:
         source ([`MediaSource`]): The file.
-        exact (`bool`): Whether to count the packets of a video instead of believing its header, which reads the
-            whole file.
-        max_pixels (`int`): Largest frame. Pillow has a limit of its own, twice `PIL.Image.MAX_IMAGE_PIXELS`.
+        exact (`bool`): Whether to count the packets of a video instead of trusting its header; this reads the whole
+            file.
+        max_pixels (`int`): Largest frame, in pixels. Pillow has its own limit, twice `PIL.Image.MAX_IMAGE_PIXELS`.
 
     Raises:
-        MediaError: If the file is neither, is broken, has only sound, claims larger frames, or names no number of
-            frames.
+        MediaError: If the file is neither image nor video, is broken, has only sound, claims larger frames, or states
+            no number of frames.
     """
     with open_image(source) as image:
         if image is not None:
@@ -58,15 +89,15 @@ def probe(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIX
 def frames_at_fps(
     num_frames: npt.ArrayLike, fps: npt.ArrayLike, target_fps: float | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Return how many frames videos have at a lower frame rate, and the rate: frames are left out, never made up.
+    """Return how many frames videos have at a lower frame rate, and that rate; frames are dropped, never invented.
 
     Args:
         num_frames (`int` array): Frames in each file.
         fps (`float` array): Frames per second of each file; 0.0 for an image.
-        target_fps (`float`, *optional*): Wanted frames per second; a file of fewer keeps its own.
+        target_fps (`float`, *optional*): Target frames per second; slower files keep their own rate.
 
     Returns:
-        `int64` and `float64` arrays of the shape of `num_frames`.
+        `tuple`: Frames (`int64`) and frames per second (`float64`), each of the shape of `num_frames`.
 
     Example:
         >>> frames_at_fps([48, 48, 1], [24.0, 8.0, 0.0], 16.0)
@@ -78,3 +109,175 @@ def frames_at_fps(
     slower = rate > target_fps
     kept = np.floor((count - 1) * target_fps / np.where(slower, rate, 1.0) + 1e-6).astype(np.int64) + 1
     return np.where(slower, kept, count), np.where(slower, float(target_fps), rate)
+
+
+class VideoHeader(NamedTuple):
+    """Size, frames, frame rate and rotation that the headers of a video state.
+
+    Attributes:
+        size (`tuple[int, int]`): Width and height in pixels, as shown.
+        num_frames (`int`): Number of frames, at least 1.
+        fps (`float`): Mean frames per second.
+        estimated (`bool`): Whether the number of frames was computed from the duration.
+        seconds (`float`): Duration from the first frame to the end of the last; 0.0 if it is not certain.
+        stretched (`tuple[int, int]`): Width and height of a frame with square pixels, before rotation.
+        turn ([`Turn`]): Rotation and mirroring that then make the frame upright.
+    """
+
+    size: tuple[int, int]
+    num_frames: int
+    fps: float
+    estimated: bool
+    seconds: float
+    stretched: tuple[int, int]
+    turn: Turn
+
+
+class _Count(NamedTuple):
+    num_frames: int
+    fps: float
+    estimated: bool
+    seconds: float
+
+
+def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIXELS) -> VideoHeader:
+    """Read a video's headers without decoding a frame, unless FFmpeg needs some for a rare codec or container.
+
+    Args:
+        source ([`MediaSource`]): The file.
+        exact (`bool`): Whether to count the packets; this reads the whole file.
+        max_pixels (`int`): Largest frame, in pixels.
+
+    Raises:
+        MediaError: If the file is no video, has only sound, has larger frames, or states no number of frames.
+    """
+    try:
+        with source.open_binary() as file:
+            name = container_of(file.read(12))
+            with _open_headers(source, name) as container:
+                stream = _usable_stream(source, container)
+                stretched = _stretched(stream)
+                check_pixels(source, max(stream.width, stretched[0]), stream.height, max_pixels=max_pixels)
+                position = container.streams.video.index(stream)
+                turn = read_turn(file, name, track_id=stream.id, position=position)
+                count = _count_packets(container, stream) if exact else _read_count(container, stream, name)
+    except (av.error.FFmpegError, EOFError) as error:
+        raise MediaError(
+            f"{source.path} is neither an image nor a video that can be opened ({error}); it may be corrupt or cut "
+            "off. Remove the row or write the file again."
+        ) from error
+    if not (0 < count.num_frames < 2**31 and count.fps > 0):
+        raise MediaError(
+            f"{source.path} names no usable video: {count.num_frames} frames at {count.fps} fps.",
+            advice=["write the file again with ffmpeg", "count its packets with `exact=True`", "remove the row"],
+        )
+    return VideoHeader(stretched[::-1] if turn.transposed else stretched, *count, stretched, turn)
+
+
+def check_pixels(source: MediaSource, width: int, height: int, *, max_pixels: int) -> None:
+    """Raise if a frame is too large, before anything is allocated for it.
+
+    Raises:
+        MediaError: If `width` × `height` is more than `max_pixels`.
+    """
+    if width * height > max_pixels:
+        raise MediaError(
+            f"{source.path} claims {width}×{height} pixels, more than `max_pixels={max_pixels}`; remove the row."
+        )
+
+
+def open_video(
+    source: MediaSource, *, name: ContainerName | None = None, options: dict[str, str] | None = None
+) -> InputContainer:
+    """Open a video with PyAV; titles and comments need not be UTF-8."""
+    return av.open(source.open(), "r", format=name, options=options, **_TITLES)
+
+
+def video_stream(container: InputContainer) -> VideoStream | None:
+    """Return the first video stream that is not the cover picture of a sound file."""
+    streams = (stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic)
+    return next(streams, None)
+
+
+def _usable_stream(source: MediaSource, container: InputContainer) -> VideoStream:
+    stream = video_stream(container)
+    if stream is None:
+        raise MediaError(f"{source.path} holds no video stream; remove the row.")
+    if stream.codec_context is None or min(stream.width, stream.height) < 1:
+        raise MediaError(f"{source.path} names no codec and size that FFmpeg knows; write the file again with ffmpeg.")
+    return stream
+
+
+def _open_headers(source: MediaSource, name: ContainerName | None) -> InputContainer:
+    """Open a video with the least reading and decoding that gives what is needed."""
+    for options in _ATTEMPTS[name]:
+        container = open_video(source, name=name, options=options)
+        stream = video_stream(container)
+        if not options or stream is None or _suffices(stream, needs_count=options is _NO_ESTIMATE):
+            break
+        container.close()
+    return container
+
+
+def _suffices(stream: VideoStream, *, needs_count: bool) -> bool:
+    codec = stream.codec_context
+    known = codec is not None and codec.name in _HEADERS_SUFFICE and stream.width > 0 and stream.height > 0
+    return known and _rate(stream) > 0 and (stream.frames > 0 or not needs_count)
+
+
+def _stretched(stream: VideoStream) -> tuple[int, int]:
+    ratio = stream.sample_aspect_ratio
+    return max(1, round(stream.width * ratio)) if ratio and ratio > 0 else stream.width, stream.height
+
+
+def _rate(stream: VideoStream) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 0)
+
+
+def _read_count(container: InputContainer, stream: VideoStream, name: ContainerName | None) -> _Count:
+    """Take the number of frames from the header if its duration agrees, otherwise from the last frame's time.
+
+    The two disagree if an edit list hides frames, or if a fragmented file counts only its first fragment. The duration
+    of the whole file cannot be used, because it may be that of the sound. If nothing else helps, count the packets.
+    """
+    fps = _rate(stream)
+    seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+    if stream.frames and (seconds <= 0 or abs(seconds * fps - stream.frames) < 0.5):
+        return _Count(stream.frames, fps, False, max(seconds, 0.0))
+    if name is not None:
+        last = _last_time(container, stream)
+        container.seek(0)
+    else:
+        last = seconds - 1 / fps if fps else -1.0
+    if last >= 0:
+        return _Count(round(last * fps) + 1, fps, True, 0.0)
+    return _count_packets(container, stream)
+
+
+def _last_time(container: InputContainer, stream: VideoStream) -> float:
+    """Return the seconds from the first to the last frame, −1 if unknown; read only from the last key frame on."""
+    if not container.duration or not stream.time_base:
+        return -1.0
+    start = min(islice(display_stamps(container, stream), _MAX_REORDERED), default=0)
+    container.seek(start + int(container.duration / av.time_base / stream.time_base), stream=stream)
+    end = max(display_stamps(container, stream), default=start - 1)
+    return float((end - start) * stream.time_base) if end >= start else -1.0
+
+
+def display_stamps(container: InputContainer, stream: VideoStream) -> Iterator[int]:
+    """Yield the display times of packets in decoding order, without those that an edit list hides."""
+    for packet in container.demux(stream):
+        if packet.size and packet.pts is not None and not packet.is_discard:
+            yield packet.pts
+
+
+def _count_packets(container: InputContainer, stream: VideoStream) -> _Count:
+    """Count the packets that are shown; correct the header's frame rate if it does not fit their times."""
+    fps = _rate(stream)
+    stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
+    count = len(stamps)
+    times = [stamp for stamp in stamps if stamp is not None]
+    last = float((max(times) - min(times)) * stream.time_base) if times and stream.time_base else 0.0
+    if last > 0 and abs(last * fps - (count - 1)) > 0.25:
+        fps = (count - 1) / last
+    return _Count(count, fps, False, last)

@@ -1,14 +1,20 @@
-"""Decode a sample straight to its size, as a tensor (needs torch, unlike the rest of this room)."""
+"""Samples and their frame rates as tensors, as models take them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from ..buckets.sizes import CropBox
+from ..errors import BucketingError
 from .decode import frame_times, iter_frames
 from .source import MediaSource
 from .views import View
+
+_IMAGE_FPS = 1.0
+"""Frame rate of images. Any rate gives the same result, since the only frame of an image lies at 0 seconds."""
 
 
 def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]:
@@ -16,7 +22,7 @@ def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]
 
     Args:
         source ([`MediaSource`]): The file.
-        view ([`View`]): What of it.
+        view ([`View`]): Frames, size, crop and flip of the sample.
 
     Returns:
         `tuple`: Pixels in [−1, 1], `float32` of shape `(3, frames, height, width)`, and the crop in resized pixels.
@@ -28,7 +34,7 @@ def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]
     box = None
     frames = []
     times = frame_times(view.size.frames, view.fps, start=view.start)
-    for frame in iter_frames(source, times, decoder=view.decoder):
+    for frame in iter_frames(source, times, video_decoder=view.video_decoder):
         resized, box = view.crop(*frame.shape[:2])
         pixels = torch.from_numpy(frame).permute(2, 0, 1)[None]
         if resized != frame.shape[:2]:
@@ -37,3 +43,29 @@ def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]
     assert box is not None, "iter_frames yields as many frames as times, or raises"
     stack = torch.stack(frames, 1)
     return (stack.flip(-1) if view.flip else stack).float() / 127.5 - 1, box
+
+
+def frame_rates(fps: Sequence[float] | torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return the frame rate of each sample, for models that take one; images, whose `fps` is 0, get 1.
+
+    Models divide by the rate to place frames in seconds; 0 would make the positions of images NaN.
+
+    Args:
+        fps (sequence of `float`, or `torch.Tensor` of shape `(n,)`): The `fps` of a batch, 0 for images.
+        device (`torch.device`, *optional*): Device of the result; by default that of a tensor, or the CPU.
+
+    Returns:
+        `torch.Tensor` of shape `(n,)`: Frames per second, all above 0.
+
+    Raises:
+        BucketingError: If a rate is negative or not finite.
+
+    Example:
+        >>> frame_rates([24.0, 0.0, 16.0])
+        tensor([24.,  1., 16.])
+    """
+    rates = torch.as_tensor(fps, device=device)
+    rates = rates if rates.is_floating_point() else rates.float()
+    if rates.ndim != 1 or not (rates.isfinite() & (rates >= 0)).all():
+        raise BucketingError(f"Expected a frame rate of 0 or more for each sample, got {rates.tolist()}.")
+    return torch.where(rates == 0, _IMAGE_FPS, rates)

@@ -1,4 +1,4 @@
-"""A cell of a data set as an openable file: a path, bytes, or the dictionary that datasets makes of both."""
+"""A data set's cell as an openable file: a path, bytes, or the dictionary of both that datasets uses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..errors import MediaError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSource:
-    """An image or video file, in a folder or in memory.
+    """Name an image or video file, in a folder or in memory.
 
     Args:
-        path (`str`): Where the file lies, or the name of the one whose bytes these are; used in messages.
-        data (`bytes`, *optional*): The whole file. Without it, `path` is opened.
+        path (`str`): Path of the file, or the name of the file in `data`; used in messages.
+        data (`bytes`, *optional*): Contents of the file. Without it, `path` is opened.
     """
 
     path: str
@@ -25,16 +25,16 @@ class MediaSource:
 
     @classmethod
     def from_cell(cls, cell: Any, *, root: str | os.PathLike[str] | None = None, name: str = "<bytes>") -> MediaSource:
-        """Make a source of what an `Image(decode=False)`, `Video(decode=False)` or path column holds.
+        """Make a source from a cell of an `Image(decode=False)`, `Video(decode=False)` or path column.
 
         Args:
-            cell (`str`, `Path`, `bytes`, or `dict` with keys `path` and `bytes`): Bytes win over the path.
+            cell (`str`, `Path`, `bytes`, or `dict` with keys `path` and `bytes`): Bytes take precedence over the path.
             root (path, *optional*): Folder that relative paths start from.
-            name (`str`): What messages call bytes that come without a path.
+            name (`str`): Name in messages of bytes that come without a path.
 
         Raises:
-            MediaError: If the cell is empty or of another type, the file does not exist or holds no byte, or a
-                relative path leaves `root`.
+            MediaError: If the cell is empty or of another type, the file does not exist or is empty, or a relative
+                path leaves `root`.
         """
         file: Any = cell
         data = None
@@ -56,14 +56,14 @@ class MediaSource:
         return cls(path=path, data=data)
 
     def open(self) -> str | io.BytesIO:
-        """Return what PyAV opens: the path, or a new stream over the bytes."""
+        """Return the path, or a new stream over the bytes, for `av.open`."""
         return self.path if self.data is None else io.BytesIO(self.data)
 
     def open_binary(self) -> BinaryIO:
-        """Return the file, opened for reading bytes.
+        """Open the file for reading bytes.
 
         Raises:
-            MediaError: If it may not be read.
+            MediaError: If the file may not be read.
         """
         if self.data is not None:
             return io.BytesIO(self.data)
@@ -74,9 +74,10 @@ class MediaSource:
 
 
 def _existing(path: str, root: str | os.PathLike[str] | None) -> tuple[str, int]:
-    """Return where a file lies and how many bytes it has.
+    """Return the path and the number of bytes of a file.
 
-    Links are followed, as the hub's cache consists of them; they belong to the folder, and the path to the data set.
+    Links are followed, because the hub's cache consists of them: the owner of the folder made them, while the relative
+    path comes from the data set.
     """
     if root is not None and not os.path.isabs(path):
         inner = os.path.normpath(path)

@@ -1,27 +1,28 @@
-"""Which part of a file a sample is: its frames, its crop and its side."""
+"""The part of a file that a sample shows: its frames, its crop, and whether it is flipped."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
-from ..errors import BucketingError, MediaError
+from ..errors import BucketingError, MediaError, refuse_old_names
 from ..randomness import Purpose, generator
-from .decoders import DecoderName, check_decoder
+from .decode import DecoderName, check_decoder
 
 FramePicking = Literal["start", "uniform", "random"]
 
 _CENTRE = (0.0, 0.5, 0.5, 1.0)
-"""What stands for draws where nothing is random: the first frame, the centre, not flipped."""
+"""Values of the draws where nothing is random: the first frame, the centre, not flipped."""
 
 
+@refuse_old_names(decoder="video_decoder")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One way to look at a file, which fixes every pixel of the sample.
+    """Fix every pixel of a sample: which frames of its file, which crop, and whether it is flipped.
 
     Args:
         size ([`Size`]): Frames, height and width of the sample.
@@ -29,7 +30,7 @@ class View:
         start (`int`): First frame, counted at `fps`.
         position (`tuple[float, float]`): Place of the crop from top to bottom and from left to right, in [0, 1].
         flip (`bool`): Whether left and right are swapped, after the crop.
-        decoder (`"pyav"` or `"torchcodec"`): Of videos; their pixels may differ by some levels.
+        video_decoder (`"pyav"` or `"torchcodec"`): Decoder of videos; their pixels may differ by a few levels.
     """
 
     size: Size
@@ -37,7 +38,7 @@ class View:
     start: int = 0
     position: tuple[float, float] = (0.5, 0.5)
     flip: bool = False
-    decoder: DecoderName = "pyav"
+    video_decoder: DecoderName = "pyav"
 
     def crop(self, height: int, width: int) -> tuple[tuple[int, int], CropBox]:
         """Return what a frame of `(height, width)` pixels is resized to, and the crop in resized pixels.
@@ -49,22 +50,23 @@ class View:
         return resized, crop_box(*resized, target=self.size, y=self.position[0], x=self.position[1])
 
 
+@refuse_old_names(decoder="video_decoder")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewRule:
-    """How views are chosen.
+    """Choose the view of each sample: its frames, crop and flip.
 
     Args:
-        random_crop (`bool`): Whether to crop at a random place, rather than in the centre.
-        frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Frames to take from a file that has more than
-            its sample: the first ones, ones evenly spread from the first to the last (which lowers the frame rate), or
-            successive ones from a random start. By default `"random"` with random crops, else `"start"`.
-        flip_probability (`float`): Probability of swapping left and right, in [0, 1].
-        video_decoder (`"pyav"` or `"torchcodec"`): Decoder of videos. torchcodec needs the libraries of FFmpeg; see
-            [`iter_frames`][hf_bucketing.media.iter_frames].
+        random_crop (`bool`): Whether to crop at a random position, instead of in the centre.
+        frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Which frames of a longer video to take: the
+            first ones, frames spread evenly from the first to the last (which lowers the frame rate), or consecutive
+            ones from a random start. By default `"random"` with random crops, otherwise `"start"`.
+        flip_probability (`float`): Probability of mirroring a sample left to right, from 0 to 1.
+        video_decoder (`"pyav"` or `"torchcodec"`): Library that decodes videos. torchcodec must be installed together
+            with the shared libraries of FFmpeg.
 
     Raises:
-        BucketingError: On an unknown way to pick frames, a probability outside [0, 1], or a decoder that is unknown or
-            cannot be loaded.
+        BucketingError: If the way to pick frames is unknown, the probability is outside [0, 1], or the decoder is
+            unknown or cannot be loaded.
     """
 
     random_crop: bool = True
@@ -73,7 +75,7 @@ class ViewRule:
     video_decoder: DecoderName = "pyav"
 
     def __post_init__(self) -> None:
-        if self.frame_picking not in (None, "start", "uniform", "random"):
+        if self.frame_picking not in (None, *get_args(FramePicking)):
             raise BucketingError(
                 f'`frame_picking` must be "start", "uniform" or "random", got {self.frame_picking!r}.'
             )
@@ -83,7 +85,7 @@ class ViewRule:
 
     @property
     def num_draws(self) -> int:
-        """Uniform numbers that a view takes; 0 where nothing is random."""
+        """Number of uniform numbers that a view takes; 0 where nothing is random."""
         if self.flip_probability:
             return 4
         return 3 if self.random_crop or self.frame_picking == "random" else 0
@@ -94,15 +96,15 @@ class ViewRule:
         """Choose the view of a file.
 
         Args:
-            size ([`Size`]): Of the sample.
+            size ([`Size`]): Size of the sample.
             num_frames (`int`): Frames of the file at `fps`.
-            fps (`float`): Frame rate that they are counted at; 0.0 for an image.
-            draws (array of `float`, shape `(num_draws,)`): Uniform in [0, 1): start, vertical and horizontal place of
-                the crop, flip.
-            name (`str`): What a message calls the file.
+            fps (`float`): Frame rate of `num_frames`; 0.0 for an image.
+            draws (array of `float`, shape `(num_draws,)`): Uniform numbers in [0, 1): start, vertical and horizontal
+                position of the crop, flip.
+            name (`str`): Name of the file in messages.
 
         Raises:
-            MediaError: If it has too few frames.
+            MediaError: If the file has too few frames.
         """
         spare = num_frames - size.frames
         if spare < 0:
@@ -114,11 +116,16 @@ class ViewRule:
             first = spare // 2
         elif picking == "uniform":
             fps = fps * ((size.frames - 1) / (num_frames - 1))
-        position = (y, x) if self.random_crop else (0.5, 0.5)
-        flipped = flip < self.flip_probability
-        return View(size=size, fps=fps, start=first, position=position, flip=flipped, decoder=self.video_decoder)
+        return View(
+            size=size,
+            fps=fps,
+            start=first,
+            position=(y, x) if self.random_crop else (0.5, 0.5),
+            flip=flip < self.flip_probability,
+            video_decoder=self.video_decoder,
+        )
 
 
 def seeded_draws(count: int, *, seed: int, epoch: int, index: int) -> npt.NDArray[np.float64]:
-    """Return the first uniform numbers in [0, 1) of one sample in one epoch, `(count,)`."""
+    """Return the first uniform numbers in [0, 1) of one sample in one epoch, of shape `(count,)`."""
     return generator(Purpose.VIEW, seed, epoch, index).random(count)

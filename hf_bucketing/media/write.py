@@ -16,11 +16,12 @@ from ..files import complete_file
 
 
 def write_video(path: str | os.PathLike[str], frames: Iterable[npt.NDArray[np.uint8]], *, fps: float) -> None:
-    """Encode RGB frames with H.264; the file appears under its name only when it is complete.
+    """Encode RGB frames with H.264; the file gets its name only when it is complete.
 
     Args:
-        path (path): Ends in `.mp4`.
-        frames (iterable of `uint8` arrays of shape `(height, width, 3)`): At least one; all of one even size.
+        path (path): File to write, ending in `.mp4`.
+        frames (iterable of `uint8` arrays of shape `(height, width, 3)`): One or more frames of one size with even
+            sides.
         fps (`float`): Frames per second.
 
     Raises:

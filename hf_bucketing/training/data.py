@@ -18,12 +18,12 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
+from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.collators import BucketCollator, PackCollator
-from ..loaders.faults import StandIns
 from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler
 from ..loaders.random_resize import RandomResize
@@ -99,7 +99,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     if batches.batching == "pack":
         table = prepared.open_table
         dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
-    bucket_ids, num_tokens = (np.asarray(dataset[name], np.int64) for name in ("bucket_id", "num_tokens"))
+    bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     cost_model = CostModel.for_transformer(width)
     resize = (
         None
@@ -121,7 +121,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         )
     else:
         assert batches.token_limit is not None, "BatchConfig checks it"
-        sizes = {name: dataset[name] for name in ("num_frames", "height", "width", "index")}
+        sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
         sampler = PackBatchSampler(
             num_tokens if resize is None else resize.token_counter(**sizes),
@@ -182,20 +182,10 @@ def _make_collator(
         "column": prepared.column,
         "caption_column": prepared.caption_column,
         "root": prepared.root,
-        "random_crop": config.views.random_crop,
-        "frame_picking": config.views.frame_picking,
-        "flip_probability": config.views.flip_probability,
-        "decoder": config.views.video_decoder,
+        "views": config.views,
         "seed": config.seed,
+        "replacements": config.faults.replacements(dataset, log=Path(config.output_dir) / "logs" / UNREADABLE),
     }
-    if config.faults.on_error == "replace":
-        options["on_error"] = "replace"
-        options["stand_ins"] = StandIns(
-            dataset,
-            log=Path(config.output_dir) / "logs" / UNREADABLE,
-            max_errors=config.faults.max_errors,
-            max_share=config.faults.max_error_share,
-        )
     if isinstance(table, OpenTable):
         return PackCollator(table, resize=resize, **options)
     return BucketCollator(table, **options)

@@ -13,7 +13,7 @@ import torch
 
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError, PackingError
-from ..media.rates import frame_rates
+from ..media.sample import frame_rates
 from ..models.enable import disable_packing, enable_packing
 from ..models.objectives import Objective
 from ..models.recipe import Recipe, TextEmbeddings

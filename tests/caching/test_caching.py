@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_bucketing import BucketingError, CacheError, ColumnError, MediaError
+from hf_bucketing import BucketingError, CacheError, ColumnError, MediaError, open_table
 from hf_bucketing.caching import CacheConfig, CachedCollator, Encoder, cache_dataset
 from hf_bucketing.caching.fingerprints import latents_fingerprint, text_fingerprint
 from hf_bucketing.columns import PreparedDataset
@@ -61,10 +61,9 @@ def test_stacks_and_packs_have_the_losses_of_training_from_files(
     family: str, views: ViewRule, prepared: PreparedDataset, pipeline_dirs, tmp_path: Path, monkeypatch
 ) -> None:
     recipe = load_recipe(pipeline_dirs[family])
-    data = replace(prepared, spec=type(recipe).read_spec(str(pipeline_dirs[family])))
+    data = replace(prepared, open_table=open_table(type(recipe).read_spec(str(pipeline_dirs[family]))))
     objective = recipe.objective(**OPTIONS)
-    media = {"column": data.column, "root": data.root, "seed": 5, "random_crop": views.random_crop}
-    media["flip_probability"] = views.flip_probability
+    media = {"column": data.column, "root": data.root, "seed": 5, "views": views}
     ids = data.dataset["bucket_id"]
     groups = [[row for row, other in enumerate(ids) if other == bucket][:3] for bucket in sorted(set(ids))[-2:]]
     packable = type(recipe.transformer).__name__ in families()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset, Features, Image, Video, load_dataset
+from datasets import Dataset, Features, Image, Video, concatenate_datasets, load_dataset
 
 from hf_bucketing import (
     AssignmentRule,
@@ -21,7 +21,7 @@ from hf_bucketing import (
     Size,
     open_table,
 )
-from hf_bucketing.columns import BucketColumns, MediaMetadata, load_source, map_columns
+from hf_bucketing.columns import BucketColumns, MediaMetadata, column_array, load_source, map_columns
 from hf_bucketing.testing import DEMO_CLIPS
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -207,3 +207,14 @@ def test_loading_says_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ColumnError, match="no media column"):
         load_source(str(tmp_path))
     assert load_source(str(tmp_path), media_column="name").column == "name"
+
+
+def test_a_whole_column_is_an_array_of_the_rows_as_they_are_chosen_and_formatted() -> None:
+    dataset = sized(file_name=list("abc")).select([2, 0])
+    for rows in (dataset, dataset.with_format("torch"), concatenate_datasets([dataset, dataset])):
+        for name in ("width", "file_name"):
+            column = column_array(rows, name)
+            assert isinstance(column, np.ndarray)
+            assert column.tolist() == rows.with_format(None)[name][:]
+    with pytest.raises(ColumnError, match="no column 'depth', only"):
+        column_array(dataset, "depth")

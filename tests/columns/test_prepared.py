@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hf_bucketing import BucketingError
+from hf_bucketing import BucketingError, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from tests.columns.test_map_columns import TABLE, WAN, sized
 
@@ -15,7 +16,12 @@ from tests.columns.test_map_columns import TABLE, WAN, sized
 def prepared(root: Path | None = None) -> PreparedDataset:
     dataset = map_columns(sized(file_name=list("abc")), BucketColumns(TABLE, WAN))
     return PreparedDataset(
-        dataset=dataset, table=TABLE, spec=WAN, column="file_name", caption_column=None, root=root and str(root)
+        dataset=dataset,
+        table=TABLE,
+        open_table=open_table(WAN, max_frames=33),
+        column="file_name",
+        caption_column=None,
+        root=root and str(root),
     )
 
 
@@ -25,7 +31,8 @@ def test_a_prepared_folder_is_read_back_whole_and_may_move_with_its_media(tmp_pa
     prepared(tmp_path / "here" / "media").save(tmp_path / "here" / "prepared")
     (tmp_path / "here").rename(tmp_path / "there")
     back = PreparedDataset.load(tmp_path / "there" / "prepared")
-    assert (back.table, back.spec, back.column, back.caption_column) == (TABLE, WAN, "file_name", None)
+    assert (back.table, back.open_table) == (TABLE, open_table(WAN, max_frames=33))
+    assert (back.spec, back.column, back.caption_column) == (WAN, "file_name", None)
     assert back.root == str(tmp_path / "there" / "media")
     assert back.dataset["index"] == [0, 1, 2]
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["media", "prepared"]
@@ -40,12 +47,32 @@ def test_a_folder_that_is_no_prepared_data_set_is_neither_read_nor_replaced(tmp_
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
-def test_folders_of_the_version_without_caches_are_read_and_newer_ones_refused(tmp_path: Path) -> None:
+def test_folders_of_earlier_versions_are_read_and_newer_ones_refused(tmp_path: Path) -> None:
     prepared().save(tmp_path / "old")
-    manifest = json.loads((tmp_path / "old" / "bucketing.json").read_text())
-    assert manifest.pop("cache") is None
-    (tmp_path / "old" / "bucketing.json").write_text(json.dumps({**manifest, "version": 1}))
-    assert PreparedDataset.load(tmp_path / "old").cache is None
-    (tmp_path / "old" / "bucketing.json").write_text(json.dumps({**manifest, "version": 5}))
-    with pytest.raises(BucketingError, match="has version 5; prepare it again"):
+    path = tmp_path / "old" / "bucketing.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["version"] == 5
+    path.write_text(json.dumps({**manifest, "version": 6}))
+    with pytest.raises(BucketingError, match=r"has version 6, but .* 1 to 5; prepare it again"):
         PreparedDataset.load(tmp_path / "old")
+    open_values = manifest.pop("open_table")
+    path.write_text(json.dumps({**manifest, **open_values, "version": 4}))
+    assert PreparedDataset.load(tmp_path / "old").open_table == open_table(WAN, max_frames=33)
+    assert manifest.pop("cache") is None
+    path.write_text(json.dumps({**manifest, "spec": open_values["spec"], "version": 1}))
+    back = PreparedDataset.load(tmp_path / "old")
+    assert (back.cache, back.open_table) == (None, open_table(WAN))
+
+
+@pytest.mark.parametrize("name", ["spec", "image_sizes", "max_frames"])
+def test_the_fields_that_open_table_replaces_are_refused_with_its_name(name: str) -> None:
+    with pytest.raises(BucketingError, match=f"takes open_table=.* where it took {name}"):
+        replace(prepared(), **{name: None})
+
+
+def test_files_are_named_by_their_path_or_their_row() -> None:
+    data = prepared()
+    assert data.file_names([2, 0]) == ["c", "a"]
+    cells = [{"bytes": b"x", "path": None}, {"bytes": None, "path": "b.png"}, {"bytes": b"x", "path": "c.png"}]
+    nameless = data.dataset.remove_columns("file_name").add_column("file_name", cells)
+    assert replace(data, dataset=nameless).file_names([0, 1]) == ["row 0", "b.png"]

@@ -139,7 +139,7 @@ def test_preparing_uses_the_sizes_of_a_csv_file(folder: Path, pipeline_dir: Path
         "image.PNG,a picture,1,32,48,0.67,1536,\n"
     )
     flags = ("--pretrained_model_name_or_path", pipeline_dir, "--buckets", "16,32;32,48", "--bucket_frames", "1,5")
-    arguments = ("--dataset", folder / "rows.csv", *flags, "--target_fps", 8)
+    arguments = ("--dataset", folder / "rows.csv", *flags, "--target_fps", 8, "--overwrite")
     result = run_script_here("prepare_dataset.py", *arguments, "--output_dir", folder / "out")
     assert "Sizes are the columns width, height, num_frames, fps" in result.stdout
     dataset = PreparedDataset.load(folder / "out").dataset

@@ -28,7 +28,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError, WriteError
 from hf_bucketing.files import check_folder_writable, check_writable, writing
 from hf_bucketing.hub import from_hub
-from hf_bucketing.loaders import StandIns
+from hf_bucketing.loaders import Replacements
 from hf_bucketing.media import MediaSource, iter_frames, probe
 from hf_bucketing.models import enable_packing
 from hf_bucketing.plans import PackPlanConfig, plan_packs
@@ -55,18 +55,18 @@ class Unreadable(Dataset):
     column_names = ("index",)
 
     def __init__(self, folder: Path) -> None:
-        self.stand_ins = StandIns(self, log=folder / "log.jsonl")
+        self.replacements = Replacements(self, log=folder / "log.jsonl")
 
     def __len__(self) -> int:
         return 10
 
     def __getitem__(self, index: int) -> int:
-        self.stand_ins.report(epoch=0, index=index, reason="a.mp4 is broken.", stand_in=1)
+        self.replacements.report(epoch=0, index=index, reason="a.mp4 is broken.", replacement=1)
         return index
 
 
 def test_a_message_from_a_worker_names_flags_without_the_workers_traceback(tmp_path: Path) -> None:
-    with pytest.raises(MediaError, match="`max_share`") as caught:
+    with pytest.raises(MediaError, match="`max_error_share`") as caught:
         list(DataLoader(Unreadable(tmp_path), num_workers=1))
     said = caught.value.in_flags(training_flags())
     assert said.startswith("1 of 10 samples could not be read")

@@ -50,11 +50,12 @@ class Run(NamedTuple):
     loader: ResumableLoader
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    timeout_once_started: float | None = None
 
     @classmethod
     def start(
         cls, *, kind="bucket", stateful=False, accumulation=1, dropout=0.5, num_workers=0, persistent=False,
-        fault=None, timeout=0,
+        fault=None, timeout=0, timeout_once_started=None,
     ) -> Run:  # fmt: skip
         accelerator = Accelerator(
             gradient_accumulation_steps=accumulation,
@@ -74,13 +75,14 @@ class Run(NamedTuple):
         )
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         set_seed(0, device_specific=True)
-        return cls(accelerator, resume(accelerator, loader), model, optimizer)
+        return cls(accelerator, resume(accelerator, loader), model, optimizer, timeout_once_started)
 
     def lines(self, *, epochs: int):
         """Train; yield (epoch, step, rows, loss) of this process for each batch, after its step."""
         for epoch in range(self.loader.epoch, epochs):
             self.loader.set_epoch(epoch)
             for rows in self.loader:
+                self.shorten_timeout()
                 with self.accelerator.accumulate(self.model):
                     features = torch.stack([rows.float(), rows.sin(), torch.ones(len(rows))], 1) / len(IDS)
                     losses = (self.model(features).squeeze(1) - rows.cos()) ** 2
@@ -91,8 +93,13 @@ class Run(NamedTuple):
                     self.optimizer.zero_grad()
                 yield [epoch, self.loader.step - 1, rows.tolist(), losses.detach().sum().item()]
 
+    def shorten_timeout(self) -> None:
+        """Replace the loader's timeout when both workers have made a batch, so that a slow start never exceeds it."""
+        if self.timeout_once_started is not None and self.loader.step == 2:
+            self.loader.loader.base_dataloader._iterator._timeout = self.timeout_once_started
+
     def stop_workers(self) -> None:
-        """Stop them now: in garbage collection, their queues go first, and each is waited for for five seconds."""
+        """Stop the workers now: garbage collection ends their queues first, and waits five seconds for each."""
         self.loader.loader.base_dataloader._iterator = None
 
 

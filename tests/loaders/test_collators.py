@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from hf_bucketing import BucketingError, BucketTable, ColumnError, CropBox, MediaError, Size
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, PackBatchSampler, PackCollator
-from hf_bucketing.media import MediaSource, View, write_video
+from hf_bucketing.media import MediaSource, View, ViewRule, write_video
 from hf_bucketing.media.sample import load_sample
 
 
@@ -105,9 +106,10 @@ def test_unseeded_crops_follow_torchs_random_state_and_centred_ones_nothing(data
         torch.manual_seed(seed)
         return bucket_collator(data, **options)(rows_of(data, 0))["pixel_values"]
 
+    centred = ViewRule(random_crop=False)
     assert torch.equal(pixels(0), pixels(0))
     assert not torch.equal(pixels(0), pixels(1))
-    assert torch.equal(pixels(0, random_crop=False), pixels(1, random_crop=False))
+    assert torch.equal(pixels(0, views=centred), pixels(1, views=centred))
 
 
 def test_a_sample_is_resized_to_cover_and_cropped_where_asked(tmp_path: Path) -> None:
@@ -176,3 +178,25 @@ def test_captions_and_index_are_optional(data: PreparedDataset) -> None:
     row = {name: value for name, value in data.dataset[0].items() if name not in ("caption", "index")}
     batch = bucket_collator(data, caption_column=None)([row])
     assert set(batch) == {"pixel_values", "size", "crop", "flip", "fps", "bucket_id"}
+
+
+@pytest.mark.parametrize("make", [BucketCollator, PackCollator])
+@pytest.mark.parametrize(("old", "new"), [
+    ({"random_crop": False}, r"views=ViewRule\(random_crop=…\)"),
+    ({"frame_picking": "start"}, r"views=ViewRule\(frame_picking=…\)"),
+    ({"flip_probability": 0.5}, r"views=ViewRule\(flip_probability=…\)"),
+    ({"decoder": "pyav"}, r"views=ViewRule\(video_decoder=…\)"),
+    ({"on_error": "raise"}, "replacements=Replacements"),
+    ({"stand_ins": None}, "replacements=Replacements"),
+])  # fmt: skip
+def test_old_names_are_refused_with_the_new_ones(make, old, new: str) -> None:
+    with pytest.raises(BucketingError, match=rf"{make.__name__} takes {new}.* where it took {next(iter(old))};"):
+        make(None, **old)
+
+
+@pytest.mark.parametrize("make", [BucketCollator, PackCollator])
+def test_all_options_of_a_collator_are_listed_in_its_signature(make) -> None:
+    parameters = inspect.signature(make).parameters
+    shared = ["column", "caption_column", "root", "views", "seed", "replacements"]
+    assert list(parameters)[1 : len(shared) + 1] == shared
+    assert all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -15,7 +15,14 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, BucketTable, ColumnError, LatentSpec, MediaError, Size
-from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, PackBatchSampler, PackCollator, StandIns
+from hf_bucketing.loaders import (
+    BucketBatchSampler,
+    BucketCollator,
+    FaultRule,
+    PackBatchSampler,
+    PackCollator,
+    Replacements,
+)
 from tests.loaders.test_resume_launch import launch
 
 TABLE = BucketTable(sizes=(Size(1, 32, 32), Size(1, 32, 48), Size(1, 48, 32)))
@@ -47,8 +54,7 @@ def collator(kind: str, images: Dataset, log: Path, *, seed: int | None = 0, **l
     options = {
         "column": "image",
         "seed": seed,
-        "on_error": "replace",
-        "stand_ins": StandIns(images, log=log, **limits),
+        "replacements": FaultRule(on_error="replace", **limits).replacements(images, log=log),
     }
     return BucketCollator(TABLE, **options) if kind == "bucket" else PackCollator(SPEC, **options)
 
@@ -96,24 +102,24 @@ def test_unreadable_samples_are_replaced_alike_and_all_listed(
     assert sorted(line["index"] for line in lines) == list(CORRUPT)
     for line in lines:
         assert f"{line['index']:03d}.png" in line["reason"]
-        assert (line["stand_in"] - line["index"]) % 3 == 0 or kind == "pack"
+        assert (line["replacement"] - line["index"]) % 3 == 0 or kind == "pack"
 
 
-def test_a_stand_in_follows_seed_epoch_and_index_alone(images: Dataset, tmp_path: Path) -> None:
-    def stand_in(*, epoch: int = 0, seed: int | None = 0, beside: int = 2) -> int:
-        collate = collator("bucket", images, tmp_path / "errors.jsonl", seed=seed, max_share=1.0)
+def test_a_replacement_follows_seed_epoch_and_index_alone(images: Dataset, tmp_path: Path) -> None:
+    def replacement(*, epoch: int = 0, seed: int | None = 0, beside: int = 2) -> int:
+        collate = collator("bucket", images, tmp_path / "errors.jsonl", seed=seed, max_error_share=1.0)
         collate.set_epoch(epoch)
         return collate([images[beside], images[17]])["index"][1]
 
-    assert stand_in() == stand_in(beside=5) != 17
-    assert len({stand_in(epoch=epoch) for epoch in range(5)}) > 1
-    assert len({stand_in(seed=seed) for seed in (0, 1, 2, 3)}) > 1
+    assert replacement() == replacement(beside=5) != 17
+    assert len({replacement(epoch=epoch) for epoch in range(5)}) > 1
+    assert len({replacement(seed=seed) for seed in (0, 1, 2, 3)}) > 1
 
 
-def test_a_stand_in_in_a_batch_of_several_buckets_takes_the_base_size(images: Dataset, tmp_path: Path) -> None:
+def test_a_replacement_in_a_batch_of_several_buckets_takes_the_base_size(images: Dataset, tmp_path: Path) -> None:
     table = BucketTable(sizes=TABLE.sizes, base=0)
-    stand_ins = StandIns(images, log=tmp_path / "errors.jsonl")
-    collate = BucketCollator(table, column="image", seed=0, on_error="replace", stand_ins=stand_ins)
+    replacements = Replacements(images, log=tmp_path / "errors.jsonl")
+    collate = BucketCollator(table, column="image", seed=0, replacements=replacements)
     batch = collate([images[0], images[17]])
     assert batch["pixel_values"].shape == (2, 3, *TABLE.size(0))
     assert batch["index"][1] % 3 == 17 % 3
@@ -133,10 +139,10 @@ def test_more_than_the_share_of_an_epoch_stops_training(images: Dataset, num_wor
     loader = DataLoader(
         bad, batch_size=None, sampler=None, collate_fn=lambda row: collate([row]), num_workers=num_workers
     )
-    collate = collator("bucket", bad, log, max_share=0.015)
+    collate = collator("bucket", bad, log, max_error_share=0.015)
     with pytest.raises(MediaError, match=r"4 of 200 samples could not be read in epoch 0, more than .* 1\.50%"):
         list(loader)
-    collate = collator("bucket", bad, tmp_path / "other.jsonl", max_share=0.02)
+    collate = collator("bucket", bad, tmp_path / "other.jsonl", max_error_share=0.02)
     assert len(list(loader)) == ROWS
     collate.set_epoch(1)
     assert len(list(loader)) == ROWS, "each epoch counts for itself"
@@ -145,7 +151,7 @@ def test_more_than_the_share_of_an_epoch_stops_training(images: Dataset, num_wor
 
 def test_more_than_max_errors_in_a_row_stop_training(images: Dataset, tmp_path: Path) -> None:
     bad = broken(images, range(3, ROWS))
-    collate = collator("bucket", bad, tmp_path / "errors.jsonl", max_errors=5, max_share=1.0)
+    collate = collator("bucket", bad, tmp_path / "errors.jsonl", max_errors=5, max_error_share=1.0)
     collate([images[0]])
     with pytest.raises(MediaError, match="6 samples in a row"):
         collate([bad[index] for index in range(3, ROWS, 3)])
@@ -155,33 +161,58 @@ def test_a_bucket_without_another_readable_sample_is_an_error(images: Dataset, t
     alone = images.select([17, 0, 1])
     for kind in ("bucket", "pack"):
         collate = collator(
-            kind, alone.select([0]) if kind == "pack" else alone, tmp_path / "errors.jsonl", max_share=1
+            kind, alone.select([0]) if kind == "pack" else alone, tmp_path / "errors.jsonl", max_error_share=1
         )
-        with pytest.raises(MediaError, match=r"017.png.*No readable sample was found to stand in for row 17"):
+        with pytest.raises(MediaError, match=r"017.png.*No readable sample was found to replace row 17"):
             collate([alone[0]])
 
 
 def test_settings_that_cannot_work_are_errors(images: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(BucketingError, match="stand_ins=StandIns"):
-        BucketCollator(TABLE, on_error="replace")
-    with pytest.raises(BucketingError, match="must be"):
-        BucketCollator(TABLE, on_error="skip")
+    for limits in ({"max_error_share": 1.5}, {"max_errors": -1}):
+        with pytest.raises(BucketingError, match="`max_error_share` from 0 to 1"):
+            FaultRule(**limits)
+    with pytest.raises(BucketingError, match="`on_error` must be"):
+        FaultRule(on_error="skip")
+    with pytest.raises(BucketingError, match="takes max_error_share where it took max_share"):
+        FaultRule(max_share=0.5)
+    with pytest.raises(BucketingError, match=r"takes faults=FaultRule\(max_error_share=…\)"):
+        Replacements(images, log=tmp_path / "log", max_share=0.5)
+    with pytest.raises(BucketingError, match='got `on_error="raise"`; leave out `replacements`'):
+        Replacements(images, log=tmp_path / "log", faults=FaultRule(max_errors=3))
     with pytest.raises(ColumnError, match="index column"):
-        StandIns(images.remove_columns("index"), log=tmp_path / "log")
-    with pytest.raises(BucketingError, match="`max_share` in"):
-        StandIns(images, log=tmp_path / "log", max_share=1.5)
-    collate = PackCollator(
-        SPEC, column="image", on_error="replace",
-        stand_ins=StandIns(images.remove_columns("num_tokens"), log=tmp_path / "log"),
-    )  # fmt: skip
+        Replacements(images.remove_columns("index"), log=tmp_path / "log")
+    assert FaultRule().replacements(images, log=tmp_path / "log") is None
+    unlabelled = Replacements(images.remove_columns("num_tokens"), log=tmp_path / "log")
+    collate = PackCollator(SPEC, column="image", replacements=unlabelled)
     with pytest.raises(ColumnError, match="chosen by 'num_tokens'"):
         collate([images[17]])
+
+
+class WholeColumn:
+    """A column that is slow to read row by row, as a `Column` of datasets is."""
+
+    def __getitem__(self, rows: slice) -> list[int]:
+        assert rows == slice(None), "read at once"
+        return [4, 7, 7]
+
+
+class WholeColumns:
+    column_names = ("index", "bucket_id")
+
+    def __getitem__(self, name: str) -> WholeColumn:
+        return WholeColumn()
+
+
+def test_replacements_read_a_column_at_once(tmp_path: Path) -> None:
+    assert Replacements(WholeColumns(), log=tmp_path / "log").column("bucket_id").tolist() == [4, 7, 7]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["die", "hang"])
 def test_a_worker_that_dies_or_hangs_ends_all_processes_and_is_named(fault: str, tmp_path: Path) -> None:
-    options = {"epochs": 1, "save_every": 0, "kill_at": 0, "num_workers": 2, "fault": fault, "timeout": 4}
+    options = {"epochs": 1, "save_every": 0, "kill_at": 0, "num_workers": 2, "fault": fault, "persistent": True}
+    if fault == "hang":  # torch looks for dead workers every 5 seconds without a timeout, else only after it
+        options |= {"timeout": 1200, "timeout_once_started": 4}
     result = launch("train", tmp_path, options, num_processes=2, check=False)
     assert result.returncode not in (0, 124)
     happened = {"die": "exited unexpectedly", "hang": "timed out after 4 seconds"}[fault]

@@ -18,7 +18,7 @@ def rows(*lengths: int):
 @pytest.mark.parametrize(("options", "width"), [
     ({}, 9), ({"multiple": 4}, 12), ({"multiple": 3}, 9), ({"boundaries": [32, 9, 16]}, 9), ({"boundaries": [16]}, 16),
 ])  # fmt: skip
-def test_samples_are_padded_behind_their_end_and_their_lengths_told(options, width: int) -> None:
+def test_samples_are_padded_at_their_end_and_their_lengths_returned(options, width: int) -> None:
     batch = PadCollator(["x"], value=-7, **options)(rows(5, 9, 1))
     assert batch["x"].shape == (3, 2, width)
     assert batch["lengths"].tolist() == [5, 9, 1]
@@ -61,7 +61,8 @@ def test_without_names_all_columns_of_numbers_are_padded_and_others_are_lists() 
     ({"boundaries": [4, 8]}, rows(5, 9), BucketingError, "9 long, but the last boundary is 8"),
     ({}, [{"y": torch.ones(2)}], ColumnError, "lacks 'x'"),
     ({}, [{"x": torch.ones(2, 3)}, {"x": torch.ones(3, 3)}], BucketingError, "differs in more than dimension -1"),
-    ({"columns": ["x", "y"]}, [{"x": torch.ones(3), "y": torch.ones(2)}], BucketingError, "that belong together"),
+    ({"columns": ["x", "y"]}, [{"x": torch.ones(3), "y": torch.ones(2)}], BucketingError,
+     "name columns of equal length"),
 ])  # fmt: skip
 def test_batches_that_cannot_be_padded_are_errors(options, batch, error, message: str) -> None:
     with pytest.raises(error, match=message):

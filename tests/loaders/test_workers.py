@@ -89,7 +89,7 @@ def test_workers_end_when_their_process_is_killed(tmp_path: Path) -> None:
         started = [*workers, *(worker.parent() for worker in workers)]
         assert len({process.pid for process in started}) == 3, "two workers and their server"
         training.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(started, timeout=30)
+        _, alive = psutil.wait_procs(started, timeout=1200)
     if alive:
         for process in alive:
             process.kill()

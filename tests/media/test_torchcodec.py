@@ -1,7 +1,7 @@
-"""Decoding by torchcodec: told apart from PyAV in caches, refused at once where it cannot be loaded, and as PyAV does.
+"""torchcodec: it decodes as PyAV does, caches tell the two apart, and it is refused early where it cannot be loaded.
 
-torchcodec opens the shared libraries of an FFmpeg that is installed. PyAV brings its own under other names, so a
-process of tests is given links to them. `make test` installs torchcodec in a folder of its own.
+torchcodec opens the shared libraries of an installed FFmpeg. PyAV ships its own under other names, so the tests run in
+a process that finds links to them. `make test` installs torchcodec in a folder of its own.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from pathlib import Path
 import av
 import pytest
 
-from hf_bucketing import BucketingError, BucketTable, Size
-from hf_bucketing.loaders import BucketCollator
+from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, ViewRule, iter_frames, write_video
 from hf_bucketing.training import TrainingConfig
 from tests.conftest import ROOT, run, run_script_here
 from tests.media.test_media import numbered_frames
 
-CASES = "tests/torchcodec_cases.py"
+CASES = "tests/media/torchcodec_cases.py"
 
 
 @pytest.fixture
 def with_ffmpeg(tmp_path: Path) -> dict[str, str]:
-    """Variables of a process that finds torchcodec and FFmpeg; skips where it cannot be loaded all the same."""
+    """Environment of a process that finds torchcodec and FFmpeg; skip if it cannot be loaded there."""
     bundled = Path(av.__file__).parent.parent / "av.libs"
     for library in bundled.glob("lib*.so.*"):
         if parts := re.fullmatch(r"(lib\w+)-\w+\.so\.(\d+)\..*", library.name):
@@ -67,17 +66,16 @@ def without_torchcodec(request: pytest.FixtureRequest, tmp_path: Path, monkeypat
 def test_a_torchcodec_that_cannot_be_loaded_is_refused_before_anything_is_decoded(tmp_path: Path) -> None:
     write_video(tmp_path / "clip.mp4", numbered_frames(3), fps=12)
     clip = MediaSource.from_cell(str(tmp_path / "clip.mp4"))
-    table = BucketTable(sizes=(Size(1, 32, 32),))
     for make in (
-        lambda: list(iter_frames(clip, [0.0], decoder="torchcodec")),
+        lambda: list(iter_frames(clip, [0.0], video_decoder="torchcodec")),
         lambda: ViewRule(video_decoder="torchcodec"),
-        lambda: BucketCollator(table, decoder="torchcodec"),
         lambda: TrainingConfig.from_flat(
             pretrained_model_name_or_path="m", dataset_dir="d", output_dir="o", video_decoder="torchcodec"
         ),
     ):
         with pytest.raises(
-            BucketingError, match=r'pip install "hf_bucketing\[torchcodec\]".*apt-get install ffmpeg.*decoder="pyav"'
+            BucketingError,
+            match=r'pip install "hf_bucketing\[torchcodec\]".*apt-get install ffmpeg.*video_decoder="pyav"',
         ) as refused:
             make()
         assert "\n" not in str(refused.value)
@@ -100,5 +98,5 @@ def test_the_script_of_caches_refuses_it_too(
 
 @pytest.mark.parametrize("name", ["ffmpeg", "", None])
 def test_an_unknown_decoder_is_an_error(name) -> None:
-    with pytest.raises(BucketingError, match="decoder must be"):
+    with pytest.raises(BucketingError, match="`video_decoder` must be"):
         ViewRule(video_decoder=name)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hf_bucketing import BucketingError, BucketTable, CropBox, LatentSpec, MediaError, Size
 from hf_bucketing.loaders import BucketCollator, PackBatchSampler, PackCollator, RandomResize
-from hf_bucketing.media import MediaSource, View, ViewRule, write_video
+from hf_bucketing.media import MediaSource, View, ViewRule, iter_frames, write_video
 from hf_bucketing.media.sample import load_sample
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -46,26 +46,26 @@ def test_by_default_frames_are_random_where_crops_are() -> None:
 def test_evenly_spread_frames_reach_from_the_first_to_the_last(tmp_path: Path) -> None:
     write_video(tmp_path / "ramp.mp4", [np.full((32, 32, 3), 20 + 4 * n, np.uint8) for n in range(48)], fps=16)
     row = {"video": str(tmp_path / "ramp.mp4"), "num_frames": 24, "fps": 8.0, "caption": "", "bucket_id": 0}
-    batch = BucketCollator(NINE, seed=0, frame_picking="uniform")([{**row, "index": 0}])
+    batch = BucketCollator(NINE, seed=0, views=ViewRule(frame_picking="uniform"))([{**row, "index": 0}])
     numbers = ((batch["pixel_values"].mean((0, 1, 3, 4)) + 1) * 127.5 - 20) / 4
     assert numbers.tolist() == pytest.approx([int(n * 46 / 8 + 0.25) for n in range(9)], abs=0.5)
     assert batch["fps"] == [pytest.approx(8 * 8 / 23)]
 
 
-def test_flips_are_drawn_told_and_done(tmp_path: Path) -> None:
+def test_flips_are_drawn_reported_and_applied(tmp_path: Path) -> None:
     picture = np.zeros((32, 48, 3), np.uint8)
     picture[:, :24, 0] = 255
     Image.fromarray(picture).save(tmp_path / "halves.png")
     row = {"video": str(tmp_path / "halves.png"), "num_frames": 1, "fps": 0.0, "width": 48, "height": 32}
     rows = [{**row, "caption": "", "index": index} for index in range(100)]
-    batch = PackCollator(SPEC, seed=0, flip_probability=0.3)(rows)
+    batch = PackCollator(SPEC, seed=0, views=ViewRule(flip_probability=0.3))(rows)
     plain = PackCollator(SPEC, seed=0)(rows)
     assert 15 < sum(batch["flip"]) < 45
     assert not any(plain["flip"])
     assert batch["crop"] == plain["crop"]
     for flip, pixels, unflipped in zip(batch["flip"], batch["pixel_values"], plain["pixel_values"], strict=True):
         assert torch.equal(pixels, unflipped.flip(-1) if flip else unflipped)
-    again = PackCollator(SPEC, seed=0, flip_probability=0.3)
+    again = PackCollator(SPEC, seed=0, views=ViewRule(flip_probability=0.3))
     again.set_epoch(1)
     assert again(rows)["flip"] != batch["flip"]
 
@@ -79,6 +79,17 @@ def test_a_flip_comes_after_the_crop(tmp_path: Path) -> None:
     flipped, same = load_sample(source, View(size=Size(1, 40, 40), fps=0.0, position=(0.5, 0.0), flip=True))
     assert box == same == CropBox(0, 0, 40, 40)
     assert torch.equal(flipped, left.flip(-1))
+
+
+def test_the_old_name_of_the_decoder_is_refused_with_the_new_one(tmp_path: Path) -> None:
+    source = MediaSource(path=str(tmp_path / "a.mp4"))
+    for make in (
+        lambda: ViewRule(decoder="pyav"),
+        lambda: View(size=Size(1, 32, 32), fps=0.0, decoder="pyav"),
+        lambda: iter_frames(source, [0.0], decoder="pyav"),
+    ):
+        with pytest.raises(BucketingError, match="takes video_decoder where it took decoder"):
+            make()
 
 
 @pytest.mark.parametrize("options", [{"frame_picking": "middle"}, {"flip_probability": 1.5}], ids=str)

@@ -1,4 +1,4 @@
-"""The tests of media files once more, decoded by torchcodec, and how near its frames come to PyAV's.
+"""Repeat the tests of media files with torchcodec, and compare its frames with PyAV's.
 
 Run by test_torchcodec.py in a process that finds FFmpeg's shared libraries.
 """
@@ -26,7 +26,7 @@ from tests.media.test_media import HEIGHT, WIDTH, numbered_frames, numbers, sour
 from tests.media.test_video import *  # noqa: F403
 from tests.media.test_video import STAMPS, encode, turn
 
-torchcodec_frames = partial(iter_frames, decoder="torchcodec")
+torchcodec_frames = partial(iter_frames, video_decoder="torchcodec")
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_a_file_that_is_cut_off_is_an_error_at_the_same_frame(tmp_path: Path, sh
 def test_frames_that_torchcodec_cannot_find_are_an_error_that_names_pyav(tmp_path: Path) -> None:
     unsought = encode(tmp_path / "clip.ts", numbered_frames(24), g="6")
     assert numbers(iter_frames(unsought, [0.0])) == [0]
-    with pytest.raises(MediaError, match=r'instead of the one at .*decoder="pyav"'):
+    with pytest.raises(MediaError, match=r'instead of the one at .*video_decoder="pyav"'):
         list(torchcodec_frames(unsought, [0.0]))
     with av.open(str(tmp_path / "raw.h264"), "w") as container:
         stream = container.add_stream("libx264", rate=12)
@@ -110,11 +110,11 @@ def test_frames_that_torchcodec_cannot_find_are_an_error_that_names_pyav(tmp_pat
         for array in numbered_frames(4):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(array, format="rgb24")))
         container.mux(stream.encode())
-    with pytest.raises(MediaError, match=r'decoder="pyav"'):
+    with pytest.raises(MediaError, match=r'video_decoder="pyav"'):
         list(torchcodec_frames(source(str(tmp_path / "raw.h264")), [0.0]))
 
 
-def test_a_cache_is_told_who_decoded_its_videos(media: Path) -> None:  # noqa: F811
+def test_caches_tell_the_decoders_apart(media: Path) -> None:  # noqa: F811
     by_torchcodec = ViewRule(random_crop=False, video_decoder="torchcodec")
     assert encoded(media) == 10
     assert encoded(media, views=by_torchcodec) == 2, "the videos, not the images"
@@ -122,13 +122,13 @@ def test_a_cache_is_told_who_decoded_its_videos(media: Path) -> None:  # noqa: F
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_collators_decode_as_they_are_told(tmp_path: Path, num_workers: int) -> None:
+def test_collators_use_the_decoder_of_their_views(tmp_path: Path, num_workers: int) -> None:
     clip = encode(tmp_path / "clip.mkv", numbered_frames(24), rate=24)
     row = {"video": clip.path, "num_frames": 8, "fps": 8.0, "bucket_id": 0, "index": 0}
     table = BucketTable(sizes=(Size(5, 32, 48),))
     batches = []
     for decoder in ("pyav", "torchcodec"):
-        collator = BucketCollator(table, caption_column=None, seed=0, decoder=decoder)
+        collator = BucketCollator(table, caption_column=None, seed=0, views=ViewRule(video_decoder=decoder))
         (batch,) = DataLoader([row], collate_fn=collator, **worker_options(num_workers))
         batches.append(batch["pixel_values"])
     assert batches[0].shape == (1, 3, 5, 32, 48)

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from hf_bucketing import BucketTable, Size, novelai_ladder
+from hf_bucketing import BucketTable, Size, novelai_ladder, open_table
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import SizeColumns, draw_figures, format_report, make_report
 from hf_bucketing.report.figures import MAX_BARS, draw_occupancy
@@ -138,7 +138,8 @@ def test_the_script_tries_other_tables(prepared_dir: Path, tmp_path: Path) -> No
 
 def test_the_script_reads_images_and_rows_without_a_size(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"image": ["a"] * 3, "width": [64, 64, None], "height": [64, 32, 64]})
-    PreparedDataset(dataset=rows, table=TABLE, spec=SPEC, column="image", caption_column=None).save(tmp_path / "data")
+    data = PreparedDataset(dataset=rows, table=TABLE, open_table=open_table(SPEC), column="image", caption_column=None)
+    data.save(tmp_path / "data")
     report = report_buckets(tmp_path / "data", tmp_path / "report.json", "--num_processes", 1)
     assert [bucket["num_samples"] for bucket in report["buckets"]["buckets"]] == [1, 1, 0, 0]
     assert report["buckets"]["rejections"] == {"unreadable": 1}

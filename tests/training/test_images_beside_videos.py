@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from hf_bucketing import AssignmentRule, BucketingError, BucketTable, open_table
+from hf_bucketing import AssignmentRule, BucketingError, BucketTable, OpenTable, ViewRule, open_table
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import PackCollator, RandomResize
@@ -49,15 +49,18 @@ def test_a_prepared_folder_keeps_the_choice_and_older_ones_have_none(tmp_path: P
     rows = Dataset.from_dict({"width": [96, 200], "height": [64, 100], "num_frames": [9, 1], "file": ["a", "b"]})
     table = BucketTable(sizes=((9, 64, 96),)).images_at_video_sizes()
     sizes = open_table(WAN).images_at_video_sizes([9], [64], [96], rule=AssignmentRule(max_upscale=1.5)).image_sizes
-    prepared = PreparedDataset(dataset=map_columns(rows, BucketColumns(table, WAN)), table=table, spec=WAN,
-                               column="file", caption_column=None, image_sizes=sizes)  # fmt: skip
+    prepared = PreparedDataset(dataset=map_columns(rows, BucketColumns(table, WAN)), table=table, column="file",
+                               open_table=OpenTable(spec=WAN, image_sizes=sizes), caption_column=None)  # fmt: skip
     prepared.save(tmp_path / "data")
     back = PreparedDataset.load(tmp_path / "data")
-    assert (back.table, back.image_sizes) == (table, sizes)
+    assert (back.table, back.open_table) == (table, prepared.open_table)
     assert back.open_table.fingerprint == prepared.open_table.fingerprint
     manifest = json.loads((tmp_path / "data" / "bucketing.json").read_text())
-    assert manifest.pop("image_sizes")
-    (tmp_path / "data" / "bucketing.json").write_text(json.dumps({**manifest, "version": 2}))
+    packed = manifest.pop("open_table")
+    (tmp_path / "data" / "bucketing.json").write_text(json.dumps({**manifest, **packed, "version": 4}))
+    assert PreparedDataset.load(tmp_path / "data").open_table == prepared.open_table
+    del packed["image_sizes"], packed["max_frames"]
+    (tmp_path / "data" / "bucketing.json").write_text(json.dumps({**manifest, **packed, "version": 2}))
     assert PreparedDataset.load(tmp_path / "data").open_table == open_table(WAN)
 
 
@@ -65,7 +68,7 @@ def test_preparing_puts_images_into_buckets_of_video_sizes_and_leaves_videos(
     video_dir: Path, prepared_dir: Path
 ) -> None:
     own, data = PreparedDataset.load(prepared_dir), PreparedDataset.load(video_dir)
-    assert own.image_sizes is None
+    assert own.open_table.image_sizes is None
     shapes = {shape_of(size) for size in data.table.sizes if size.frames > 1}
     images = 0
     for before, after in zip(own.dataset, data.dataset, strict=True):
@@ -85,7 +88,7 @@ def test_preparing_counts_rejected_images_and_needs_videos(media_dir, pipeline_d
     assert reasons[6:9] == ["aspect", "none", "none"]
     assert re.search(rf"\b{reasons[:].count('aspect')} rows? rejected: aspect", result.stdout)
     data = PreparedDataset.load(tmp_path / "near")
-    assert data.image_sizes.rule == AssignmentRule(max_aspect_error=0.3, max_upscale=0.75)
+    assert data.open_table.image_sizes.rule == AssignmentRule(max_aspect_error=0.3, max_upscale=0.75)
     larger = prepare(media_dir, pipeline_dir, tmp_path / "small", *table, "--max_upscale", 0.5)
     assert PreparedDataset.load(tmp_path / "small").dataset["rejection"][7:9] == ["too_small"] * 2
     assert "rows rejected: too_small" in larger.stdout
@@ -122,7 +125,7 @@ def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
     rows = prepared.dataset.remove_columns(["bucket_id", "num_tokens", "aspect_ratio", "rejection"])
     stream = map_columns(rows.to_iterable_dataset(), BucketColumns(prepared.open_table, prepared.spec))
     collator = PackCollator(prepared.open_table, column=prepared.column,
-                            root=prepared.root, random_crop=False)  # fmt: skip
+                            root=prepared.root, views=ViewRule(random_crop=False))  # fmt: skip
     loader = StreamingBucketBatcher(stream, PackGrouping(max_tokens=640), collate_fn=collator).make_loader()
     shapes = set()
     for message in loader:
@@ -131,7 +134,7 @@ def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
         if message.batch is not None:
             assert sum(map(prepared.spec.num_tokens, message.batch["size"])) <= 640
             shapes |= {shape_of(size) for size in message.batch["size"]}
-    assert shapes == set(prepared.image_sizes.sizes)
+    assert shapes == set(prepared.open_table.image_sizes.sizes)
 
 
 def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline_dir, tmp_path: Path) -> None:
@@ -166,5 +169,5 @@ def test_caches_hold_images_at_the_sizes_of_videos(batching, video_dir, pipeline
     expected = dict(zip(cached.dataset["index"], data.sizes(np.arange(4)), strict=True))
     seen = {index: size for batch in data.loader for index, size in zip(batch["index"], batch["size"], strict=True)}
     assert seen == expected
-    allowed = prepared.image_sizes.sizes if batching == "pack" else map(shape_of, prepared.table.sizes)
+    allowed = prepared.open_table.image_sizes.sizes if batching == "pack" else map(shape_of, prepared.table.sizes)
     assert {shape_of(seen[index]) for index in (6, 7, 8)} <= set(allowed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_bucketing.loaders import BucketCollator, PackCollator
+from hf_bucketing.media import ViewRule
 from hf_bucketing.models.recipe import TextEmbeddings
 from hf_bucketing.training.steps import latents_of, text_of
 from tests.caching.test_caching import cached, collator_of, load_recipe, prepared
@@ -18,7 +19,7 @@ __all__ = ["prepared"]
 def test_inputs_of_a_step_come_from_whatever_the_collator_gave(prepared, pipeline_dir, tmp_path: Path) -> None:
     recipe = load_recipe(pipeline_dir)
     keyed = cached(prepared, recipe, tmp_path / "cache", batching="pack")
-    options = {"column": prepared.column, "root": prepared.root, "random_crop": False}
+    options = {"column": prepared.column, "root": prepared.root, "views": ViewRule(random_crop=False)}
     rows = [prepared.dataset[row] for row in (0, 6)]
     packs = PackCollator(prepared.spec, **options)(rows)
     stack = BucketCollator(prepared.table, **options)(rows[:1])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.loaders import FaultRule
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
@@ -48,11 +49,11 @@ def test_settings_of_faults_reach_the_loader(batching: str, pipeline_dir, prepar
     spec = PreparedDataset.load(prepared_dir).spec
     loader = make_data(config, spec, width=96).loader
     assert loader.timeout == 33
-    stand_ins = loader.collate_fn.stand_ins
-    assert (stand_ins.max_errors, stand_ins.max_share) == (7, 0.5)
-    assert stand_ins.log == tmp_path / "logs" / "unreadable.jsonl"
+    replacements = loader.collate_fn.replacements
+    assert replacements.faults == FaultRule(on_error="replace", max_errors=7, max_error_share=0.5)
+    assert replacements.log == tmp_path / "logs" / "unreadable.jsonl"
     alone = make_data(changed(config, dataloader_num_workers=0, on_error="raise"), spec, width=96).loader
-    assert (alone.timeout, alone.collate_fn.stand_ins) == (0, None)
+    assert (alone.timeout, alone.collate_fn.replacements) == (0, None)
 
 
 @pytest.mark.slow

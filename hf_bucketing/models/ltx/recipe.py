@@ -10,7 +10,7 @@ import torch
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
-from ...media.rates import frame_rates
+from ...media.sample import frame_rates
 from ..objectives import Objective, Shift, WeightingScheme
 from ..recipe import Recipe, TextEmbeddings, read_configs
 from ..shift import shift_for_tokens
