@@ -61,8 +61,7 @@ def test_without_names_all_columns_of_numbers_are_padded_and_others_are_lists() 
     ({"boundaries": [4, 8]}, rows(5, 9), BucketingError, "9 long, but the last boundary is 8"),
     ({}, [{"y": torch.ones(2)}], ColumnError, "lacks 'x'"),
     ({}, [{"x": torch.ones(2, 3)}, {"x": torch.ones(3, 3)}], BucketingError, "differs in more than dimension -1"),
-    ({"columns": ["x", "y"]}, [{"x": torch.ones(3), "y": torch.ones(2)}], BucketingError,
-     "name columns of equal length"),
+    ({"columns": ["x", "y"]}, [{"x": torch.ones(3), "y": torch.ones(2)}], BucketingError, "columns of equal length"),
 ])  # fmt: skip
 def test_batches_that_cannot_be_padded_are_errors(options, batch, error, message: str) -> None:
     with pytest.raises(error, match=message):
