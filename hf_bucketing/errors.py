@@ -101,7 +101,7 @@ class WriteError(BucketingError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with how to go on as its message."""
+    """Ctrl-C; its message says how to continue."""
 
 
 def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_names: str) -> Callable[[Target], Target]:

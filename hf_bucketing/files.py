@@ -59,7 +59,7 @@ def check_writable(*paths: str | os.PathLike[str] | None) -> None:
     """Make the folders that files are to be written to, and try them; call it before hours of work.
 
     Args:
-        paths (path, *optional*): Files that are written later; their folders are made. None is left out.
+        paths (path, *optional*): Files that are written later; their folders are made. None is ignored.
 
     Raises:
         WriteError: If a file could not be written, or a folder has its name.

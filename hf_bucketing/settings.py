@@ -82,7 +82,7 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def build(kind: type[Config], values: Mapping[str, Any]) -> Config:
-    """Build a configuration from its settings by name; settings that are left out keep their defaults.
+    """Build a configuration from its settings by name; settings that are not given keep their defaults.
 
     Raises:
         BucketingError: If there is no setting of a given name, or the configuration refuses a value.

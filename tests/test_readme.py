@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import hf_bucketing
 import hf_bucketing.loaders
+import hf_bucketing.streaming
 from hf_bucketing.columns import BucketColumns, MediaMetadata
 from hf_bucketing.loaders import (
     BucketBatchSampler,
@@ -39,7 +40,7 @@ from tests.conftest import ROOT, run_script_here
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 TEXT = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-STAND_INS = {
+REPLACEMENTS = {
     '"clips"': 'f"{MEDIA}/videos"',
     '"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"': "WAN",
     '"Lightricks/LTX-Video"': "LTX",
@@ -50,9 +51,9 @@ STAND_INS = {
 }
 
 
-def with_stand_ins(code: str) -> str:
-    for original, stand_in in STAND_INS.items():
-        code = code.replace(original, stand_in)
+def with_replacements(code: str) -> str:
+    for original, replacement in REPLACEMENTS.items():
+        code = code.replace(original, replacement)
     return code
 
 
@@ -65,13 +66,13 @@ def states(media_dir: Path, pipeline_dirs: dict[str, Path]) -> list[dict[str, An
     for block in BLOCKS:
         if "range(loader.epoch" in block:
             names["sampler"].set_epoch(0)
-        exec(compile(with_stand_ins(block), "README.md", "exec"), names)
+        exec(compile(with_replacements(block), "README.md", "exec"), names)
         states.append(dict(names))
     return states
 
 
-def test_the_stand_ins_stand_for_something() -> None:
-    assert not [original for original in STAND_INS if original not in README]
+def test_every_replacement_replaces_something() -> None:
+    assert not [original for original in REPLACEMENTS if original not in README]
 
 
 def state_after(states: list[dict[str, Any]], text: str) -> dict[str, Any]:
@@ -128,12 +129,12 @@ class Cells:
             code = re.sub(r'"\w+"\)$', f"{code})", self.last)
         called = code.partition("(")[0]
         code = code.replace("(…", f"({self.calls.get(called, '…')}")
-        statement = ast.parse(with_stand_ins(code)).body[0]
+        statement = ast.parse(with_replacements(code)).body[0]
         if isinstance(statement, ast.Assign):
-            exec(compile(with_stand_ins(code), "README.md", "exec"), self.names)
+            exec(compile(with_replacements(code), "README.md", "exec"), self.names)
             value = self.names[ast.unparse(statement.targets[0])]
         else:
-            value = eval(with_stand_ins(code), self.names)
+            value = eval(with_replacements(code), self.names)
         if code.endswith(")"):
             self.calls.setdefault(called, code[len(called) + 1 : -1])
             self.last = code
@@ -182,7 +183,7 @@ class RayDataset:
 def names(states: list[dict[str, Any]]) -> dict[str, Any]:
     """The names after the first block, and what tables speak of beside them."""
     names = copy.copy(state_after(states, "BucketBatchSampler(ds["))
-    for module in (hf_bucketing, hf_bucketing.loaders, datasets):
+    for module in (hf_bucketing, hf_bucketing.loaders, hf_bucketing.streaming, datasets):
         public = getattr(module, "__all__", None) or ["Dataset", "IterableDataset"]
         names |= {name: getattr(module, name) for name in public}
     rng = np.random.default_rng(0)

@@ -105,7 +105,7 @@ class BucketTable:
         Images go to one-frame buckets, videos to buckets of more frames: as many frames as the sample can fill, then
         the highest tier, and in it the nearest aspect ratio. If that bucket would enlarge the sample too much, another
         of the tier that keeps 94 % of the frame or more (|ln(ratio ÷ bucket's)| up to 0.06) replaces it. If there is
-        none, the search goes on with the next lower tier, then with fewer frames. Ties go to the bucket that comes
+        none, the search continues with the next lower tier, then with fewer frames. Ties go to the bucket that comes
         first in the table.
 
         Args:
@@ -193,7 +193,7 @@ class BucketTable:
         sizes = (*images, *(size for size, _ in videos))
         if self.base is not None and self.sizes[self.base] not in sizes:
             raise BucketingError(
-                f"The base bucket {self.sizes[self.base]} is no size of a video; give the table another base first."
+                f"The base bucket {self.sizes[self.base]} is not a size of a video; give the table another base first."
             )
         return BucketTable(
             sizes=sizes,

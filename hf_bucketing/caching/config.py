@@ -18,7 +18,7 @@ OnError = Literal["raise", "reject"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Where latents and texts are cached, which views of the files they show, and how they are encoded.
+    """Settings of a cache: its folder, the views of the files that it holds, and how they are encoded.
 
     Args:
         folder (`str`): Folder of the entries. One that holds entries is completed.

@@ -35,7 +35,7 @@ class CaptionCheck:
     """Hold captions that are all strings, and the rows that had none.
 
     Args:
-        dataset (`Dataset`): Rows with `""` in place of every caption that is no text; the checked data set itself if
+        dataset (`Dataset`): Rows with `""` in place of every caption that is not text; the checked data set itself if
             all its captions are texts.
         column (`str`): Text column.
         problems (mapping of `str` to `int64` arrays): Row numbers for each kind of problem, such as `"missing"`.
@@ -87,19 +87,19 @@ def check_captions(
 ) -> CaptionCheck:
     """Check that a column holds one text per row, and convert bytes and JSON strings to strings.
 
-    A caption is no text if it is missing, empty or blank, consists of bytes that are not UTF-8, or, in a column of
+    A caption is not text if it is missing, empty or blank, consists of bytes that are not UTF-8, or, in a column of
     mixed values, is a list, dict, number or Boolean.
 
     Args:
         dataset (`Dataset`): Rows with the column.
         column (`str`): Text column.
-        on_error (`"raise"`, `"reject"` or `"empty"`): What to do with a caption that is no text: raise, or replace it
+        on_error (`"raise"`, `"reject"` or `"empty"`): What to do with a caption that is not text: raise, or replace it
             by `""`; with `"reject"`, [`CaptionCheck.mark`] then rejects its row.
         media_column (`str`, *optional*): Media column, whose files messages name beside the row numbers.
 
     Raises:
         ColumnError: If there is no such column, `on_error` is unknown, the column cannot hold texts (a `ClassLabel`,
-            numbers, lists, …), or, with `on_error="raise"`, if a caption is no text; the message counts them by kind
+            numbers, lists, …), or, with `on_error="raise"`, if a caption is not text; the message counts them by kind
             and names rows and files.
     """
     if on_error not in ("raise", "reject", "empty"):
@@ -165,7 +165,7 @@ def _batches(dataset: Dataset, column: str) -> Iterator[pa.Array]:
 
 
 def _check(cells: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int8]]:
-    """Return the captions of a batch as strings, `""` for those that are no text, and a problem code or 0 for each."""
+    """Return the captions of a batch as strings, `""` for those that are not text, and codes of their problems."""
     codes = np.zeros(len(cells), np.int8)
     if isinstance(cells, pa.ExtensionArray):
         texts = _from_json(cells.storage, codes)
@@ -210,7 +210,7 @@ def _summary(dataset: Dataset, column: str, problems: Mapping[str, IntArray], me
     kinds = "; ".join(
         f"{len(rows)} {problem} ({_named(dataset, rows, media_column)})" for problem, rows in problems.items()
     )
-    return f"{count} of {len(dataset)} captions in the column {column!r} are no text: {kinds}."
+    return f"{count} of {len(dataset)} captions in the column {column!r} are not text: {kinds}."
 
 
 def _named(dataset: Dataset, rows: IntArray, media_column: str | None) -> str:

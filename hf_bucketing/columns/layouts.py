@@ -80,7 +80,7 @@ def table_file(request: SourceRequest) -> SourceRows | None:
     """Read a table whose path was given.
 
     Raises:
-        MediaError: If the file does not exist, is empty, or is no table.
+        MediaError: If the file does not exist, is empty, or is not a table.
     """
     path = request.path
     if not path.is_file():
@@ -89,7 +89,7 @@ def table_file(request: SourceRequest) -> SourceRows | None:
         return None
     if path.suffix.lower() not in _TABLES:
         raise MediaError(
-            f"{path} is no table of samples: name a {', '.join(_TABLES)} file, a folder, or a data set on the hub."
+            f"{path} is not a table of samples: name a {', '.join(_TABLES)} file, a folder, or a data set on the hub."
         )
     return _read_table(path, request)
 

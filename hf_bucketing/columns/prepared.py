@@ -122,7 +122,7 @@ class PreparedDataset:
         """Read what [`save`][PreparedDataset.save] wrote.
 
         Raises:
-            BucketingError: If the folder is no prepared data set, or a newer release wrote it.
+            BucketingError: If the folder is not a prepared data set, or a newer release wrote it.
         """
         path = Path(folder)
         if not (path / MANIFEST).is_file():

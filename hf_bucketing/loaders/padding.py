@@ -23,16 +23,17 @@ class PadCollator:
             first name. By default all columns that hold tensors, arrays or lists of numbers; bare tensors are then
             named `"values"`.
         dim (`int`): Dimension that differs in length, by default the last.
-        multiple (`int`, *optional*): Number whose multiples samples are padded to, which tensor cores prefer.
+        pad_to_multiple_of (`int`, *optional*): Pad to a multiple of this number, which tensor cores
+            prefer.
         boundaries (sequence of `int`, *optional*): Lengths to pad to, such as the boundaries of the length buckets;
             the smallest that is long enough is used. The model then meets few shapes (static graphs, `torch.compile`).
         value (`float`): Value of the padding.
 
     Raises:
-        BucketingError: If both `multiple` and `boundaries` are given, or a value is below 1.
+        BucketingError: If both `pad_to_multiple_of` and `boundaries` are given, or a value is below 1.
 
     Example:
-        >>> batch = PadCollator(["audio"], multiple=4)([{"audio": torch.ones(3)}, {"audio": torch.ones(2)}])
+        >>> batch = PadCollator(["audio"], pad_to_multiple_of=4)([{"audio": torch.ones(3)}, {"audio": torch.ones(2)}])
         >>> batch["audio"], batch["lengths"]
         (tensor([[1., 1., 1., 0.],
                 [1., 1., 0., 0.]]), tensor([3, 2]))
@@ -43,21 +44,21 @@ class PadCollator:
         columns: Sequence[str] | None = None,
         *,
         dim: int = -1,
-        multiple: int | None = None,
+        pad_to_multiple_of: int | None = None,
         boundaries: Sequence[int] | None = None,
         value: float = 0.0,
     ) -> None:
-        if multiple is not None and boundaries is not None:
-            raise BucketingError("Give either `multiple` or `boundaries`, not both.")
-        smallest = min([1 if multiple is None else multiple, *(boundaries or [1])])
+        if pad_to_multiple_of is not None and boundaries is not None:
+            raise BucketingError("Give either `pad_to_multiple_of` or `boundaries`, not both.")
+        smallest = min([1 if pad_to_multiple_of is None else pad_to_multiple_of, *(boundaries or [1])])
         if smallest < 1 or (columns is not None and not columns):
             raise BucketingError(
-                f"Expected columns, and `multiple` and `boundaries` of 1 or more; got {columns}, {multiple} and "
-                f"{boundaries}."
+                f"Expected columns, and `pad_to_multiple_of` and `boundaries` of 1 or more; got {columns}, "
+                f"{pad_to_multiple_of} and {boundaries}."
             )
         self.columns = None if columns is None else tuple(columns)
         self.dim = dim
-        self.multiple = 1 if multiple is None else multiple
+        self.pad_to_multiple_of = 1 if pad_to_multiple_of is None else pad_to_multiple_of
         self.boundaries = None if boundaries is None else sorted(boundaries)
         self.value = value
 
@@ -93,7 +94,7 @@ class PadCollator:
 
     def _target(self, longest: int) -> int:
         if self.boundaries is None:
-            return -(-longest // self.multiple) * self.multiple
+            return -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         fitting = [boundary for boundary in self.boundaries if boundary >= longest]
         if not fitting:
             raise BucketingError(

@@ -1,4 +1,4 @@
-"""Make accelerate's checkpoints hold the place in the data, so that a loaded run goes on where the saved one stood."""
+"""Make accelerate's checkpoints hold the place in the data, so that a loaded run continues where the saved one was."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader
     """Put a prepared loader under the care of `accelerator.save_state` and `load_state`.
 
     Call it once, after `accelerator.prepare` and before `load_state`, and iterate what it returns. From then on every
-    checkpoint holds the epoch and the steps that are finished, and loading one goes on with the next batch.
+    checkpoint holds the epoch and the steps that are finished, and loading one continues with the next batch.
 
     Args:
         accelerator (`Accelerator`): The one that prepared the loader.
@@ -61,8 +61,8 @@ class ResumableLoader:
     """A prepared loader that knows its place: iterating starts there, and checkpoints hold it.
 
     A batch counts as finished once it is handed out, so save after its step, not before. What was saved inside a
-    window of gradient accumulation goes on at the start of that window, with its random states, as no checkpoint holds
-    gradients. Each epoch is announced to the collator (`set_epoch`), and no global random number is drawn.
+    window of gradient accumulation continues at the start of that window, with its random states, since checkpoints
+    hold no gradients. Each epoch is announced to the collator (`set_epoch`), and no global random number is drawn.
 
     Args:
         accelerator (`Accelerator`): See [`resume`].
@@ -167,7 +167,7 @@ class ResumableLoader:
         return self.sampler.state_dict(step=self._window.resume_from(self.step))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` stood, on any number of processes.
+        """Continue from `state`, on any number of processes.
 
         Raises:
             PlanError: If the rows, the table, the settings or the seed differ.

@@ -33,7 +33,7 @@ class AccumulationWindow(Generic[Place]):
         accelerator.register_load_state_pre_hook(lambda models, folder: self._find(Path(folder)))
 
     def enter(self, place: Place) -> None:
-        """Begin a window at a place, unless the present one goes on; call it before each batch is handed out."""
+        """Begin a window at a place, unless the present one continues; call it before each batch is handed out."""
         if self.accelerator.sync_gradients:
             self.start = place
             if self.accelerator.gradient_accumulation_steps > 1:

@@ -149,7 +149,7 @@ def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: i
         max_pixels (`int`): Largest frame, in pixels.
 
     Raises:
-        MediaError: If the file is no video, has only sound, has larger frames, or states no number of frames.
+        MediaError: If the file is not a video, has only sound, has larger frames, or states no number of frames.
     """
     try:
         with source.open_binary() as file:

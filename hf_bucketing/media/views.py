@@ -57,7 +57,7 @@ class ViewRule:
 
     Args:
         random_crop (`bool`): Whether to crop at a random position, instead of in the centre.
-        frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Which frames of a longer video to take: the
+        frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Frames to take from a longer video: the
             first ones, frames spread evenly from the first to the last (which lowers the frame rate), or consecutive
             ones from a random start. By default `"random"` with random crops, otherwise `"start"`.
         flip_probability (`float`): Probability of mirroring a sample left to right, from 0 to 1.

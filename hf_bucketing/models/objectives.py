@@ -62,7 +62,7 @@ def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
     It is on the CPU, so that it draws the same on every device, in any batch and on any number of processes.
 
     Args:
-        seed (`int`): Of the run, not negative.
+        seed (`int`): Seed of the run, not negative.
         epoch (`int`): Not negative.
         index (`int`): The sample's row, not negative: the `index` of a batch.
 

@@ -37,7 +37,7 @@ class Family(ABC):
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
         shares_texts (`bool`): Whether samples of one caption can read one copy of it: texts are only ever attended to.
         interpolates (`bool`): Whether positions can be stretched to a base size.
-        drops_tokens (`bool`): Whether tokens may be left out: between attentions the model works on each token alone,
+        drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
             and attention depends on positions, not on which tokens there are.
         by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
     """

@@ -1,4 +1,4 @@
-"""Where each sample's tokens lie in a pack: the value that attention, positions, targets and losses read.
+"""The layout of a pack: which tokens are whose, as attention, positions, targets and losses need it.
 
 The latents of a pack are cut into strips, and each strip is one batch row of the model.
 """
@@ -118,13 +118,13 @@ class PackedLayout:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Where the real tokens of each sample start and stop in the pack."""
+        """Start and stop of the real tokens of each sample in the pack."""
         starts = _starts([strips * self.strip_length for strips in self.strips_per_sample])
         return tuple((start, start + length) for start, length in zip(starts, self.lengths, strict=True))
 
     @cached_property
     def text_spans(self) -> tuple[Span, ...]:
-        """Where the text tokens of each sample start and stop."""
+        """Start and stop of the text tokens of each sample."""
         return tuple(itertools.pairwise([0, *itertools.accumulate(self.text_lengths)]))
 
     @cached_property

@@ -59,11 +59,11 @@ class Packing:
                 texts. The model attends to every token, padding included: leave out what it must not see. One tensor
                 given for several samples is stored once.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
-                then treated as the family's pipeline treats it: left out (`text_rule` `"masked"`), attended to as
+                then treated as the family's pipeline treats it: omitted (`text_rule` `"masked"`), attended to as
                 zeros (`"keep_padding"`, such as Wan), or attended to as it is (`"encoded_padding"`, such as SD3).
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's forward, under its names; exactly those that the model needs.
-            token_drop ([`TokenDrop`], *optional*): Rule by which tokens are left out of the pack; in training only.
+            token_drop ([`TokenDrop`], *optional*): Rule by which tokens are dropped from the pack; in training only.
             seeds (sequence of `int`, or of tuples of them, *optional*): Seeds of token drop, one per sample.
             pad_to (`int`, *optional*): Strips of the pack, reached by padding, so that all packs have one shape and
                 `torch.compile` makes one graph of them.

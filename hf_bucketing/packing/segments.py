@@ -47,7 +47,7 @@ class VarlenOffsets(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSpans:
-    """Which queries attend to which keys: segment `i` is `query[slice(*queries[i])]` and `key[slice(*keys[i])]`.
+    """Pairs of spans that attend to each other: `query[slice(*queries[i])]` and `key[slice(*keys[i])]`.
 
     What backends derive from it is made once per device and kept, so that no layer waits for a copy to the device.
 

@@ -1,4 +1,4 @@
-"""Token drop in training: NaViT's token dropping, and dropping until a sample or pack fits its capacity."""
+"""Token drop in training: NaViT's token dropping, and dropping until a sample or pack fits its limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from ..errors import PackingError
+from ..errors import PackingError, refuse_old_names
 from ..randomness import Purpose, generator
 from .layout import Grid
 
@@ -49,11 +49,12 @@ class _Parts(NamedTuple):
     kept: int
 
 
+@refuse_old_names(PackingError, sample_capacity="max_sample_tokens", pack_capacity="max_pack_tokens")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDrop:
-    """Rule by which tokens of each sample are left out of a pack, for training.
+    """Rule by which tokens of each sample are dropped from a pack, in training.
 
-    What a sample keeps depends on its own seed, not on the rest of the pack, unless the pack has a capacity. At least
+    What a sample keeps depends on its own seed, not on the rest of the pack, unless the pack has a limit. At least
     one token, spatial position or frame is kept.
 
     Args:
@@ -61,12 +62,12 @@ class TokenDrop:
             a function of the sample's token grid `(t, h, w)`, or drawn per sample.
         mode (`"random"`, `"tube"` or `"frames"`): What is dropped: single tokens, spatial positions over all frames,
             or whole frames.
-        sample_capacity (`int`, *optional*): Largest number of tokens of a sample; more are dropped until it fits.
-        pack_capacity (`int`, *optional*): Largest number of tokens of a pack; all samples drop more in proportion
+        max_sample_tokens (`int`, *optional*): Largest number of tokens of a sample; more are dropped until it fits.
+        max_pack_tokens (`int`, *optional*): Largest number of tokens of a pack; all samples drop more in proportion
             until it fits, so that an oversize sample need not be refused.
 
     Raises:
-        PackingError: If the rate, mode or a capacity is impossible.
+        PackingError: If the rate, mode or a limit is impossible.
 
     Example:
         >>> drop = TokenDrop(rate=0.5, mode="frames")
@@ -76,18 +77,18 @@ class TokenDrop:
 
     rate: float | Callable[[Grid], float] | BetaRate = 0.0
     mode: Mode = "random"
-    sample_capacity: int | None = None
-    pack_capacity: int | None = None
+    max_sample_tokens: int | None = None
+    max_pack_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.rate, (int, float)):
             _check_rate(self.rate)
         if self.mode not in get_args(Mode):
             raise PackingError(f"mode must be one of {get_args(Mode)}, got {self.mode!r}.")
-        for name in ("sample_capacity", "pack_capacity"):
-            capacity = getattr(self, name)
-            if capacity is not None and capacity < 1:
-                raise PackingError(f"{name} must be at least 1, got {capacity}.")
+        for name in ("max_sample_tokens", "max_pack_tokens"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise PackingError(f"{name} must be at least 1, got {limit}.")
 
     def num_kept(self, grids: Sequence[Grid], *, seeds: Sequence[Seed]) -> list[int]:
         """Return how many tokens of each sample a pack would hold, for planning.
@@ -97,7 +98,7 @@ class TokenDrop:
             seeds (sequence of `int`, or of tuples of them): Seed of each sample, such as `(seed, epoch, index)`.
 
         Raises:
-            PackingError: If a capacity cannot be met, or a rate is impossible.
+            PackingError: If a limit cannot be met, or a rate is impossible.
         """
         return [part.tokens * part.kept for part in self._plan(grids, _generators(grids, seeds))]
 
@@ -109,7 +110,7 @@ class TokenDrop:
             seeds (sequence of `int`, or of tuples of them): Seed of each sample, such as `(seed, epoch, index)`.
 
         Raises:
-            PackingError: If a capacity cannot be met, or a rate is impossible.
+            PackingError: If a limit cannot be met, or a rate is impossible.
         """
         generators = _generators(grids, seeds)
         plan = self._plan(grids, generators)
@@ -131,7 +132,7 @@ class TokenDrop:
             self._fit_sample(self._parts(grid, generator), sample=sample)
             for sample, (grid, generator) in enumerate(zip(grids, generators, strict=True))
         ]
-        return plan if self.pack_capacity is None else _fit_pack(plan, self.pack_capacity)
+        return plan if self.max_pack_tokens is None else _fit_pack(plan, self.max_pack_tokens)
 
     def _parts(self, grid: Grid, generator: np.random.Generator) -> _Parts:
         t, h, w = grid
@@ -144,36 +145,36 @@ class TokenDrop:
         return _Parts(number, t * h * w // number, max(1, math.floor(number * (1 - rate) + 0.5)))
 
     def _fit_sample(self, part: _Parts, *, sample: int) -> _Parts:
-        if self.sample_capacity is None:
+        if self.max_sample_tokens is None:
             return part
-        if part.tokens > self.sample_capacity:
+        if part.tokens > self.max_sample_tokens:
             raise PackingError(
                 f"Mode {self.mode!r} keeps at least {part.tokens} tokens of sample {sample}, more than the "
-                f"sample_capacity of {self.sample_capacity}; use mode='random'."
+                f"max_sample_tokens of {self.max_sample_tokens}; use mode='random'."
             )
-        return part._replace(kept=min(part.kept, self.sample_capacity // part.tokens))
+        return part._replace(kept=min(part.kept, self.max_sample_tokens // part.tokens))
 
 
-def _fit_pack(plan: list[_Parts], capacity: int) -> list[_Parts]:
+def _fit_pack(plan: list[_Parts], limit: int) -> list[_Parts]:
     """Lower what all samples keep, in proportion, just until the pack fits."""
     kept, tokens = (np.array([getattr(part, name) for part in plan]) for name in ("kept", "tokens"))
-    if kept @ tokens <= capacity:
+    if kept @ tokens <= limit:
         return plan
-    if tokens.sum() > capacity:
+    if tokens.sum() > limit:
         raise PackingError(
-            f"The pack keeps at least {tokens.sum()} tokens, more than the pack_capacity of {capacity}; pack fewer "
+            f"The pack keeps at least {tokens.sum()} tokens, more than max_pack_tokens={limit}; pack fewer "
             "samples, or use mode='random'."
         )
     low, high = 0.0, 1.0
     while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (middle, high) if _lowered(kept, middle) @ tokens <= capacity else (low, middle)
+        low, high = (middle, high) if _lowered(kept, middle) @ tokens <= limit else (low, middle)
     fitted = _lowered(kept, low)
     order = np.argsort(fitted - low * kept, kind="stable")
     # Rounding took away too much: give back one unit each, first to the samples that lost most, then what still fits.
-    for most in (1, capacity):
+    for most in (1, limit):
         for sample in order:
-            room = (capacity - fitted @ tokens) // tokens[sample]
+            room = (limit - fitted @ tokens) // tokens[sample]
             fitted[sample] += min(room, kept[sample] - fitted[sample], most)
     return [part._replace(kept=int(count)) for part, count in zip(plan, fitted, strict=True)]
 

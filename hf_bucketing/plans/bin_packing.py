@@ -183,7 +183,7 @@ def _best_fit_decreasing(samples: Iterator[Sample], limits: Limits, *, window: i
 def _best_fit(
     samples: list[tuple[int, float, int]], limits: Limits
 ) -> tuple[list[list[tuple[int, float, int]]], list[int], list[float]]:
-    """Put each sample, the largest first, into the pack that it fills best; return the packs and their two rooms.
+    """Put each sample, the largest first, into the pack that it fills best; return the packs and what is free in them.
 
     Samples and packs are compared by the limit, tokens or cost, that the samples use more of.
     """

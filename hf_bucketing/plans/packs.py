@@ -44,7 +44,7 @@ class PackPlanConfig:
             that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
         open_packs (`int`): Packs held open at once by `"first_fit"`; the fullest is closed when one more is needed.
         window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
-        balance (`"none"` or `"cost"`): Which packs meet in a step. `"none"`: random ones. `"cost"` without gradient
+        balance (`"none"` or `"cost"`): Choice of the packs of a step. `"none"`: random ones. `"cost"` without gradient
             accumulation: packs of similar cost among those of 64 steps (packs filled to one `max_cost` are similar
             already). `"cost"` with it: the packs of each accumulation window are dealt to the processes, the most
             expensive first, each to the process with the lowest sum so far.

@@ -51,7 +51,7 @@ class BatchStream(Protocol):
 
 
 class StreamPlace(NamedTuple):
-    """Where this process stands.
+    """Place of this process in its stream.
 
     Attributes:
         step (`int`): Finished steps.

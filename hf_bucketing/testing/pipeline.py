@@ -42,7 +42,7 @@ def make_tiny_pipeline(folder: str | os.PathLike[str], *, family: str = "wan", s
         seed (`int`): Seed of the weights.
 
     Raises:
-        BucketingError: If the folder exists and is no pipeline, or the family is unknown.
+        BucketingError: If the folder exists and is not a pipeline, or the family is unknown.
     """
     if family not in _MAKERS:
         raise BucketingError(f"There is no tiny {family!r} pipeline; choose one of {', '.join(_MAKERS)}.")

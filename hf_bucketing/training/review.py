@@ -209,7 +209,7 @@ def _check_epochs(epochs: Sequence[SampleCount], plans: Mapping[int, Mapping[str
     steps, mixed = sum(epoch.steps[0] for epoch in epochs), sum(epoch.mixed_steps for epoch in epochs)
     checks = [
         Check(once == total, f"every planned sample seen exactly once in {once} of {total} epochs"),
-        Check(left < num_processes, f"{left} left out of an epoch at most, fewer than the {num_processes} processes"),
+        Check(left < num_processes, f"at most {left} dropped per epoch, fewer than the {num_processes} processes"),
         Check(even == total, f"equal steps on all processes in {even} of {total} epochs, {steps} in all"),
     ]
     if all(epoch.buckets for epoch in epochs):

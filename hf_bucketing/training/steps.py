@@ -171,7 +171,7 @@ def text_of(
     Args:
         recipe ([`Recipe`]): Recipe that encodes captions which are not cached.
         batch (mapping): Batch of a collator.
-        dropped (sequence of `bool`): Whether each sample gets the empty caption in place of its own.
+        dropped (sequence of `bool`): Whether each sample gets the empty caption instead of its own.
         empty ([`TextEmbeddings`], *optional*): Empty caption, `(1, length, dim)`, for batches from a cache.
     """
     if "text_values" not in batch:

@@ -172,7 +172,7 @@ def test_a_column_of_media_goes_before_names_of_paths(tmp_path: Path, folder: Pa
     Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "rows.parquet"))
     loaded = load_source(str(tmp_path / "rows.parquet"))
     assert (loaded.column, loaded.root) == ("clip", None)
-    assert "bytes" in loaded.describe() or "a.png" in loaded.describe()
+    assert "media column clip" in loaded.describe()
     assert sizes_of(loaded) == [PICTURE]
     both = Features(video=Video(), image=Image())
     rows = {"video": [str(folder / "trip/day 1/b.mp4")], "image": [str(folder / "a.png")]}

@@ -35,7 +35,7 @@ from hf_bucketing.plans import PackPlanConfig, plan_packs
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
 from tests.conftest import ROOT, run, run_script_here
-from tests.packing.packing_cases import Samples, make_model
+from tests.models.cases import Samples, make_model
 
 
 def training_flags() -> dict[str, str]:

@@ -168,8 +168,8 @@ def test_a_bucket_without_another_readable_sample_is_an_error(images: Dataset, t
 
 
 def test_settings_that_cannot_work_are_errors(images: Dataset, tmp_path: Path) -> None:
-    for limits in ({"max_error_share": 1.5}, {"max_errors": -1}):
-        with pytest.raises(BucketingError, match="`max_error_share` from 0 to 1"):
+    for limits, message in (({"max_error_share": 1.5}, "from 0 to 1"), ({"max_errors": -1}, "at least 0")):
+        with pytest.raises(BucketingError, match=f"`{next(iter(limits))}` must be {message}"):
             FaultRule(**limits)
     with pytest.raises(BucketingError, match="`on_error` must be"):
         FaultRule(on_error="skip")

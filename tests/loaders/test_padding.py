@@ -1,4 +1,4 @@
-"""Padding to the batch's longest sample, to a multiple, or to a boundary."""
+"""Padding to the batch's longest sample, to a pad_to_multiple_of, or to a boundary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def rows(*lengths: int):
 
 
 @pytest.mark.parametrize(("options", "width"), [
-    ({}, 9), ({"multiple": 4}, 12), ({"multiple": 3}, 9), ({"boundaries": [32, 9, 16]}, 9), ({"boundaries": [16]}, 16),
+    ({}, 9), ({"pad_to_multiple_of": 4}, 12), ({"pad_to_multiple_of": 3}, 9),
+    ({"boundaries": [32, 9, 16]}, 9), ({"boundaries": [16]}, 16),
 ])  # fmt: skip
 def test_samples_are_padded_at_their_end_and_their_lengths_returned(options, width: int) -> None:
     batch = PadCollator(["x"], value=-7, **options)(rows(5, 9, 1))
@@ -68,7 +69,9 @@ def test_batches_that_cannot_be_padded_are_errors(options, batch, error, message
         PadCollator(**{"columns": ["x"], **options})(batch)
 
 
-@pytest.mark.parametrize("options", [{"multiple": 2, "boundaries": [4]}, {"multiple": 0}, {"boundaries": [0, 4]}])
+@pytest.mark.parametrize(
+    "options", [{"pad_to_multiple_of": 2, "boundaries": [4]}, {"pad_to_multiple_of": 0}, {"boundaries": [0, 4]}]
+)
 def test_impossible_settings_are_errors(options) -> None:
     with pytest.raises(BucketingError):
         PadCollator(["x"], **options)

@@ -18,7 +18,7 @@ from hf_bucketing.packing.token_drop import Mode
 from tests.models.cases import Samples, gradients, largest_difference, make_model
 
 MODES: tuple[Mode, ...] = ("random", "tube", "frames")
-GRIDS = ((3, 2, 3), (1, 4, 2), (5, 3, 3), (1, 1, 1), (3, 2, 3), (1, 5, 3))  # of packing_cases, patch (1, 2, 2)
+GRIDS = ((3, 2, 3), (1, 4, 2), (5, 3, 3), (1, 1, 1), (3, 2, 3), (1, 5, 3))  # of tests.models.cases, patch (1, 2, 2)
 grids = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=8)
 modes = pytest.mark.parametrize("mode", MODES)
 
@@ -64,7 +64,7 @@ def test_rates_may_follow_the_size_or_a_distribution() -> None:
 def test_a_sample_above_its_capacity_drops_just_enough(some, capacity: int, mode: Mode) -> None:
     sizes = [{"random": 1, "tube": t, "frames": h * w}[mode] for t, h, w in some]
     assume(max(sizes) <= capacity)
-    counts = TokenDrop(mode=mode, sample_capacity=capacity).num_kept(some, seeds=range(len(some)))
+    counts = TokenDrop(mode=mode, max_sample_tokens=capacity).num_kept(some, seeds=range(len(some)))
     for count, size, grid in zip(counts, sizes, some, strict=True):
         assert count == min(math.prod(grid), capacity // size * size)
 
@@ -75,7 +75,7 @@ def test_a_pack_above_its_capacity_drops_just_enough_in_proportion(some, capacit
     assume(sum(sizes) <= capacity)
     seeds = range(len(some))
     alone = TokenDrop(rate=rate, mode=mode).num_kept(some, seeds=seeds)
-    counts = TokenDrop(rate=rate, mode=mode, pack_capacity=capacity).num_kept(some, seeds=seeds)
+    counts = TokenDrop(rate=rate, mode=mode, max_pack_tokens=capacity).num_kept(some, seeds=seeds)
     assert sum(counts) <= capacity
     if sum(alone) <= capacity:
         assert counts == alone
@@ -85,7 +85,7 @@ def test_a_pack_above_its_capacity_drops_just_enough_in_proportion(some, capacit
 
 
 def test_dropping_for_a_pack_is_in_proportion() -> None:
-    drop = TokenDrop(pack_capacity=100)
+    drop = TokenDrop(max_pack_tokens=100)
     assert drop.num_kept([(1, 10, 10), (1, 10, 6), (1, 4, 10)], seeds=[0, 1, 2]) == [50, 30, 20]
 
 
@@ -147,7 +147,7 @@ def assert_equals_masked_attention(model, samples, sample, *, output, grid, kept
     assert patches(output)[~mask].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("drop", [TokenDrop(), TokenDrop(sample_capacity=10_000, pack_capacity=10_000)], ids=str)
+@pytest.mark.parametrize("drop", [TokenDrop(), TokenDrop(max_sample_tokens=10_000, max_pack_tokens=10_000)], ids=str)
 def test_rate_zero_is_off_exactly(drop: TokenDrop) -> None:
     model, samples = make_model(), Samples()
     packing = enable_packing(model, strip_length=4)
@@ -172,13 +172,13 @@ def test_impossible_drops_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             GRIDS, seeds=range(6)
         ),
         "mode must be one of": lambda: TokenDrop(mode="rows"),
-        "pack_capacity must be at least 1": lambda: TokenDrop(pack_capacity=0),
+        "max_pack_tokens must be at least 1": lambda: TokenDrop(max_pack_tokens=0),
         "alpha and beta": lambda: BetaRate(alpha=0, beta=1),
         "one seed per sample, got 2": lambda: TokenDrop(rate=0.5).kept(GRIDS, seeds=[0, 1]),
-        "at least 9 tokens of sample 2": lambda: TokenDrop(mode="frames", sample_capacity=8).kept(
+        "at least 9 tokens of sample 2": lambda: TokenDrop(mode="frames", max_sample_tokens=8).kept(
             GRIDS, seeds=range(6)
         ),
-        "at least 6 tokens, more than the pack_capacity": lambda: TokenDrop(pack_capacity=5).kept(
+        "at least 6 tokens, more than max_pack_tokens": lambda: TokenDrop(max_pack_tokens=5).kept(
             GRIDS, seeds=range(6)
         ),
     }.items():

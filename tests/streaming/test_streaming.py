@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from hf_bucketing import BucketingError, BucketTable, LatentSpec, PlanError, Size
 from hf_bucketing.loaders import resume
 from hf_bucketing.plans import PackPlanConfig
-from hf_bucketing.plans.bin_packing import fill_packs
+from hf_bucketing.plans.packs import packs_of
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
 from tests.loaders.loader_worker import collate_rows, stream_rows
 from tests.loaders.test_resume_launch import launch
@@ -121,7 +121,7 @@ def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options)
     config = PackPlanConfig(max_tokens=100, strip_length=grouping.strip_length, open_packs=settings["open_packs"],
                             max_samples=grouping.max_samples)  # fmt: skip
     spans = np.array([grouping.measure(row) for row in rows])
-    packs = fill_packs(spans, np.zeros(400), config)
+    packs = packs_of(spans, np.zeros(400), config)
     wanted = [np.flatnonzero(packs == pack).tolist() for pack in range(packs.max() + 1)]
     assert sorted(batch["index"] for batch in batches) == wanted
 

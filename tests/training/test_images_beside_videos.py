@@ -141,10 +141,10 @@ def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline
     prepared = PreparedDataset.load(video_dir)
     with pytest.raises(BucketingError, match=r"`resize`.*--image_sizes own"):
         make_data(in_process(pipeline_dir, video_dir, tmp_path, **PACK, random_resize=32), prepared.spec, width=96)
-    with pytest.raises(BucketingError, match="leave `resize` out"):
+    with pytest.raises(BucketingError, match="`resize`"):
         PackCollator(prepared.open_table, resize=RandomResize(spec=WAN))
     collator = PackCollator(prepared.open_table)
-    with pytest.raises(BucketingError, match="rejected as too_small; leave out rows whose num_tokens is 0"):
+    with pytest.raises(BucketingError, match="rejected as too_small; whose num_tokens is 0"):
         collator.target([{"num_frames": 1, "height": 20, "width": 30}])
 
 

@@ -120,7 +120,7 @@ def test_the_seed_changes_plans_views_noise_and_dropped_captions(
 def test_snr_weighting_reaches_the_objective_of_denoising_models_alone(
     pipeline_dirs, prepared_dir, tmp_path: Path
 ) -> None:
-    for family, message in (("latte", None), ("wan", "`snr_gamma` weighs denoising losses")):
+    for family, message in (("latte", None), ("wan", "`snr_gamma` weights denoising losses")):
         folder = pipeline_dirs[family]
         config = in_process(folder, prepared_dir, tmp_path, snr_gamma=5.0)
         recipe = recipe_of(str(folder)).load(str(folder))

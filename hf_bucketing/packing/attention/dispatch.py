@@ -82,7 +82,7 @@ def packed_attention(
         query (`torch.Tensor` of shape `(num_queries, heads, head_dim)`): Queries of the pack's tokens.
         key (`torch.Tensor` of shape `(num_keys, key_heads, head_dim)`): Keys of the pack's tokens, or of its text.
         value (`torch.Tensor` of shape `(num_keys, key_heads, head_dim)`): Value of each key.
-        segments ([`SegmentSpans`]): Which queries attend to which keys, such as `layout.self_segments` or
+        segments ([`SegmentSpans`]): Pairs of query and key spans that attend, such as `layout.self_segments` or
             `layout.cross_segments`.
         backend (`str`): `"segments"`: one call of `scaled_dot_product_attention` for all segments of the same lengths;
             any device and dtype. `"varlen"`: a flash attention kernel; CUDA, half precision. `"flex"`: FlexAttention;
