@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
+TWO := --numprocesses 2 --dist worksteal
 LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
 	--mixed_precision no --dynamo_backend no
 TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_path $(DEMO)/tiny-wan \
@@ -25,10 +26,10 @@ demo: $(VENV)/installed
 	$(BIN)/python scripts/report_training.py $(DEMO)/bucket $(DEMO)/pack --figure $(DEMO)/loss.png
 
 test: $(VENV)/tested
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(TWO) -m "not slow"
 
 test-slow: $(VENV)/tested
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(TWO) -m slow
 
 quality: $(VENV)/installed
 	$(BIN)/ruff check .
