@@ -29,7 +29,10 @@ def test_notebooks_are_stored_without_outputs(path: Path) -> None:
         assert cell.execution_count is None, cell.source
 
 
-@notebooks
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name == "03_finetune.ipynb" else [])
+    for path in NOTEBOOKS
+])  # fmt: skip
 def test_notebooks_run(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": tmp_path}}

@@ -1,4 +1,4 @@
-"""Captions that are no text: counted, named, an error, a rejection, or empty."""
+"""Captions that are not text: counted, named, an error, a rejection, or empty."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_missing_and_blank_captions_are_counted_and_named_by_row_and_file() -> N
     with pytest.raises(ColumnError) as raised:
         check_captions(rows_with(["a", None, "", " \n", None]), "caption", media_column="file")
     message = str(raised.value)
-    assert message.startswith("4 of 5 captions in the column 'caption' are no text: ")
+    assert message.startswith("4 of 5 captions in the column 'caption' are not text: ")
     assert "2 missing (row 1: clips/1.mp4, row 4: clips/4.mp4)" in message
     assert "2 empty (row 2: clips/2.mp4, row 3: clips/3.mp4)" in message
     assert '`on_error="reject"`' in message
@@ -166,7 +166,7 @@ def test_preparing_ends_at_missing_captions_before_files_are_read(faulty_dir, pi
 
 def test_preparing_rejects_or_empties_missing_captions_when_asked(faulty_dir, pipeline_dir, tmp_path: Path) -> None:
     result = prepare(faulty_dir, pipeline_dir, tmp_path / "rejected", "--on_error", "reject")
-    assert "3 of 6 captions in the column 'caption' are no text" in result.stdout
+    assert "3 of 6 captions in the column 'caption' are not text" in result.stdout
     rejected = PreparedDataset.load(tmp_path / "rejected").dataset
     assert [row for row, bucket in enumerate(rejected["bucket_id"]) if bucket < 0] == [1, 2, 4]
     assert rejected["width"][:3] == [128, -2, -2]

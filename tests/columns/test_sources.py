@@ -199,7 +199,7 @@ def test_mistakes_in_naming_a_source_are_said(folder: Path) -> None:
     for name, message in (
         ("gone.csv", "The file .*gone.csv does not exist"),
         ("gone", "folder .*gone does not exist"),
-        ("notes.md", "no table of samples"),
+        ("notes.md", "not a table of samples"),
         ("empty.csv", "is empty"),
         ("head.csv", "cannot load .*head.csv"),
         ("broken.json", "cannot load .*broken.json"),

@@ -223,6 +223,7 @@ def test_verifying_a_model_that_cannot_be_downloaded_names_the_network() -> None
     assert result.stderr.strip().splitlines()[-1].startswith("HubError: Could not reach")
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_named() -> None:
     with pytest.raises(BucketingError, match=r"nobody/x cannot be loaded: bad"), from_hub("nobody/x"):
         raise ValueError("bad")

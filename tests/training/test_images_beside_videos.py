@@ -144,7 +144,7 @@ def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline
     with pytest.raises(BucketingError, match="`resize`"):
         PackCollator(prepared.open_table, resize=RandomResize(spec=WAN))
     collator = PackCollator(prepared.open_table)
-    with pytest.raises(BucketingError, match="rejected as too_small; whose num_tokens is 0"):
+    with pytest.raises(BucketingError, match=r"rejected as too_small; .*num_tokens is 0"):
         collator.target([{"num_frames": 1, "height": 20, "width": 30}])
 
 

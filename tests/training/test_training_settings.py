@@ -199,7 +199,7 @@ def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, t
         assert entry["tokens_per_second"] > entry["samples_per_second"] > 0
         assert entry["seconds"] * entry["samples_per_second"] == pytest.approx(entry["samples"])
         levels = [value for name, value in entry.items() if name.startswith("loss_by_noise/")]
-        assert min(levels) <= entry["train_loss"] <= max(levels)
+        assert min(levels) - 1e-5 <= entry["train_loss"] <= max(levels) + 1e-5  # means of float32 and float64
     assert [path.name for path in (tmp_path / "validation").iterdir()] == ["step-2"]
     samples = [json.loads(line) for line in (tmp_path / "logs" / "samples-0.jsonl").read_text().splitlines()]
     assert [sum(one["loss"]) / len(one["loss"]) for one in samples] == pytest.approx(losses, abs=1e-5)
