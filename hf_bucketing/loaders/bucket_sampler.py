@@ -17,7 +17,7 @@ from ..errors import PlanError, refuse_old_names
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
-from .planned import PlannedBatchSampler
+from .planned import PlannedBatchSampler, whole_column
 from .rejected import warn_of_rejected
 
 
@@ -86,7 +86,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         super().__init__(
             weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
         )
-        ids = np.asarray(bucket_ids, np.int64)
+        ids = whole_column(bucket_ids, np.int64)
         end = len(table) if isinstance(table, BucketTable) else 2**31
         if len(ids) and ids.max() >= end:
             raise PlanError(

@@ -19,7 +19,7 @@ from ..plans.lengths import (
     oversize_rows,
     plan_lengths,
 )
-from .planned import PlannedBatchSampler
+from .planned import PlannedBatchSampler, whole_column
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
@@ -85,7 +85,7 @@ class LengthBatchSampler(PlannedBatchSampler):
         super().__init__(
             weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
         )
-        self.lengths = np.asarray(lengths)
+        self.lengths = whole_column(lengths)
         self.config = LengthPlanConfig(
             strategy=strategy,
             batch_size=batch_size,

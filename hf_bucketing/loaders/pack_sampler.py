@@ -14,7 +14,7 @@ from ..plans.bin_packing import PackStrategy
 from ..plans.checks import Oversize
 from ..plans.epoch import EpochPlan
 from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
-from .planned import PlannedBatchSampler
+from .planned import PlannedBatchSampler, whole_column
 from .rejected import warn_of_rejected
 
 
@@ -87,8 +87,8 @@ class PackBatchSampler(PlannedBatchSampler):
         super().__init__(
             weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
         )
-        self._num_tokens = num_tokens
-        self.text_tokens = np.asarray(text_tokens, np.int64)
+        self._num_tokens = num_tokens if callable(num_tokens) else whole_column(num_tokens, np.int64)
+        self.text_tokens = whole_column(text_tokens, np.int64)
         self.config = PackPlanConfig(
             max_tokens=max_tokens,
             max_cost=max_cost,

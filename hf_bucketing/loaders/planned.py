@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from accelerate import PartialState
+from datasets.arrow_dataset import Column
 from torch.utils.data import Sampler
 
 from ..buckets.arrays import FloatArray, IntArray
@@ -52,7 +53,9 @@ class PlannedBatchSampler(Sampler[list[int]]):
         num_processes: int | None,
         process_index: int | None,
     ) -> None:
-        self.weights = weights if weights is None or isinstance(weights, Mapping) else np.asarray(weights, np.float64)
+        self.weights = (
+            weights if weights is None or isinstance(weights, Mapping) else whole_column(weights, np.float64)
+        )
         self.longest_first = longest_first
         self._num_processes = num_processes
         self.process_index = process_index
@@ -207,3 +210,8 @@ def _empty_plan(num_processes: int, *, consumed: int) -> EpochPlan:
         num_processes=num_processes,
         consumed=consumed,
     )
+
+
+def whole_column(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+    """Return values as an array; a `datasets.Column` is sliced, since numpy would read it row by row."""
+    return np.asarray(values[:] if isinstance(values, Column) else values, dtype)

@@ -10,10 +10,12 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
+from datasets import Dataset
+from datasets.arrow_dataset import Column
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, LatentSpec, PlanError, Size
-from hf_bucketing.loaders import BucketBatchSampler, PackBatchSampler, check_loader
+from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler, check_loader
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -178,3 +180,18 @@ def test_check_loader_names_each_way_to_lose_batches() -> None:
     dispatch = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     with pytest.raises(PlanError, match="dispatch_batches"):
         check_loader(dispatch, dispatch.prepare(loader_of(bucket_sampler())))
+
+
+@pytest.mark.parametrize("make", [
+    lambda rows: BucketBatchSampler(rows["ids"], table=TABLE, batch_size=4, weights=rows["weights"], num_processes=1),
+    lambda rows: PackBatchSampler(rows["tokens"], max_tokens=150, text_tokens=rows["text"], num_processes=1),
+    lambda rows: LengthBatchSampler(rows["tokens"], batch_size=4, num_processes=1),
+], ids=["bucket", "pack", "length"])  # fmt: skip
+def test_columns_of_a_data_set_are_read_as_a_whole_and_not_row_by_row(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Dataset.from_dict({"ids": IDS, "tokens": TOKENS, "text": [1] * len(IDS), "weights": [1.0] * len(IDS)})
+    read, get = [], Column.__getitem__
+    monkeypatch.setattr(Column, "__getitem__", lambda column, key: read.append(key) or get(column, key))
+    plan = make(rows).plan(0)
+    assert plan.kept
+    assert read
+    assert all(isinstance(key, slice) for key in read)
