@@ -137,7 +137,7 @@ PREPARE_WITHOUT_TORCH = """
 import sys
 from pathlib import Path
 from hf_bucketing import AssignmentRule, BucketColumns, LatentSpec, MediaMetadata, load_source, map_columns
-from hf_bucketing import token_ladder
+from hf_bucketing import open_table, token_ladder
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import describe_assignment
 from hf_bucketing.testing import make_media_dataset
@@ -150,7 +150,8 @@ loaded = load_source(str(folder / "media"))
 dataset = map_columns(loaded.dataset, MediaMetadata(loaded.column, target_fps=8, root=loaded.root))
 dataset = map_columns(dataset, BucketColumns(table, spec))
 prepared = PreparedDataset(
-    dataset=dataset, table=table, spec=spec, column=loaded.column, caption_column="caption", root=loaded.root
+    dataset=dataset, table=table, open_table=open_table(spec), column=loaded.column, caption_column="caption",
+    root=loaded.root,
 )
 prepared.save(folder / "prepared")
 columns = PreparedDataset.load(folder / "prepared").dataset.with_format("numpy")[:]

@@ -211,7 +211,7 @@ def test_loading_says_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
 
 def test_a_whole_column_is_an_array_of_the_rows_as_they_are_chosen_and_formatted() -> None:
     dataset = sized(file_name=list("abc")).select([2, 0])
-    for rows in (dataset, dataset.with_format("torch"), concatenate_datasets([dataset, dataset])):
+    for rows in (dataset, dataset.with_format("pandas"), concatenate_datasets([dataset, dataset])):
         for name in ("width", "file_name"):
             column = column_array(rows, name)
             assert isinstance(column, np.ndarray)

@@ -67,7 +67,7 @@ def sound(path: Path, codec: str, *, cover: bool = False) -> MediaSource:
         picture = container.add_stream("mjpeg", rate=1) if cover else None
         if picture is not None:
             picture.height, picture.width, picture.pix_fmt = HEIGHT, WIDTH, "yuvj420p"
-            picture.disposition = Disposition.attached_pic
+            picture.disposition = Disposition.attached_pic.value
             container.mux(picture.encode(av.VideoFrame.from_ndarray(CORNERS, format="rgb24")))
             container.mux(picture.encode())
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 576), np.int16), format="s16p", layout="mono")
