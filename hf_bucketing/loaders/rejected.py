@@ -43,7 +43,10 @@ def warn_of_rejected(
     if rejection is not None and isinstance(rejection, Sequence | np.ndarray) and len(rejection) != len(usable):
         raise PlanError(f"`rejection` needs one value per row: expected {len(usable)}, got {len(rejection)}.")
     rejected = np.flatnonzero(~usable)
-    main = PartialState().is_main_process if PartialState._shared_state else process_index in (None, 0)
+    if process_index is not None:
+        main = process_index == 0
+    else:
+        main = PartialState().is_main_process if PartialState._shared_state else True
     if not len(rejected) or not main:
         return
     if rejection is None:

@@ -85,7 +85,9 @@ def test_a_sampler_says_once_how_many_rows_were_rejected_and_why(kind, given, ma
 def test_a_sampler_is_silent_where_nothing_was_rejected_and_beside_the_main_process(mapped, caplog, monkeypatch):
     kept = mapped.filter(lambda row: row["rejection"] == "none")
     BucketBatchSampler(kept["bucket_id"], table=TABLE, batch_size=1)
-    BucketBatchSampler(mapped["bucket_id"], table=TABLE, batch_size=1, num_processes=2, process_index=1)
+    for shared_state in ({}, {"process_index": 0}):  # without accelerate, and beside it
+        monkeypatch.setattr(PartialState, "_shared_state", shared_state)
+        BucketBatchSampler(mapped["bucket_id"], table=TABLE, batch_size=1, num_processes=2, process_index=1)
     monkeypatch.setattr(PartialState, "_shared_state", {"process_index": 1})
     monkeypatch.setattr(PartialState, "is_main_process", False)
     BucketBatchSampler(mapped["bucket_id"], table=TABLE, batch_size=1, num_processes=2)
