@@ -100,7 +100,7 @@ class ExistingMetadata:
 
     A vectorised batch function for `Dataset.map(batched=True)`, also on an `IterableDataset`; takes lists, numpy
     arrays or Arrow columns. Rows without a value, and videos without a frame rate above 0, get sizes of −1, which
-    `BucketColumns` turns into the rejection `UNREADABLE`. A column that already has its name stays as it is.
+    `BucketColumns` turns into the rejection `UNREADABLE`. A column that already has its name is left unchanged.
 
     Args:
         width (`str`): Column of widths in pixels, as shown.

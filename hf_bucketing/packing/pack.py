@@ -60,7 +60,7 @@ class Packing:
                 given for several samples is stored once.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
                 then treated as the family's pipeline treats it: omitted (`text_rule` `"masked"`), attended to as
-                zeros (`"keep_padding"`, such as Wan), or attended to as it is (`"encoded_padding"`, such as SD3).
+                zeros (`"keep_padding"`, such as Wan), or attended to unchanged (`"encoded_padding"`, such as SD3).
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's forward, under its names; exactly those that the model needs.
             token_drop ([`TokenDrop`], *optional*): Rule by which tokens are dropped from the pack; in training only.

@@ -34,7 +34,7 @@ class Keys(NamedTuple):
 class PackedAttnProcessor:
     """Self- and cross-attention of `diffusers.models.attention_processor.Attention` over the strips of a pack.
 
-    Latte, PixArt, Allegro and Cosmos use it as it is. Families with an attention module of their own derive from it:
+    Latte, PixArt, Allegro and Cosmos use it directly. Families with an attention module of their own derive from it:
     they say how that module normalises and rotates queries and keys, and which keys its text has.
 
     Args:

@@ -16,7 +16,7 @@ from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..plans.epoch import EpochPlan
-from ..plans.packs import PackPlanConfig, plan_packs
+from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
 from ..randomness import Purpose, generator
 from .measure import (
     BucketReport,
@@ -224,7 +224,7 @@ def _packing(subject: Subject) -> _Epoch:
             seed=config.seed,
         )
         plan = plan_packs(targets.num_tokens, packs, epoch=0, num_processes=config.num_processes)
-    tokens = _strip_tokens(targets.num_tokens[plan.indices], config)
+    tokens = strip_tokens(targets.num_tokens[plan.indices], config.strip_length)
     return _Epoch("packing", targets, plan, tokens, config.cost_model.pack_cost(tokens, plan.offsets), max_tokens)
 
 
@@ -233,12 +233,7 @@ def _default_max_tokens(targets: Targets, config: ReportConfig) -> int:
     tokens = targets.num_tokens[targets.num_tokens > 0]
     if not len(tokens):
         return 0
-    return max(int(np.median(tokens)) * config.batch_size, int(_strip_tokens(tokens, config).max()))
-
-
-def _strip_tokens(num_tokens: IntArray, config: ReportConfig) -> IntArray:
-    """Return the tokens of whole strips that each sample takes in a pack; shape as given."""
-    return -(-num_tokens // config.strip_length) * config.strip_length
+    return max(int(np.median(tokens)) * config.batch_size, int(strip_tokens(tokens, config.strip_length).max()))
 
 
 def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:

@@ -39,7 +39,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         grouping ([`BucketGrouping`] or [`PackGrouping`]): The rule by which rows become batches.
         collate_fn (callable): Makes a `dict` from a list of rows, in the worker.
         max_buffered (`int`): Largest number of rows that wait in a worker; above it, the group of the oldest row is
-            sent as it is.
+            sent incomplete.
         steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,

@@ -59,7 +59,7 @@ class OpenGroups(ABC):
         """Put back a group of a saved run, the oldest group first; return it if it is complete."""
 
     def flush(self, key: int) -> Group:
-        """Return a group as it is; it waits no longer."""
+        """Remove a waiting group and return it, complete or not."""
         group = self.waiting.pop(key)
         self.num_rows -= len(group.rows)
         return group
