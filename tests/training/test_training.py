@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accelerate.state import AcceleratorState
 
 from hf_bucketing import BucketingError, LatentSpec, MediaError
 from hf_bucketing.columns import PreparedDataset
@@ -48,15 +49,16 @@ def check_stock_diffusers_samples(pipeline: Path, clip: Path) -> None:
 
 @pytest.mark.slow
 def test_gradient_checkpointing_bf16_and_a_tracker(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    flags = ("--max_train_steps", 3, *BATCHING["pack"])
-    train(pipeline_dir, prepared_dir, tmp_path / "plain", *flags)
-    more = ("--gradient_checkpointing", "--report_to", "tensorboard")
-    train(pipeline_dir, prepared_dir, tmp_path / "checkpointing", *flags, *more)
-    assert losses_of(tmp_path / "checkpointing") == pytest.approx(losses_of(tmp_path / "plain"), abs=1e-5)
+    def losses(name: str, **settings: object) -> list[float]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        pack = {"batching": "pack", "max_tokens": 640, "strip_length": 16, "train_batch_size": 1}
+        return run(in_process(pipeline_dir, prepared_dir, tmp_path / name, **pack, **settings))
+
+    plain = losses("plain")
+    checkpointing = losses("checkpointing", gradient_checkpointing=True, report_to="tensorboard")
+    assert checkpointing == pytest.approx(plain, abs=1e-5)
     assert list((tmp_path / "checkpointing" / "logs").rglob("events.out.tfevents*"))
-    result = train(pipeline_dir, prepared_dir, tmp_path / "bf16", *flags, "--mixed_precision", "bf16")
-    assert "mixed precision = bf16" in result.stderr
-    assert 0 < max(np.abs(np.subtract(losses_of(tmp_path / "bf16"), losses_of(tmp_path / "plain")))) < 0.1
+    assert 0 < max(np.abs(np.subtract(losses("bf16", mixed_precision="bf16"), plain))) < 0.1
 
 
 @pytest.mark.slow

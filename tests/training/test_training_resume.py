@@ -10,20 +10,20 @@ import pytest
 from hf_bucketing import BucketingError
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
-from tests.training.training_cases import batching, in_process, train, train_until
+from tests.training.training_cases import BATCHING, in_process, train, train_until
 
 STEPS = 6
+EVERY_PAIR = [("bucket", "full", 2), ("bucket", "adapters", 1), ("pack", "full", 1), ("pack", "adapters", 2)]
+"""Each two values of batching, trained weights and number of processes occur together: half of all combinations."""
 
 
 @pytest.mark.slow
-@batching
-@pytest.mark.parametrize("weights", ["full", "adapters"])
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(("batching", "weights", "num_processes"), EVERY_PAIR)
 def test_a_killed_and_resumed_run_repeats_the_losses_and_samples_of_an_uninterrupted_one(
-    flags, weights: str, num_processes: int, pipeline_dir, prepared_dir, tmp_path: Path
+    batching: str, weights: str, num_processes: int, pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:
-    common = [*flags, "--gradient_accumulation_steps", 2, "--checkpointing_steps", 2, "--checkpoints_total_limit", 1]
-    common += ["--max_train_steps", STEPS, "--ema_decay", 0.9]
+    common = [*BATCHING[batching], "--max_train_steps", STEPS, "--ema_decay", 0.9]
+    common += ["--gradient_accumulation_steps", 2, "--checkpointing_steps", 2, "--checkpoints_total_limit", 1]
     common += ["--lora_rank", 2] if weights == "adapters" else []
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(pipeline_dir, prepared_dir, whole, *common, num_processes=num_processes)
