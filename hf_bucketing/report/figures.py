@@ -13,7 +13,7 @@ import numpy as np
 
 from ..files import complete_file
 from .compare import Report
-from .measure import BucketUse, Histogram
+from .measure import Histogram
 from .text import percent, short_number, size_label
 
 if TYPE_CHECKING:
@@ -64,12 +64,15 @@ def draw_aspects(report: Report, path: Path) -> None:
 def draw_occupancy(report: Report, path: Path) -> None:
     """Draw how many samples the fullest buckets hold, by the kind of batch that they are in."""
     shown = report.buckets.used[:MAX_BARS]
-    batch_size = report.config.batch_size
+    names = ("num_samples", "batches", "short_batches", "mixed_samples", "dropped")
+    rows = [[getattr(bucket, name) for name in names] for bucket in shown]
+    held, batches, short, mixed, dropped = np.array(rows, np.int64).reshape(-1, len(names)).T
+    full = (batches - short) * report.config.batch_size
     parts = {
-        "in full batches": (BLUE, [(bucket.batches - bucket.short_batches) * batch_size for bucket in shown]),
-        "in short batches": (ORANGE, [_in_short_batches(bucket, batch_size) for bucket in shown]),
-        "in mixed steps": (GREEN, [bucket.mixed_samples for bucket in shown]),
-        "dropped in this epoch": (RED, [bucket.dropped for bucket in shown]),
+        "in full batches": (BLUE, full),
+        "in short batches": (ORANGE, held - full - mixed - dropped),
+        "in mixed steps": (GREEN, mixed),
+        "dropped in this epoch": (RED, dropped),
     }
     places, start = np.arange(len(shown)), np.zeros(len(shown))
     with _figure(path, (9, 1.9 + 0.24 * max(len(shown), 5)), grid="x") as figure:
@@ -124,11 +127,6 @@ def draw_strategies(report: Report, path: Path) -> None:
             axes.set_xticks([tick for tick in ticks if tick <= max(lengths)])
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         grid[0, 0].invert_yaxis()
-
-
-def _in_short_batches(bucket: BucketUse, batch_size: int) -> int:
-    full = (bucket.batches - bucket.short_batches) * batch_size
-    return bucket.num_samples - full - bucket.mixed_samples - bucket.dropped
 
 
 def _occupancy_title(report: Report, shown: int) -> str:

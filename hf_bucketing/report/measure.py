@@ -20,6 +20,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
+from ..settings import check_at_least
 
 
 class SizeColumns(NamedTuple):
@@ -67,10 +68,7 @@ class ReportConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BucketingError(f"`{name}` must be at least 1, got {value}.")
+        check_at_least(1, self, "batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width")
         if self.seed < 0:
             raise BucketingError(f"`seed` must not be negative, got {self.seed}.")
 
