@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,15 @@ def column_array(dataset: Dataset, name: str) -> npt.NDArray[Any]:
     return column.to_numpy()
 
 
-def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:
-    """Return a column of numbers as an array of shape `(n,)`, with NaN for missing values.
+def column_batches(dataset: Dataset, name: str) -> Iterator[pa.Array]:
+    """Yield a whole column in Arrow arrays of at most 100,000 cells, so that it need not fit in memory."""
+    for batch in dataset.select_columns([name]).with_format("arrow").iter(batch_size=100_000):
+        cells = batch[name].combine_chunks()
+        yield from cells.chunks if isinstance(cells, pa.ChunkedArray) else [cells]
 
-    Raises:
-        ColumnError: If the column holds anything but numbers.
-    """
+
+def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:
+    """Return a column as an array of shape `(n,)` with NaN for missing values, or raise if it holds no numbers."""
     column = batch[name]
     if isinstance(column, pa.Array):
         column = column.to_numpy(zero_copy_only=False)
@@ -52,11 +55,7 @@ def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:
 
 
 def whole_numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[np.int64]:
-    """Return a column of whole numbers as an `int64` array of shape `(n,)`, with −1 for missing values.
-
-    Raises:
-        ColumnError: If the column holds anything else.
-    """
+    """Return a column as an `int64` array of shape `(n,)` with −1 for missing values; raise if they are not whole."""
     column = numbers(batch, name)
     if column.dtype.kind in "iu":
         return column.astype(np.int64, copy=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,11 +17,10 @@ from ..buckets.arrays import IntArray
 from ..buckets.assignment import CAPTION_SIZE
 from ..errors import ColumnError
 from .apply import undecoded
-from .arrays import column_array, is_text
+from .arrays import column_array, column_batches, is_text
 
 OnCaptionError = Literal["raise", "reject", "empty"]
 
-_ROWS_PER_BATCH = 100_000
 _NAMED_ROWS = 3
 
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
@@ -110,7 +109,7 @@ def check_captions(
     wrong = _wrong_type(feature)
     if wrong is not None:
         raise ColumnError(f"The caption column {column!r} must hold one text per row, but it is {wrong}.")
-    parts = [_check(cells) for cells in _batches(dataset, column)]
+    parts = [_check(cells) for cells in column_batches(dataset, column)]
     codes = np.concatenate([code for _, code in parts] or [np.zeros(0, np.int8)])
     found = {problem: np.flatnonzero(codes == code) for problem, code in _CODES.items()}
     problems = {problem: rows for problem, rows in found.items() if len(rows)}
@@ -155,13 +154,6 @@ def _wrong_type(feature: Any) -> str | None:
 
 
 _BYTE_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-
-
-def _batches(dataset: Dataset, column: str) -> Iterator[pa.Array]:
-    rows = dataset.select_columns([column]).with_format("arrow")
-    for batch in rows.iter(batch_size=_ROWS_PER_BATCH):
-        cells = batch[column].combine_chunks()
-        yield from cells.chunks if isinstance(cells, pa.ChunkedArray) else [cells]
 
 
 def _check(cells: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int8]]:

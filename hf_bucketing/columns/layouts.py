@@ -57,14 +57,7 @@ class SourceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRows:
-    """Rows that were read from a layout.
-
-    Args:
-        dataset (`Dataset`): One row per sample.
-        layout (`str`): Description of the layout.
-        root (`str`, *optional*): Folder that relative paths start from.
-        media_column (`str`, *optional*): Name of the media column, if the layout fixes it.
-    """
+    """Rows of one layout, its description, the folder of relative paths, and the media column if it is fixed."""
 
     dataset: Dataset
     layout: str
@@ -73,15 +66,11 @@ class SourceRows:
 
 
 Layout = Callable[[SourceRequest], "SourceRows | None"]
-"""Function that reads the rows of one layout, or returns None for other layouts."""
+"""Function that reads the rows of one layout, or returns None for other layouts; raises as `load_source`."""
 
 
 def table_file(request: SourceRequest) -> SourceRows | None:
-    """Read a table whose path was given.
-
-    Raises:
-        MediaError: If the file does not exist, is empty, or is not a table.
-    """
+    """Read a table whose path was given."""
     path = request.path
     if not path.is_file():
         if path.suffix.lower() in _TABLES and not path.is_dir():
@@ -95,11 +84,7 @@ def table_file(request: SourceRequest) -> SourceRows | None:
 
 
 def metadata_folder(request: SourceRequest) -> SourceRows | None:
-    """Read a folder's table named `metadata`, as for `imagefolder` and `videofolder` but for any mix of media.
-
-    Raises:
-        MediaError: If there are several such tables, or the table is empty.
-    """
+    """Read a folder's table named `metadata`, as for `imagefolder` and `videofolder` but for any mix of media."""
     tables = [path for ending in _TABLES if (path := request.path / f"metadata{ending}").is_file()]
     if len(tables) > 1:
         raise MediaError(
@@ -109,11 +94,7 @@ def metadata_folder(request: SourceRequest) -> SourceRows | None:
 
 
 def loaded_by_datasets(request: SourceRequest) -> SourceRows:
-    """Load any other folder or a name on the hub with `datasets.load_dataset`.
-
-    Raises:
-        MediaError: If the folder does not exist, or datasets cannot load it.
-    """
+    """Load any other folder or a name on the hub with `datasets.load_dataset`."""
     name, path = request.path_or_name, request.path
     if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise MediaError(f"The folder {path} does not exist; pass a folder or the name of a hub data set.")
@@ -146,7 +127,7 @@ def _load(*args: Any, **options: Any) -> Dataset:
     try:
         return load_dataset(*args, **options)
     except (DatasetsError, OSError, ValueError) as error:  # ValueError: an unknown split, or a table that is none
-        what = options["data_files"]["train"] if "data_files" in options else args[0]
+        what = options["data_files"]["train"]
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         raise MediaError(f"datasets cannot load {what}: {error}{cause}") from error
 
@@ -155,9 +136,6 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     """Read images and videos at any depth, with a `.txt` caption of the same stem beside each.
 
     One media file with a caption makes a folder of this layout. Missing captions are null. Links are followed.
-
-    Raises:
-        MediaError: If media files share a stem and therefore a caption, or a folder or file cannot be read.
     """
     if not request.path.is_dir():
         return None

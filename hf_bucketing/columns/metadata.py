@@ -15,8 +15,9 @@ from datasets import Dataset, Image
 from ..errors import ColumnError, MediaError
 from ..media.probe import MAX_PIXELS, MediaInfo, frames_at_fps, probe
 from ..media.source import MediaSource
+from ..settings import check_literals
 from .apply import map_columns, undecoded
-from .arrays import is_text, numbers, whole_numbers
+from .arrays import column_batches, is_text, numbers, whole_numbers
 from .layouts import STILL_IMAGES
 
 _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
@@ -63,8 +64,7 @@ class MediaMetadata:
 
     def __post_init__(self) -> None:
         _check_target_fps(self.target_fps)
-        if self.on_error not in ("raise", "reject"):
-            raise ColumnError(f'`on_error` must be "raise" or "reject", got {self.on_error!r}.')
+        check_literals(self, error=ColumnError)
         if not 1 <= self.max_pixels <= MAX_PIXELS:
             raise ColumnError(f"`max_pixels` must be from 1 to {MAX_PIXELS}, got {self.max_pixels}.")
 
@@ -245,11 +245,9 @@ def _all_still_images(dataset: Dataset, column: str) -> bool:
     if not is_text(feature):
         return isinstance(feature, Image)
     endings = "|".join(ending[1:] for ending in sorted(STILL_IMAGES))
-    pattern = rf"\.({endings})$"
-    batches = dataset.select_columns([column]).with_format("arrow").iter(batch_size=100_000)
     return all(
-        pc.all(pc.match_substring_regex(batch[column], pattern, ignore_case=True).fill_null(False)).as_py()
-        for batch in batches
+        pc.all(pc.match_substring_regex(cells, rf"\.({endings})$", ignore_case=True).fill_null(False)).as_py()
+        for cells in column_batches(dataset, column)
     )
 
 

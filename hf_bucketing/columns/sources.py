@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from ..errors import ColumnError
 from .apply import undecoded
-from .arrays import is_text
+from .arrays import column_batches, is_text
 from .layouts import Layout, SourceRequest, captions_beside, loaded_by_datasets, metadata_folder, table_file
 
 LAYOUTS: tuple[Layout, ...] = (table_file, metadata_folder, captions_beside, loaded_by_datasets)
@@ -131,8 +131,8 @@ def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence
 
 def _refuse_urls(name: str, dataset: Dataset, column: str) -> None:
     """Raise for URLs, which are not downloaded; else the error would be about a missing file `folder/https:/…`."""
-    for batch in dataset.select_columns([column]).with_format("arrow").iter(batch_size=100_000):
-        urls = batch[column].filter(pc.match_substring_regex(batch[column], "^[A-Za-z][A-Za-z0-9+.-]+://"))
+    for cells in column_batches(dataset, column):
+        urls = cells.filter(pc.match_substring_regex(cells, "^[A-Za-z][A-Za-z0-9+.-]+://"))
         if len(urls):
             raise ColumnError(
                 f"The column {column} of {name} holds URLs such as {urls[0].as_py()}, which are not downloaded; "

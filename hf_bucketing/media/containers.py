@@ -52,11 +52,7 @@ def container_of(head: bytes) -> ContainerName | None:
 def read_turn(file: BinaryIO, container: ContainerName | None, *, track_id: int, position: int) -> Turn:
     """Read how a video is rotated for display; the identity if the header does not say.
 
-    Args:
-        file (binary file): The whole file, seekable.
-        container (`"mov"`, `"matroska"` or `None`): See `container_of`.
-        track_id (`int`): Number of the video stream in mp4 files.
-        position (`int`): Position of the video stream among all video streams, from 0.
+    mp4 files name the video stream by its `track_id`, Matroska by its `position` among all video streams, from 0.
     """
     end = file.seek(0, 2)
     if container == "mov":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import av
 import numpy as np
@@ -19,7 +19,7 @@ from PIL import ImageOps
 
 from ..errors import BucketingError, MediaError, refuse_old_names
 from .images import exif_orientation, open_image, rgb_array
-from .probe import VideoHeader, display_stamps, open_video, read_video_header, video_stream
+from .probe import VideoHeader, display_stamps, frame_rate, open_video, read_video_header, video_stream
 from .source import MediaSource
 
 DecoderName = Literal["pyav", "torchcodec"]
@@ -103,9 +103,10 @@ def _iter_video(source: MediaSource, times: Sequence[float], video_decoder: Deco
             stream = video_stream(container)
             assert stream is not None, "read_video_header found one"
             tolerance = _tolerance(stream)
-            for frame, second in _timed_frames(source, container, stream, header, video_decoder):
+            timed_frames = _by_torchcodec if video_decoder == "torchcodec" else _by_pyav
+            for frame, second in timed_frames(source, container, stream, header):
                 while time is not None and shown is not None and second > time + tolerance:
-                    yield _upright(shown(), header, source)
+                    yield _upright(*shown(), header=header, source=source)
                     time = next(wanted, None)
                 if time is None:
                     return
@@ -120,25 +121,15 @@ def _iter_video(source: MediaSource, times: Sequence[float], video_decoder: Deco
         )
 
 
-class _StoredFrame(NamedTuple):
-    """A decoded frame as the file stores it.
-
-    Attributes:
-        frame (`av.VideoFrame`): The frame, neither rotated nor stretched.
-        rotation (`float`): Rotation for display in degrees counter-clockwise, as FFmpeg reads it, without mirroring.
-    """
-
-    frame: av.VideoFrame
-    rotation: float
-
+_StoredFrame = tuple[av.VideoFrame, float]
+"""A frame, neither rotated nor stretched, and its rotation for display in degrees counter-clockwise."""
 
 _TimedFrame = tuple[Callable[[], _StoredFrame] | None, float]
 """A function that returns a frame, and its seconds after the first frame; last, `None` and the end of the video."""
 
 
-def _upright(stored: _StoredFrame, header: VideoHeader, source: MediaSource) -> Frame:
+def _upright(frame: av.VideoFrame, rotation: float, *, header: VideoHeader, source: MediaSource) -> Frame:
     """Stretch and rotate a frame as its file's header says."""
-    frame, rotation = stored
     if round(rotation / 90) % 2 != header.turn.transposed:
         raise MediaError(
             f"{source.path} turns its frames by {rotation:g}°, which its header does not say; write the file again, "
@@ -155,24 +146,12 @@ def _upright(stored: _StoredFrame, header: VideoHeader, source: MediaSource) -> 
     return np.ascontiguousarray(pixels[::rows, ::columns], np.uint8)
 
 
-def _timed_frames(
-    source: MediaSource,
-    container: InputContainer,
-    stream: VideoStream,
-    header: VideoHeader,
-    video_decoder: DecoderName,
+def _by_pyav(
+    _source: MediaSource, container: InputContainer, stream: VideoStream, header: VideoHeader
 ) -> Iterator[_TimedFrame]:
-    """Yield the frames of a video in display order; PyAV reads their times for both decoders."""
-    if video_decoder == "torchcodec":
-        yield from _by_torchcodec(source, container, stream, header)
-    else:
-        yield from _by_pyav(container, stream, header)
-
-
-def _by_pyav(container: InputContainer, stream: VideoStream, header: VideoHeader) -> Iterator[_TimedFrame]:
     """Decode frame after frame; without time stamps, times follow from the number of frames."""
     stream.thread_type = "AUTO"
-    rate = _rate(stream)
+    rate = frame_rate(stream) or 1.0
     first, position, packets, second = None, 0, 0, 0.0
     for packet in container.demux(stream):
         packets += packet.size > 0
@@ -186,7 +165,7 @@ def _by_pyav(container: InputContainer, stream: VideoStream, header: VideoHeader
 
 
 def _stored(frame: av.VideoFrame) -> _StoredFrame:
-    return _StoredFrame(frame, frame.rotation)
+    return frame, frame.rotation
 
 
 def _by_torchcodec(
@@ -214,37 +193,30 @@ def _by_torchcodec(
         )
     except (RuntimeError, ValueError) as error:
         raise _undecodable(source, error) from error
-    pictures = _Pictures(source, video)
+    rotation = float(video.metadata.rotation or 0)
+    unit = float(stream.time_base)
+
+    @lru_cache(maxsize=1)  # a frame that is shown at several times is decoded once
+    def read(position: int, time: float) -> Frame:
+        """Decode the frame at a position, rotated back to how it is stored, and check its time in seconds."""
+        try:
+            frame = video.get_frame_at(position)
+        except (RuntimeError, IndexError) as error:
+            raise _undecodable(source, error) from error
+        if abs(frame.pts_seconds - time) > unit / 2:
+            raise MediaError(
+                f"torchcodec finds the frame at {frame.pts_seconds:.3f} s of {source.path} instead of the one at "
+                f'{time:.3f} s; decode the file with PyAV (`video_decoder="pyav"`), or write it again as mp4.'
+            )
+        return np.ascontiguousarray(np.rot90(frame.data.numpy(), -round(rotation / 90)))
+
+    def stored(position: int, time: float) -> _StoredFrame:
+        return av.VideoFrame.from_ndarray(read(position, time), format="rgb24"), rotation
+
     times = [float(stamp * stream.time_base) for stamp in stamps]
     for position, time in enumerate(times):
-        yield partial(pictures.read, position, time, unit=float(stream.time_base)), time - times[0]
+        yield partial(stored, position, time), time - times[0]
     yield None, _end(times[-1] - times[0], stream, header, packets=len(times))
-
-
-class _Pictures:
-    """Frames of torchcodec, rotated back to how they are stored; a frame that is read twice is decoded once."""
-
-    def __init__(self, source: MediaSource, video: Any) -> None:
-        self.source, self.video = source, video
-        self.rotation = float(video.metadata.rotation or 0)
-        self.last: tuple[int, Frame] | None = None
-
-    def read(self, position: int, time: float, *, unit: float) -> _StoredFrame:
-        """Decode the frame at a position and check its time, in seconds; `unit` is the stream's time base."""
-        if self.last is None or self.last[0] != position:
-            try:
-                frame = self.video.get_frame_at(position)
-            except (RuntimeError, IndexError) as error:
-                raise _undecodable(self.source, error) from error
-            if abs(frame.pts_seconds - time) > unit / 2:
-                raise MediaError(
-                    f"torchcodec finds the frame at {frame.pts_seconds:.3f} s of {self.source.path} instead of the "
-                    f'one at {time:.3f} s; decode the file with PyAV (`video_decoder="pyav"`), or write it again as '
-                    "mp4."
-                )
-            quarters = round(self.rotation / 90)
-            self.last = position, np.ascontiguousarray(np.rot90(frame.data.numpy(), -quarters))
-        return _StoredFrame(av.VideoFrame.from_ndarray(self.last[1], format="rgb24"), self.rotation)
 
 
 def _undecodable(source: MediaSource, error: Exception) -> MediaError:
@@ -258,16 +230,12 @@ def _end(second: float, stream: VideoStream, header: VideoHeader, *, packets: in
     If no packet is missing, that is the end of the file: some files of variable frame rate show it for long.
     """
     end = second + 2 * _tolerance(stream)
-    return max(end, header.seconds - _tolerance(stream)) if packets >= header.num_frames else end
+    return max(end, header.seconds - _tolerance(stream)) if packets >= header.info.num_frames else end
 
 
 def _tolerance(stream: VideoStream) -> float:
     """Return by how many seconds a frame may come late: a quarter of the mean frame duration."""
-    return _TOLERANCE / _rate(stream)
-
-
-def _rate(stream: VideoStream) -> float:
-    return float(stream.average_rate or stream.guessed_rate or 1)
+    return _TOLERANCE / (frame_rate(stream) or 1.0)
 
 
 def _torchcodec() -> ModuleType:

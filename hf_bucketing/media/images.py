@@ -25,11 +25,7 @@ _PILLOW_ERRORS = (
 
 @contextmanager
 def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
-    """Open an image for a `with` block without decoding it; yield `None` for a file that is not an image.
-
-    Raises:
-        MediaError: If the image's header is broken, or Pillow raises inside the block.
-    """
+    """Open an image for a `with` block without decoding it; yield `None` for a file that is not an image."""
     try:
         with source.open_binary() as file:
             if container_of(file.read(12)) is not None:

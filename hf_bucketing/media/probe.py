@@ -82,8 +82,7 @@ def probe(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIX
             width, height = upright_size(image)
             check_pixels(source, width, height, max_pixels=max_pixels)
             return MediaInfo(width, height, 1, 0.0)
-    header = read_video_header(source, exact=exact, max_pixels=max_pixels)
-    return MediaInfo(*header.size, header.num_frames, header.fps, header.estimated)
+    return read_video_header(source, exact=exact, max_pixels=max_pixels).info
 
 
 def frames_at_fps(
@@ -111,46 +110,28 @@ def frames_at_fps(
     return np.where(slower, kept, count), np.where(slower, float(target_fps), rate)
 
 
+_Count = tuple[int, float, bool, float]
+"""Frames, frames per second, whether the frames are estimated, and seconds as in [`VideoHeader`]."""
+
+
 class VideoHeader(NamedTuple):
-    """Size, frames, frame rate and rotation that the headers of a video state.
+    """Headers of a video.
 
     Attributes:
-        size (`tuple[int, int]`): Width and height in pixels, as shown.
-        num_frames (`int`): Number of frames, at least 1.
-        fps (`float`): Mean frames per second.
-        estimated (`bool`): Whether the number of frames was computed from the duration.
+        info ([`MediaInfo`]): Size as shown, frames and frame rate.
         seconds (`float`): Duration from the first frame to the end of the last; 0.0 if it is not certain.
         stretched (`tuple[int, int]`): Width and height of a frame with square pixels, before rotation.
         turn ([`Turn`]): Rotation and mirroring that then make the frame upright.
     """
 
-    size: tuple[int, int]
-    num_frames: int
-    fps: float
-    estimated: bool
+    info: MediaInfo
     seconds: float
     stretched: tuple[int, int]
     turn: Turn
 
 
-class _Count(NamedTuple):
-    num_frames: int
-    fps: float
-    estimated: bool
-    seconds: float
-
-
 def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIXELS) -> VideoHeader:
-    """Read a video's headers without decoding a frame, unless FFmpeg needs some for a rare codec or container.
-
-    Args:
-        source ([`MediaSource`]): The file.
-        exact (`bool`): Whether to count the packets; this reads the whole file.
-        max_pixels (`int`): Largest frame, in pixels.
-
-    Raises:
-        MediaError: If the file is not a video, has only sound, has larger frames, or states no number of frames.
-    """
+    """Read a video's headers; no frame is decoded, unless FFmpeg needs some for a rare codec. Raises as `probe`."""
     try:
         with source.open_binary() as file:
             name = container_of(file.read(12))
@@ -166,20 +147,18 @@ def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: i
             f"{source.path} is neither an image nor a video that can be opened ({error}); it may be corrupt or cut "
             "off. Remove the row or write the file again."
         ) from error
-    if not (0 < count.num_frames < 2**31 and count.fps > 0):
+    num_frames, fps, estimated, seconds = count
+    if not (0 < num_frames < 2**31 and fps > 0):
         raise MediaError(
-            f"{source.path} names no usable video: {count.num_frames} frames at {count.fps} fps.",
+            f"{source.path} names no usable video: {num_frames} frames at {fps} fps.",
             advice=["write the file again with ffmpeg", "count its packets with `exact=True`", "remove the row"],
         )
-    return VideoHeader(stretched[::-1] if turn.transposed else stretched, *count, stretched, turn)
+    size = stretched[::-1] if turn.transposed else stretched
+    return VideoHeader(MediaInfo(*size, num_frames, fps, estimated), seconds, stretched, turn)
 
 
 def check_pixels(source: MediaSource, width: int, height: int, *, max_pixels: int) -> None:
-    """Raise if a frame is too large, before anything is allocated for it.
-
-    Raises:
-        MediaError: If `width` × `height` is more than `max_pixels`.
-    """
+    """Raise if a frame is too large, before anything is allocated for it."""
     if width * height > max_pixels:
         raise MediaError(
             f"{source.path} claims {width}×{height} pixels, more than `max_pixels={max_pixels}`; remove the row."
@@ -222,7 +201,7 @@ def _open_headers(source: MediaSource, name: ContainerName | None) -> InputConta
 def _suffices(stream: VideoStream, *, needs_count: bool) -> bool:
     codec = stream.codec_context
     known = codec is not None and codec.name in _HEADERS_SUFFICE and stream.width > 0 and stream.height > 0
-    return known and _rate(stream) > 0 and (stream.frames > 0 or not needs_count)
+    return known and frame_rate(stream) > 0 and (stream.frames > 0 or not needs_count)
 
 
 def _stretched(stream: VideoStream) -> tuple[int, int]:
@@ -230,7 +209,8 @@ def _stretched(stream: VideoStream) -> tuple[int, int]:
     return max(1, round(stream.width * ratio)) if ratio and ratio > 0 else stream.width, stream.height
 
 
-def _rate(stream: VideoStream) -> float:
+def frame_rate(stream: VideoStream) -> float:
+    """Return the mean frames per second that a header states, 0.0 if it states none."""
     return float(stream.average_rate or stream.guessed_rate or 0)
 
 
@@ -240,17 +220,17 @@ def _read_count(container: InputContainer, stream: VideoStream, name: ContainerN
     The two disagree if an edit list hides frames, or if a fragmented file counts only its first fragment. The duration
     of the whole file cannot be used, because it may be that of the sound. If nothing else helps, count the packets.
     """
-    fps = _rate(stream)
+    fps = frame_rate(stream)
     seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
     if stream.frames and (seconds <= 0 or abs(seconds * fps - stream.frames) < 0.5):
-        return _Count(stream.frames, fps, False, max(seconds, 0.0))
+        return stream.frames, fps, False, max(seconds, 0.0)
     if name is not None:
         last = _last_time(container, stream)
         container.seek(0)
     else:
         last = seconds - 1 / fps if fps else -1.0
     if last >= 0:
-        return _Count(round(last * fps) + 1, fps, True, 0.0)
+        return round(last * fps) + 1, fps, True, 0.0
     return _count_packets(container, stream)
 
 
@@ -273,11 +253,11 @@ def display_stamps(container: InputContainer, stream: VideoStream) -> Iterator[i
 
 def _count_packets(container: InputContainer, stream: VideoStream) -> _Count:
     """Count the packets that are shown; correct the header's frame rate if it does not fit their times."""
-    fps = _rate(stream)
+    fps = frame_rate(stream)
     stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
     count = len(stamps)
     times = [stamp for stamp in stamps if stamp is not None]
     last = float((max(times) - min(times)) * stream.time_base) if times and stream.time_base else 0.0
     if last > 0 and abs(last * fps - (count - 1)) > 0.25:
         fps = (count - 1) / last
-    return _Count(count, fps, False, last)
+    return count, fps, False, last

@@ -26,10 +26,6 @@ def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]
 
     Returns:
         `tuple`: Pixels in [−1, 1], `float32` of shape `(3, frames, height, width)`, and the crop in resized pixels.
-
-    Raises:
-        MediaError: If the file cannot be decoded or is too short.
-        BucketingError: If the view's decoder cannot be loaded.
     """
     box = None
     frames = []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
-from ..errors import BucketingError, MediaError, refuse_old_names
+from ..errors import MediaError, refuse_old_names
 from ..randomness import Purpose, generator
+from ..settings import check_literals, check_shares
 from .decode import DecoderName, check_decoder
 
 FramePicking = Literal["start", "uniform", "random"]
@@ -75,12 +76,8 @@ class ViewRule:
     video_decoder: DecoderName = "pyav"
 
     def __post_init__(self) -> None:
-        if self.frame_picking not in (None, *get_args(FramePicking)):
-            raise BucketingError(
-                f'`frame_picking` must be "start", "uniform" or "random", got {self.frame_picking!r}.'
-            )
-        if not 0 <= self.flip_probability <= 1:
-            raise BucketingError(f"`flip_probability` must be from 0 to 1, got {self.flip_probability}.")
+        check_literals(self)
+        check_shares(self, "flip_probability")
         check_decoder(self.video_decoder)
 
     @property

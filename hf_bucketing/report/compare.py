@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,8 +29,7 @@ from .measure import (
     aspect_histogram,
     bucket_targets,
     empty_plan,
-    kept_area,
-    kept_frames,
+    mean,
     measure_buckets,
     plan_batches,
     read_subject,
@@ -62,6 +61,8 @@ class StrategyReport:
         efficiency (`float`): Cost of the kept samples, each alone and without padding, ÷ (`epoch_cost` · processes):
             the share of all processes' time that is neither spent on padding nor on waiting, at any resolution.
         max_tokens (`int`, *optional*): Packing: tokens per process and step. None for the others.
+        token_use (`float`): Real tokens ÷ computed tokens.
+        tokens_per_sample (`float`): Mean tokens of a kept sample, without padding.
     """
 
     name: StrategyName
@@ -77,16 +78,8 @@ class StrategyReport:
     epoch_cost: float
     efficiency: float
     max_tokens: int | None = None
-
-    @property
-    def token_use(self) -> float:
-        """Real tokens ÷ computed tokens."""
-        return self.real_tokens / self.computed_tokens if self.computed_tokens else float("nan")
-
-    @property
-    def tokens_per_sample(self) -> float:
-        """Mean tokens of a kept sample, without padding."""
-        return self.real_tokens / self.kept if self.kept else float("nan")
+    token_use: float
+    tokens_per_sample: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,16 +104,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, NaN as None."""
-        derived = ("token_use", "tokens_per_sample")
-        return {
-            "version": 2,
-            **_as_json(self),
-            "buckets": {**_as_json(self.buckets), "rejected": self.buckets.rejected},
-            "strategies": [
-                {**_as_json(strategy), **{name: _as_json(getattr(strategy, name)) for name in derived}}
-                for strategy in self.strategies
-            ],
-        }
+        return {"version": 2, **_as_json(self)}
 
 
 def _as_json(value: Any) -> Any:
@@ -166,17 +150,7 @@ def make_report(
 def compare_strategies(subject: Subject) -> tuple[StrategyReport, ...]:
     """Measure padding, bucketing and packing, in this order, on one data set.
 
-    - **padding**: `batch_size` samples at their own sizes, drawn at random; every batch is padded to the largest
-      number of frames, the largest height and the largest width that it holds. Every token attends to the whole
-      padded sample.
-    - **bucketing**: `batch_size` samples of one bucket, at the bucket's size.
-    - **packing**: samples at their own sizes, in packs of at most `max_tokens` tokens. Each takes whole strips, which
-      are what is computed, and attends to its own strips.
-
     A sample's own size is rounded up to whole tokens, its frames down to a number that the model takes.
-
-    Raises:
-        PlanError: If a sample exceeds `config.max_tokens`.
     """
     return tuple(_measure(make(subject), subject) for make in (_padding, _bucketing, _packing))
 
@@ -193,19 +167,22 @@ class _Epoch(NamedTuple):
 
 
 def _padding(subject: Subject) -> _Epoch:
-    """Plan batches of any samples, drawn at random, of equal number on all processes in every step."""
-    targets, spec, config = subject.own, subject.spec, subject.config
+    """Plan `batch_size` samples at their own sizes, drawn at random.
+
+    Every batch is padded to the largest number of frames, the largest height and the largest width that it holds.
+    Every token attends to the whole padded sample.
+    """
+    targets, config = subject.own, subject.config
     plan = plan_batches(np.where(has_bucket(targets.bucket_id), 0, REJECTED_BUCKET), config)
-    if not plan.num_batches:
-        return _Epoch("padding", targets, plan, np.zeros(0, np.int64), np.zeros(0))
     largest = (np.maximum.reduceat(side[plan.indices], plan.offsets[:-1]) for side in targets.sizes)
-    table = open_table(spec)
-    padded = table.num_tokens(table.assign(*largest).bucket_id, spec=spec)
+    table = open_table(subject.spec)
+    padded = table.num_tokens(table.assign(*largest).bucket_id, spec=subject.spec)
     counts = np.diff(plan.offsets)
     return _Epoch("padding", targets, plan, padded * counts, config.cost_model.cost(padded) * counts)
 
 
 def _bucketing(subject: Subject) -> _Epoch:
+    """Plan `batch_size` samples of one bucket, at the bucket's size."""
     targets, config = subject.bucketed, subject.config
     plan = plan_batches(targets.bucket_id.astype(np.int64), config)
     tokens = targets.num_tokens[plan.indices]
@@ -213,16 +190,16 @@ def _bucketing(subject: Subject) -> _Epoch:
 
 
 def _packing(subject: Subject) -> _Epoch:
+    """Plan packs of at most `max_tokens` tokens, of samples at their own sizes.
+
+    Each sample takes whole strips, which are what is computed, and attends to its own strips.
+    """
     targets, config = subject.own, subject.config
     max_tokens = config.max_tokens or _default_max_tokens(targets, config)
     if np.count_nonzero(targets.num_tokens) < config.num_processes:
         plan = empty_plan(targets.num_tokens > 0, config)
     else:
-        packs = PackPlanConfig(
-            max_tokens=max_tokens,
-            strip_length=config.strip_length,
-            seed=config.seed,
-        )
+        packs = PackPlanConfig(max_tokens=max_tokens, strip_length=config.strip_length, seed=config.seed)
         plan = plan_packs(targets.num_tokens, packs, epoch=0, num_processes=config.num_processes)
     tokens = strip_tokens(targets.num_tokens[plan.indices], config.strip_length)
     return _Epoch("packing", targets, plan, tokens, config.cost_model.pack_cost(tokens, plan.offsets), max_tokens)
@@ -242,24 +219,23 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
     slowest = by_step.max(axis=1)
     remainder = {reason: count for reason, count in plan.drop_reasons.items() if reason != "rejected"}
     useful = float(subject.config.cost_model.cost(targets.num_tokens[rows]).sum())
-
-    def lost(kept: FloatArray) -> float:
-        return 1 - float(kept[rows].mean()) if len(rows) else float("nan")
-
+    real, computed = int(targets.num_tokens[rows].sum()), int(epoch.computed.sum())
     return StrategyReport(
         name=epoch.name,
         kept=plan.kept,
         dropped={**count_rejections(targets.rejection), **remainder},
         num_steps=plan.num_steps,
         mixed_steps=plan.num_mixed_steps if epoch.name == "bucketing" else 0,
-        real_tokens=int(targets.num_tokens[rows].sum()),
-        computed_tokens=int(epoch.computed.sum()),
-        cropped_area=lost(kept_area(subject.sizes, targets.sizes)),
-        cropped_frames=lost(kept_frames(subject.sizes, targets.sizes)),
-        step_balance=float((by_step.mean(axis=1) / slowest).mean()) if plan.num_steps else float("nan"),
+        real_tokens=real,
+        computed_tokens=computed,
+        cropped_area=1 - mean(targets.kept_area[rows]),
+        cropped_frames=1 - mean(targets.kept_frames[rows]),
+        step_balance=mean(by_step.mean(axis=1) / slowest),
         epoch_cost=float(slowest.sum()),
-        efficiency=useful / float(slowest.sum() * plan.num_processes) if plan.num_steps else float("nan"),
+        efficiency=useful / float(slowest.sum() * plan.num_processes) if plan.num_steps else math.nan,
         max_tokens=epoch.max_tokens,
+        token_use=real / computed if computed else math.nan,
+        tokens_per_sample=real / plan.kept if plan.kept else math.nan,
     )
 
 
@@ -279,14 +255,7 @@ class LadderChoice:
 
     def make(self, spec: LatentSpec) -> BucketTable:
         """Return the table, or raise what `token_ladder` raises."""
-        return token_ladder(
-            spec,
-            self.tokens,
-            frames=self.frames,
-            sizes=self.sizes,
-            max_aspect_ratio=self.max_aspect_ratio,
-            aspect_step=self.aspect_step,
-        )
+        return token_ladder(spec, **asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +301,7 @@ def measure_ladder(
     def kept_of_large(logarithms: FloatArray) -> FloatArray:
         counts = np.repeat(np.array(choice.frames), len(logarithms))
         sizes = _sizes(counts, np.tile(logarithms, len(choice.frames)), np.full(len(counts), _LARGE))
-        return kept_area(sizes, bucket_targets(sizes, table, spec=spec, config=config).sizes)
+        return bucket_targets(sizes, table, spec=spec, rule=config.rule).kept_area
 
     rng = generator(Purpose.LADDER_MIX, seed)
     shapes = rng.normal(math.log(1.2), 0.35, 2 * num_samples + 100)
@@ -340,7 +309,7 @@ def measure_ladder(
     counts = rng.choice(np.array(choice.frames), len(shapes))
     counts += np.where(counts > 1, rng.integers(0, 16, len(shapes)), 0)
     mix = _sizes(counts, shapes, rng.lognormal(math.log(1000), 0.4, len(shapes)))
-    targets = bucket_targets(mix, table, spec=spec, config=config)
+    targets = bucket_targets(mix, table, spec=spec, rule=config.rule)
     plan = plan_batches(targets.bucket_id.astype(np.int64), config)
     in_bucket = has_bucket(targets.bucket_id)
     return LadderReport(
@@ -348,9 +317,9 @@ def measure_ladder(
         num_buckets=len(table),
         common=float(kept_of_large(np.array([*common, *(-ratio for ratio in common)])).mean()),
         worst=float(kept_of_large(np.linspace(-limit, limit, _SWEEP)).min()),
-        mix=float(kept_area(mix, targets.sizes)[in_bucket].mean()) if in_bucket.any() else math.nan,
+        mix=mean(targets.kept_area[in_bucket]),
         too_small=1 - float(in_bucket.mean()),
-        short_batches=float((np.diff(plan.offsets) < config.batch_size).mean()) if plan.num_batches else math.nan,
+        short_batches=mean(np.diff(plan.offsets) < config.batch_size),
     )
 
 

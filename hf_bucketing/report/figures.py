@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from ..files import complete_file
 from .compare import Report
-from .measure import BucketUse, Histogram
+from .measure import Histogram
 from .text import percent, short_number, size_label
 
 if TYPE_CHECKING:
@@ -32,25 +33,15 @@ def draw_figures(report: Report, folder: Path) -> list[Path]:
     Returns:
         `list[Path]`: `aspects.png`, `occupancy.png`, `tokens.png` and `strategies.png`.
     """
-    drawers = {
-        "aspects": draw_aspects,
-        "occupancy": draw_occupancy,
-        "tokens": draw_tokens,
-        "strategies": draw_strategies,
-    }
-    paths = [folder / f"{name}.png" for name in drawers]
-    for draw, path in zip(drawers.values(), paths, strict=True):
-        draw(report, path)
+    paths = []
+    for draw in (draw_aspects, draw_occupancy, draw_tokens, draw_strategies):
+        paths.append(folder / f"{draw.__name__.removeprefix('draw_')}.png")
+        draw(report, paths[-1])
     return paths
 
 
 def draw_aspects(report: Report, path: Path) -> None:
     """Draw the histogram of aspect ratios, and below it a line for each aspect ratio of the buckets."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes, strip = figure.subplots(2, sharex=True, height_ratios=(8, 1))
-    _draw_stacked(axes, report.aspects, colors=(BLUE, ORANGE))
     num_samples: Counter[float] = Counter()
     for bucket in report.buckets.buckets:
         num_samples[bucket.size.aspect_ratio] += bucket.num_samples
@@ -58,80 +49,58 @@ def draw_aspects(report: Report, path: Path) -> None:
         "used buckets": [ratio for ratio, count in num_samples.items() if count],
         "empty buckets": [ratio for ratio, count in num_samples.items() if not count],
     }
-    for place, (group, color) in enumerate(zip(groups.values(), (BLUE, GREY), strict=True)):
-        strip.vlines(group, place - 0.4, place + 0.4, color=color, linewidth=1)
-    strip.set_yticks([0, 1], [f"{name} ({len(group)} ratios)" for name, group in groups.items()])
-    strip.set(ylim=(1.6, -0.6), xlabel="aspect ratio: width ÷ height (log scale)")
-    low, high = min(report.aspects.edges[0], *num_samples), max(report.aspects.edges[-1], *num_samples)
-    _log_ticks(strip, low / 1.02, high * 1.02)
-    axes.set_ylabel("samples per bin")
-    _count_ticks(axes.yaxis)
-    if any(map(sum, report.aspects.counts.values())):
-        axes.legend()
-    _plain(axes)
-    _plain(strip, grid="x")
-    _save(figure, path)
+    with _figure(path, (9, 5)) as figure:
+        axes, strip = figure.subplots(2, sharex=True, height_ratios=(8, 1))
+        _draw_histogram(axes, report.aspects, stacked=True)
+        for place, (group, color) in enumerate(zip(groups.values(), (BLUE, GREY), strict=True)):
+            strip.vlines(group, place - 0.4, place + 0.4, color=color, linewidth=1)
+        strip.set_yticks([0, 1], [f"{name} ({len(group)} ratios)" for name, group in groups.items()])
+        strip.set(ylim=(1.6, -0.6), xlabel="aspect ratio: width ÷ height (log scale)")
+        strip.grid(visible=False, axis="y")
+        low, high = min(report.aspects.edges[0], *num_samples), max(report.aspects.edges[-1], *num_samples)
+        _log_ticks(strip, low / 1.02, high * 1.02)
 
 
 def draw_occupancy(report: Report, path: Path) -> None:
     """Draw how many samples the fullest buckets hold, by the kind of batch that they are in."""
-    from matplotlib.figure import Figure
-
     shown = report.buckets.used[:MAX_BARS]
-    figure = Figure(figsize=(9, 1.9 + 0.24 * max(len(shown), 5)), layout="constrained")
-    axes = figure.add_subplot()
-    batch_size = report.config.batch_size
+    names = ("num_samples", "batches", "short_batches", "mixed_samples", "dropped")
+    rows = [[getattr(bucket, name) for name in names] for bucket in shown]
+    held, batches, short, mixed, dropped = np.array(rows, np.int64).reshape(-1, len(names)).T
+    full = (batches - short) * report.config.batch_size
     parts = {
-        "in full batches": (BLUE, [(bucket.batches - bucket.short_batches) * batch_size for bucket in shown]),
-        "in short batches": (ORANGE, [_in_short_batches(bucket, batch_size) for bucket in shown]),
-        "in mixed steps": (GREEN, [bucket.mixed_samples for bucket in shown]),
-        "dropped in this epoch": (RED, [bucket.dropped for bucket in shown]),
+        "in full batches": (BLUE, full),
+        "in short batches": (ORANGE, held - full - mixed - dropped),
+        "in mixed steps": (GREEN, mixed),
+        "dropped in this epoch": (RED, dropped),
     }
     places, start = np.arange(len(shown)), np.zeros(len(shown))
-    for name, (color, counts) in parts.items():
-        axes.barh(places, counts, left=start, color=color, label=f"{name} ({sum(counts):,})")
-        start += counts
-    for place, bucket in enumerate(shown):
-        axes.annotate(
-            f"{bucket.num_samples:,}",
-            (bucket.num_samples, place),
-            (3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    axes.set_yticks(places, [f"{bucket.bucket_id}: {size_label(bucket.size)}" for bucket in shown], fontsize=8)
-    axes.set(xlabel="samples", ylabel="bucket: [frames×]height×width", ylim=(max(len(shown), 1) - 0.4, -0.6))
-    axes.set_xlim(0, max([bucket.num_samples for bucket in shown], default=1) * 1.1)
-    _count_ticks(axes.xaxis)
-    _plain(axes, grid="x")
-    axes.set_title(_occupancy_title(report, len(shown)), fontsize=10)
-    if shown:
-        figure.legend(loc="outside lower center", ncols=len(parts), fontsize=9)
-    _save(figure, path)
+    with _figure(path, (9, 1.9 + 0.24 * max(len(shown), 5)), grid="x") as figure:
+        axes = figure.add_subplot()
+        for name, (color, counts) in parts.items():
+            bars = axes.barh(places, counts, left=start, color=color, label=f"{name} ({sum(counts):,})")
+            start += counts
+        axes.bar_label(bars, [f"{bucket.num_samples:,}" for bucket in shown], padding=3, fontsize=8)
+        axes.set_yticks(places, [f"{bucket.bucket_id}: {size_label(bucket.size)}" for bucket in shown], fontsize=8)
+        axes.set(xlabel="samples", ylabel="bucket: [frames×]height×width", ylim=(max(len(shown), 1) - 0.4, -0.6))
+        axes.set_xlim(0, max([bucket.num_samples for bucket in shown], default=1) * 1.1)
+        _count_ticks(axes.xaxis)
+        axes.set_title(_occupancy_title(report, len(shown)), fontsize=10)
+        if shown:
+            figure.legend(loc="outside lower center", ncols=len(parts), fontsize=9)
 
 
 def draw_tokens(report: Report, path: Path) -> None:
     """Draw the histogram of tokens per sample, at the sizes of their buckets and at their own."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    edges = np.array(report.tokens.edges)
-    for (name, counts), color in zip(report.tokens.counts.items(), (BLUE, ORANGE), strict=True):
-        axes.stairs(counts, edges, fill=True, color=color, alpha=0.35)
-        axes.stairs(counts, edges, color=color, linewidth=1.5, label=f"{name} ({sum(counts):,} samples)")
-    axes.set(ylim=(0, None), xlabel="tokens per sample (log scale)", ylabel="samples per bin")
-    _log_ticks(axes, edges[0], edges[-1])
-    _count_ticks(axes.yaxis)
-    _plain(axes)
-    axes.legend()
-    _save(figure, path)
+    with _figure(path, (9, 4.5)) as figure:
+        axes = figure.add_subplot()
+        _draw_histogram(axes, report.tokens, histtype="stepfilled", alpha=0.5)
+        axes.set_xlabel("tokens per sample (log scale)")
+        _log_ticks(axes, report.tokens.edges[0], report.tokens.edges[-1])
 
 
 def draw_strategies(report: Report, path: Path) -> None:
     """Draw padding, bucketing and packing side by side, one panel per measure."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     strategies = report.strategies
@@ -145,26 +114,19 @@ def draw_strategies(report: Report, path: Path) -> None:
         ("steps per epoch", "steps", [strategy.num_steps for strategy in strategies]),
         ("epoch cost", "TFLOP per block", [strategy.epoch_cost / 1e12 for strategy in strategies]),
     )
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    grid: Any = figure.subplots(2, 4, sharey=True)
-    for axes, (title, unit, values) in zip(grid.flat, panels, strict=True):
-        is_share = unit.startswith("%")
-        lengths = [0.0 if math.isnan(value) else value * (100 if is_share else 1) for value in values]
-        bars = axes.barh([strategy.name for strategy in strategies], lengths, color=(RED, BLUE, GREEN))
-        axes.bar_label(bars, [percent(value) if is_share else short_number(value) for value in values], padding=3)
-        axes.set_title(title, fontsize=11)
-        axes.set(xlabel=unit, xlim=(0, max(*lengths, 1e-9) * 1.5))
-        ticks = MaxNLocator(3, steps=[1, 2, 5, 10]).tick_values(0, max(*lengths, 1e-9))
-        axes.set_xticks([tick for tick in ticks if tick <= max(lengths)])
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        _plain(axes, grid="x")
-    grid[0, 0].invert_yaxis()
-    _save(figure, path)
-
-
-def _in_short_batches(bucket: BucketUse, batch_size: int) -> int:
-    full = (bucket.batches - bucket.short_batches) * batch_size
-    return bucket.num_samples - full - bucket.mixed_samples - bucket.dropped
+    with _figure(path, (13, 5), grid="x") as figure:
+        grid: Any = figure.subplots(2, 4, sharey=True)
+        for axes, (title, unit, values) in zip(grid.flat, panels, strict=True):
+            is_share = unit.startswith("%")
+            lengths = [0.0 if math.isnan(value) else value * (100 if is_share else 1) for value in values]
+            bars = axes.barh([strategy.name for strategy in strategies], lengths, color=(RED, BLUE, GREEN))
+            axes.bar_label(bars, [percent(value) if is_share else short_number(value) for value in values], padding=3)
+            axes.set_title(title, fontsize=11)
+            axes.set(xlabel=unit, xlim=(0, max(*lengths, 1e-9) * 1.5))
+            ticks = MaxNLocator(3, steps=[1, 2, 5, 10]).tick_values(0, max(*lengths, 1e-9))
+            axes.set_xticks([tick for tick in ticks if tick <= max(lengths)])
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        grid[0, 0].invert_yaxis()
 
 
 def _occupancy_title(report: Report, shown: int) -> str:
@@ -176,10 +138,35 @@ def _occupancy_title(report: Report, shown: int) -> str:
     return f"{text} (batches of {config.batch_size} on {config.num_processes} processes)"
 
 
-def _plain(axes: Axes, *, grid: Literal["x", "both"] = "both") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, alpha=0.3)
-    axes.set_axisbelow(True)
+@contextmanager
+def _figure(path: Path, size: tuple[float, float], *, grid: Literal["x", "both"] = "both") -> Iterator[Figure]:
+    """Make a figure in the style of all of them, and write it when the block is done."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({
+        "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+        "axes.grid": True, "axes.grid.axis": grid, "grid.alpha": 0.3,
+    }):  # fmt: skip
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        with complete_file(path) as partial:
+            figure.savefig(partial, dpi=120, format="png")
+
+
+def _draw_histogram(axes: Axes, histogram: Histogram, **style: Any) -> None:
+    edges, counts = histogram.edges, histogram.counts
+    axes.hist(
+        [edges[:-1]] * len(counts),
+        edges,
+        weights=[*counts.values()],
+        color=(BLUE, ORANGE),
+        label=[f"{name} ({sum(values):,} samples)" for name, values in counts.items()],
+        **style,
+    )
+    axes.set_ylabel("samples per bin")
+    _count_ticks(axes.yaxis)
+    axes.legend()
 
 
 def _count_ticks(axis: Axis) -> None:
@@ -188,16 +175,6 @@ def _count_ticks(axis: Axis) -> None:
 
     axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axis.set_major_formatter("{x:,.0f}")
-
-
-def _draw_stacked(axes: Axes, histogram: Histogram, *, colors: Sequence[str]) -> None:
-    edges = np.array(histogram.edges)
-    below = np.zeros(len(edges) - 1)
-    for (name, values), color in zip(histogram.counts.items(), colors, strict=True):
-        if sum(values):
-            label = f"{name} ({sum(values):,} samples)"
-            axes.bar(edges[:-1], values, np.diff(edges), below, align="edge", color=color, label=label)
-        below += values
 
 
 def _log_ticks(axes: Axes, low: float, high: float) -> None:
@@ -210,10 +187,3 @@ def _log_ticks(axes: Axes, low: float, high: float) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.set_xlim(low, high)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    with complete_file(path) as partial:
-        FigureCanvasAgg(figure).print_figure(str(partial), dpi=120, format="png")

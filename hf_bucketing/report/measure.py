@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
+from ..settings import check_at_least
 
 
 class SizeColumns(NamedTuple):
@@ -66,10 +68,7 @@ class ReportConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BucketingError(f"`{name}` must be at least 1, got {value}.")
+        check_at_least(1, self, "batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width")
         if self.seed < 0:
             raise BucketingError(f"`seed` must not be negative, got {self.seed}.")
 
@@ -92,15 +91,22 @@ class Targets(NamedTuple):
 
     Attributes:
         bucket_id: Position in the table that the targets come from, negative for a rejected sample.
-        rejection: A [`Rejection`][hf_bucketing.Rejection], 0 where there is none.
+        rejection: A [`Rejection`][hf_bucketing.Rejection] or its label.
         num_tokens: Tokens at the target size, 0 for a rejected sample.
-        sizes: Target sizes; those of rejected samples mean nothing.
+        sizes: Target sizes; those of rejected samples, and the three arrays below, mean nothing.
+        kept_area: Share of the sample's frame inside its target after cover-resize, before pixels are rounded: a frame
+            of 100×200 that covers a square target keeps a half.
+        kept_frames: Share of the sample's frames that its target has.
+        scale: Factor by which cover-resize scales the sample's sides; above 1 it enlarges.
     """
 
     bucket_id: npt.NDArray[np.int32]
-    rejection: npt.NDArray[np.int8]
+    rejection: npt.NDArray[Any]
     num_tokens: IntArray
     sizes: Sizes
+    kept_area: FloatArray
+    kept_frames: FloatArray
+    scale: FloatArray
 
 
 class Subject(NamedTuple):
@@ -115,70 +121,63 @@ class Subject(NamedTuple):
 
 
 def read_subject(columns: SizeColumns, table: BucketTable, *, spec: LatentSpec, config: ReportConfig) -> Subject:
-    """Read the columns and find the targets of all samples.
-
-    Raises:
-        BucketingError: If there is no row, if the columns differ in length, if a bucket does not divide into whole
-            tokens, or if a sample is too large for the open table.
-    """
+    """Read the columns and find the targets of all samples; raises what `make_report` raises."""
     sizes = read_sizes(columns)
-    return Subject(
-        sizes=sizes,
-        bucketed=bucket_targets(sizes, table, spec=spec, config=config),
-        own=own_targets(sizes, spec=spec, config=config),
-        table=table,
-        spec=spec,
-        config=config,
-    )
+    bucketed = bucket_targets(sizes, table, spec=spec, rule=config.rule)
+    return Subject(sizes, bucketed, own_targets(sizes, spec=spec, config=config), table, spec, config)
 
 
 def read_sizes(columns: SizeColumns) -> Sizes:
-    """Return the columns as arrays.
-
-    Raises:
-        BucketingError: If they are empty or differ in length.
-    """
+    """Return the columns as arrays, or raise if they are empty or differ in length."""
     sizes = Sizes(*as_columns(*columns))
     if not len(sizes.frames):
         raise BucketingError("The data set is empty: there is nothing to report about.")
     return sizes
 
 
-def bucket_targets(sizes: Sizes, table: BucketTable, *, spec: LatentSpec, config: ReportConfig) -> Targets:
-    """Assign each sample to its bucket.
-
-    Raises:
-        BucketingError: If a bucket of the table does not divide into whole tokens of `spec`.
-    """
-    result = table.assign(*sizes, rule=config.rule)
-    return Targets(
-        bucket_id=result.bucket_id,
-        rejection=result.rejection,
-        num_tokens=table.num_tokens(result.bucket_id, spec=spec),
-        sizes=bucket_sizes(result.bucket_id, table),
-    )
+def bucket_targets(sizes: Sizes, table: BucketTable, *, spec: LatentSpec, rule: AssignmentRule) -> Targets:
+    """Assign each sample to its bucket."""
+    result = table.assign(*sizes, rule=rule)
+    return assigned_targets(sizes, result.bucket_id, result.rejection, table=table, spec=spec)
 
 
-def bucket_sizes(bucket_ids: npt.NDArray[np.integer[Any]], table: BucketTable) -> Sizes:
-    """Return the size of each sample's bucket; any size for a rejected sample."""
-    return Sizes(*np.array(table.sizes, np.int64)[np.maximum(bucket_ids, 0)].T)
+def assigned_targets(
+    sizes: Sizes,
+    bucket_id: npt.NDArray[np.int32],
+    rejection: npt.NDArray[Any],
+    *,
+    table: BucketTable,
+    spec: LatentSpec,
+) -> Targets:
+    """Return the targets of samples that are already assigned to buckets."""
+    targets = Sizes(*np.array(table.sizes, np.int64)[np.maximum(bucket_id, 0)].T)
+    return _targets(bucket_id, rejection, table.num_tokens(bucket_id, spec=spec), sizes, targets)
 
 
 def own_targets(sizes: Sizes, *, spec: LatentSpec, config: ReportConfig) -> Targets:
-    """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `config.max_area`.
-
-    Raises:
-        BucketingError: If a sample is too large for the open table.
-    """
+    """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `config.max_area`."""
     shrunk = sizes if config.max_area is None else _shrink(sizes, config.max_area)
     table = open_table(spec)
     result = table.assign(*shrunk)
     usable = has_bucket(result.bucket_id)
+    targets = Sizes(*spec.snap_arrays(*(np.where(usable, column, 1) for column in shrunk)))
+    num_tokens = table.num_tokens(result.bucket_id, spec=spec)
+    return _targets(result.bucket_id, result.rejection, num_tokens, sizes, targets)
+
+
+def _targets(
+    bucket_id: npt.NDArray[np.int32], rejection: npt.NDArray[Any], num_tokens: IntArray, sizes: Sizes, targets: Sizes
+) -> Targets:
+    across, down = sizes.widths * targets.heights, sizes.heights * targets.widths
+    frames, heights, widths = (np.maximum(column, 1) for column in sizes)
     return Targets(
-        bucket_id=result.bucket_id,
-        rejection=result.rejection,
-        num_tokens=table.num_tokens(result.bucket_id, spec=spec),
-        sizes=Sizes(*spec.snap_arrays(*(np.where(usable, column, 1) for column in shrunk))),
+        bucket_id=bucket_id,
+        rejection=rejection,
+        num_tokens=num_tokens,
+        sizes=targets,
+        kept_area=np.minimum(across, down) / np.maximum(np.maximum(across, down), 1),
+        kept_frames=targets.frames / frames,
+        scale=np.maximum(targets.heights / heights, targets.widths / widths),
     )
 
 
@@ -192,29 +191,6 @@ def _shrink(sizes: Sizes, max_area: int) -> Sizes:
     return Sizes(sizes.frames, heights, widths)
 
 
-def kept_area(sizes: Sizes, targets: Sizes) -> FloatArray:
-    """Return the share of each sample's frame inside its target after cover-resize, before pixels are rounded.
-
-    A frame of 100×200 that covers a square target keeps a half.
-    """
-    across, down = sizes.widths * targets.heights, sizes.heights * targets.widths
-    share: FloatArray = np.minimum(across, down) / np.maximum(np.maximum(across, down), 1)
-    return share
-
-
-def kept_frames(sizes: Sizes, targets: Sizes) -> FloatArray:
-    """Return the share of each sample's frames that its target has."""
-    share: FloatArray = targets.frames / np.maximum(sizes.frames, 1)
-    return share
-
-
-def resize_scale(sizes: Sizes, targets: Sizes) -> FloatArray:
-    """Return the factor by which cover-resize scales each sample's sides; above 1 it enlarges."""
-    heights, widths = np.maximum(sizes.heights, 1), np.maximum(sizes.widths, 1)
-    scale: FloatArray = np.maximum(targets.heights / heights, targets.widths / widths)
-    return scale
-
-
 def plan_batches(bucket_ids: IntArray, config: ReportConfig) -> EpochPlan:
     """Plan an epoch of batches of one bucket; without a sample for each process, the plan has no step."""
     if np.count_nonzero(has_bucket(bucket_ids)) < config.num_processes:
@@ -226,13 +202,13 @@ def plan_batches(bucket_ids: IntArray, config: ReportConfig) -> EpochPlan:
 def empty_plan(usable: npt.NDArray[np.bool_], config: ReportConfig) -> EpochPlan:
     """Return a plan without a step, so that a report can say why: too few samples are usable."""
     remainder = int(np.count_nonzero(usable))
-    reasons = {"rejected": len(usable) - remainder, "remainder": remainder}
+    reasons = {"remainder": remainder} if remainder else {}
     return EpochPlan(
         indices=np.zeros(0, np.int64),
         offsets=np.zeros(1, np.int64),
         bucket_ids=np.zeros(0, np.int32),
         num_processes=config.num_processes,
-        drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
+        drop_reasons=MappingProxyType(reasons),
     )
 
 
@@ -285,6 +261,7 @@ class BucketReport:
 
     Attributes:
         num_samples (`int`): Rows of the data set.
+        rejected (`int`): Rows without a bucket.
         rejections (mapping of `str` to `int`): Rejected rows, by the label of their
             [`Rejection`][hf_bucketing.Rejection].
         aspect_error ([`Spread`]): |ln(aspect ratio of a sample ÷ aspect ratio of its bucket)|.
@@ -297,6 +274,7 @@ class BucketReport:
     """
 
     num_samples: int
+    rejected: int
     rejections: Mapping[str, int]
     aspect_error: Spread
     aspect_difference: Spread
@@ -305,11 +283,6 @@ class BucketReport:
     num_steps: int
     mixed_steps: int
     buckets: tuple[BucketUse, ...]
-
-    @property
-    def rejected(self) -> int:
-        """Rows without a bucket."""
-        return sum(self.rejections.values())
 
     @property
     def used(self) -> tuple[BucketUse, ...]:
@@ -323,55 +296,57 @@ def measure_buckets(subject: Subject) -> BucketReport:
     plan = plan_batches(targets.bucket_id.astype(np.int64), subject.config)
     rows = np.flatnonzero(has_bucket(targets.bucket_id))
     ratio, target_ratio = (side.widths[rows] / side.heights[rows] for side in (sizes, targets.sizes))
-    scale, area = resize_scale(sizes, targets.sizes)[rows], kept_area(sizes, targets.sizes)[rows]
     return BucketReport(
         num_samples=len(targets.bucket_id),
+        rejected=len(targets.bucket_id) - len(rows),
         rejections=count_rejections(targets.rejection),
         aspect_error=_spread(np.abs(np.log(ratio / target_ratio))),
         aspect_difference=_spread(np.abs(ratio - target_ratio)),
-        kept_area=float(area.mean()) if len(rows) else float("nan"),
-        enlarged=int(np.count_nonzero(scale > 1)),
+        kept_area=mean(targets.kept_area[rows]),
+        enlarged=int(np.count_nonzero(targets.scale[rows] > 1)),
         num_steps=plan.num_steps,
         mixed_steps=plan.num_mixed_steps,
         buckets=_uses(subject, plan),
     )
 
 
+def mean(values: npt.NDArray[Any]) -> float:
+    """Return the mean; NaN for no values."""
+    return float(values.mean()) if len(values) else math.nan
+
+
 def _spread(values: FloatArray) -> Spread:
-    if not len(values):
-        return Spread(*[float("nan")] * 3)
-    return Spread(float(values.mean()), float(np.median(values)), float(values.max()))
+    return Spread(mean(values), *(float(take(values)) if len(values) else math.nan for take in (np.median, np.max)))
 
 
 def _uses(subject: Subject, plan: EpochPlan) -> tuple[BucketUse, ...]:
-    sizes, targets, table, config = subject.sizes, subject.bucketed, subject.table, subject.config
+    targets, table, config = subject.bucketed, subject.table, subject.config
     rows = np.flatnonzero(has_bucket(targets.bucket_id))
     ids = targets.bucket_id[rows].astype(np.int64)
 
     def count(bucket_ids: npt.NDArray[np.integer[Any]]) -> IntArray:
         return np.bincount(bucket_ids, minlength=len(table)).astype(np.int64)
 
-    def mean(values: FloatArray) -> FloatArray:
-        means, numbers = np.full(len(table), np.nan), count(ids)
-        np.divide(np.bincount(ids, values[rows], len(table)), numbers, out=means, where=numbers > 0)
+    num_samples = count(ids)
+
+    def mean_of(values: FloatArray) -> FloatArray:
+        means = np.full(len(table), np.nan)
+        np.divide(np.bincount(ids, values[rows], len(table)), num_samples, out=means, where=num_samples > 0)
         return means
 
-    scale = resize_scale(sizes, targets.sizes)
     batch_sizes, of_bucket = np.diff(plan.offsets), has_bucket(plan.bucket_ids)
     in_mixed = np.repeat(~of_bucket, batch_sizes)
     tokens = table.num_tokens(np.arange(len(table)), spec=subject.spec)
     columns = {
         "num_tokens": tokens,
         "cost": config.cost_model.cost(tokens),
-        "num_samples": count(ids),
-        "kept_area": mean(kept_area(sizes, targets.sizes)),
-        "kept_frames": mean(kept_frames(sizes, targets.sizes)),
-        "scale": mean(scale),
-        "enlarged": count(ids[scale[rows] > 1]),
+        "num_samples": num_samples,
+        **{name: mean_of(getattr(targets, name)) for name in ("kept_area", "kept_frames", "scale")},
+        "enlarged": count(ids[targets.scale[rows] > 1]),
         "batches": count(plan.bucket_ids[of_bucket]),
         "short_batches": count(plan.bucket_ids[of_bucket & (batch_sizes < config.batch_size)]),
         "mixed_samples": count(targets.bucket_id[plan.indices[in_mixed]]),
-        "dropped": count(ids) - count(targets.bucket_id[plan.indices]),
+        "dropped": num_samples - count(targets.bucket_id[plan.indices]),
     }
     return tuple(
         BucketUse(bucket_id=position, size=size, **{name: column[position].item() for name, column in columns.items()})

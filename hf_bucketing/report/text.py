@@ -10,7 +10,6 @@ from textwrap import fill
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray
 from ..buckets.assignment import AssignmentRule, Rejection, count_rejections
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
@@ -22,10 +21,9 @@ from .measure import (
     SizeColumns,
     Sizes,
     Spread,
-    bucket_sizes,
-    kept_area,
+    assigned_targets,
+    mean,
     read_sizes,
-    resize_scale,
 )
 
 Line = tuple[str, ...]
@@ -52,12 +50,9 @@ _REASONS = {
 
 def format_report(report: Report) -> str:
     """Return the report as text in three parts: the table on the data, its used buckets, the three strategies."""
-    parts = (
-        _summary(report.buckets),
-        _bucket_lines(report.buckets, report.config),
-        _strategy_lines(report.strategies, report.config),
-    )
-    return "\n\n".join(parts)
+    config = report.config
+    buckets, strategies = _bucket_lines(report.buckets, config), _strategy_lines(report.strategies, config)
+    return "\n\n".join((_summary(report.buckets), buckets, strategies))
 
 
 def size_label(size: Size) -> str:
@@ -203,22 +198,29 @@ def describe_assignment(
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
     """
     sizes = read_sizes(SizeColumns(columns["num_frames"], columns["height"], columns["width"]))
-    ids, rejection = np.asarray(columns["bucket_id"], np.int64), np.asarray(columns["rejection"])
-    targets = bucket_sizes(ids, table)
-    area, scale = kept_area(sizes, targets), resize_scale(sizes, targets)
+    ids, rejection = np.asarray(columns["bucket_id"], np.int32), np.asarray(columns["rejection"])
+    targets = assigned_targets(sizes, ids, rejection, table=table, spec=spec)
     by_bucket = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
     used, starts = np.unique(ids[by_bucket], return_index=True)
     parts = []
     if len(used):
         lines: list[Line] = [("bucket", "rows", "kept area", "scale", "enlarged", "tokens")]
         for own in sorted(np.split(by_bucket, starts[1:]), key=len, reverse=True):
-            size = table.size(int(ids[own[0]]))
-            lines.append(_assigned_line(size, spec.num_tokens(size), area=area[own], scale=scale[own]))
+            scale = targets.scale[own]
+            low, high = f"{scale.min():.2f}", f"{scale.max():.2f}"
+            lines.append((
+                size_label(table.size(int(ids[own[0]]))),
+                f"{len(own):,}",
+                percent(mean(targets.kept_area[own])),
+                low if low == high else f"{low}–{high}",
+                f"{np.count_nonzero(scale > 1):,}",
+                f"{targets.num_tokens[own[0]]:,}",
+            ))  # fmt: skip
         parts.append(align(lines))
         parts.append("kept area: mean share of a frame inside the bucket; scale: least to largest factor of the sides")
     kept = ids >= 0
-    mean = f", kept area {percent(float(area[kept].mean()))} on average" if kept.any() else ""
-    parts.append(f"{int(kept.sum()):,} of {len(ids):,} rows assigned to {len(used):,} of {len(table):,} buckets{mean}")
+    area = f", kept area {percent(mean(targets.kept_area[kept]))} on average" if kept.any() else ""
+    parts.append(f"{int(kept.sum()):,} of {len(ids):,} rows assigned to {len(used):,} of {len(table):,} buckets{area}")
     for label in count_rejections(rejection):
         rows = np.flatnonzero(rejection == label)
         why, remedy = _REASONS[Rejection[label.upper()]]
@@ -228,18 +230,6 @@ def describe_assignment(
         noun = "row" if len(rows) == 1 else "rows"
         parts.append(f"{len(rows):,} {noun} rejected: {label} ({why}): {names}\n    to keep them: {remedy}")
     return "\n".join(parts)
-
-
-def _assigned_line(size: Size, num_tokens: int, *, area: FloatArray, scale: FloatArray) -> Line:
-    low, high = f"{scale.min():.2f}", f"{scale.max():.2f}"
-    return (
-        size_label(size),
-        f"{len(area):,}",
-        percent(float(area.mean())),
-        low if low == high else f"{low}–{high}",
-        f"{np.count_nonzero(scale > 1):,}",
-        f"{num_tokens:,}",
-    )
 
 
 def _upscale_that_keeps(sizes: Sizes, table: BucketTable, rule: AssignmentRule) -> str:

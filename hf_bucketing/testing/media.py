@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from ..errors import BucketingError
 from ..files import complete_folder
 from ..media.write import write_video
 
+Distance = npt.NDArray[np.float32]
+Inside = npt.NDArray[np.bool_]
+
 COLORS = {
     "red": (220, 50, 47),
     "green": (60, 160, 60),
@@ -23,7 +26,13 @@ COLORS = {
     "yellow": (230, 200, 60),
     "white": (235, 235, 235),
 }
-SHAPES = ("circle", "square", "diamond")
+SHAPES: dict[str, Callable[[Distance, Distance, float], Inside]] = {
+    "circle": lambda dy, dx, radius: dy**2 + dx**2 < radius**2,
+    "square": lambda dy, dx, radius: np.maximum(dy, dx) < radius,
+    "diamond": lambda dy, dx, radius: dy + dx < radius * 1.3,
+}
+"""Pixels inside a shape, by their distances from its centre."""
+
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
 
@@ -62,18 +71,8 @@ def render(
         travelled = offset + frame / max(clip.frames, 2)
         y = clip.height * ((0.5 + step_y * travelled) % 1)
         x = clip.width * ((0.5 + step_x * travelled) % 1)
-        inside = _inside(shape, np.abs(rows - y), np.abs(columns - x), radius)
+        inside = SHAPES[shape](np.abs(rows - y), np.abs(columns - x), radius)
         yield np.where(inside[..., None], np.array(COLORS[color], np.float32), background).astype(np.uint8)
-
-
-def _inside(
-    shape: str, dy: npt.NDArray[np.float32], dx: npt.NDArray[np.float32], radius: float
-) -> npt.NDArray[np.bool_]:
-    if shape == "circle":
-        return dy**2 + dx**2 < radius**2
-    if shape == "square":
-        return np.maximum(dy, dx) < radius
-    return dy + dx < radius * 1.3
 
 
 def make_media_dataset(

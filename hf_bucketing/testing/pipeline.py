@@ -21,7 +21,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from transformers import ByT5Tokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+from transformers import ByT5Tokenizer, T5EncoderModel, UMT5EncoderModel
 
 from ..errors import BucketingError
 from ..files import complete_folder
@@ -54,11 +54,8 @@ def make_tiny_pipeline(folder: str | os.PathLike[str], *, family: str = "wan", s
 
 
 def _wan() -> DiffusionPipeline:
-    tokenizer = ByT5Tokenizer()
-    config = UMT5Config(**_text_settings(tokenizer))
     return WanPipeline(
-        tokenizer=tokenizer,
-        text_encoder=UMT5EncoderModel(config).eval(),
+        **_text_components(UMT5EncoderModel),
         vae=_wan_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         transformer=WanTransformer3DModel(
@@ -78,10 +75,8 @@ def _wan() -> DiffusionPipeline:
 
 
 def _ltx() -> DiffusionPipeline:
-    tokenizer = ByT5Tokenizer()
     return LTXPipeline(
-        tokenizer=tokenizer,
-        text_encoder=T5EncoderModel(T5Config(**_text_settings(tokenizer))).eval(),
+        **_text_components(T5EncoderModel),
         vae=_ltx_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_image_seq_len=64, max_image_seq_len=1024, base_shift=0.95, max_shift=2.05
@@ -99,10 +94,8 @@ def _ltx() -> DiffusionPipeline:
 
 
 def _latte() -> DiffusionPipeline:
-    tokenizer = ByT5Tokenizer()
     return LattePipeline(
-        tokenizer=tokenizer,
-        text_encoder=T5EncoderModel(T5Config(**_text_settings(tokenizer))).eval(),
+        **_text_components(T5EncoderModel),
         vae=_image_vae(),
         scheduler=DDPMScheduler(beta_schedule="linear", variance_type="learned_range", clip_sample=False),
         transformer=LatteTransformer3DModel(
@@ -126,17 +119,18 @@ def _latte() -> DiffusionPipeline:
     )
 
 
-def _text_settings(tokenizer: ByT5Tokenizer) -> dict[str, Any]:
+def _text_components(encoder: type[T5EncoderModel | UMT5EncoderModel]) -> dict[str, Any]:
+    tokenizer = ByT5Tokenizer()
     shape = {"d_model": _TEXT_DIM, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-    return {"vocab_size": len(tokenizer), **shape}
+    config = encoder.config_class(vocab_size=len(tokenizer), **shape)
+    return {"tokenizer": tokenizer, "text_encoder": encoder(config).eval()}
 
 
 def _wan_vae() -> AutoencoderKLWan:
     settings = {"base_dim": 8, "z_dim": _CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     ones = {"latents_mean": [0.0] * _CHANNELS, "latents_std": [1.0] * _CHANNELS}
     vae = AutoencoderKLWan(**settings, **ones).eval()
-    with torch.no_grad():
-        latents = vae.encode(_smooth_clips()).latent_dist.mode().transpose(0, 1).flatten(1)
+    latents = _latents(vae, _smooth_clips())
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
     return vae
 
@@ -153,8 +147,7 @@ def _ltx_vae() -> AutoencoderKLLTXVideo:
         decoder_spatio_temporal_scaling=(True, True, False, False),
         patch_size=2,
     ).eval()
-    with torch.no_grad():
-        latents = vae.encode(_smooth_clips()).latent_dist.mode().transpose(0, 1).flatten(1)
+    latents = _latents(vae, _smooth_clips())
     vae.latents_mean.copy_(latents.mean(1))
     vae.latents_std.copy_(latents.std(1))
     return vae
@@ -168,10 +161,14 @@ def _image_vae() -> AutoencoderKL:
         latent_channels=_CHANNELS,
         norm_num_groups=4,
     ).eval()
-    with torch.no_grad():
-        latents = vae.encode(_smooth_clips()[:, :, 0]).latent_dist.mode()
-    vae.register_to_config(scaling_factor=1 / float(latents.std()))
+    vae.register_to_config(scaling_factor=1 / float(_latents(vae, _smooth_clips()[:, :, 0]).std()))
     return vae
+
+
+@torch.no_grad()
+def _latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    latents: torch.Tensor = vae.encode(pixels).latent_dist.mode().transpose(0, 1).flatten(1)
+    return latents
 
 
 def _smooth_clips() -> torch.Tensor:
