@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from datasets import Dataset, load_from_disk
 
-from ..buckets.assignment import AssignmentRule, Rejection
+from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
@@ -22,11 +22,7 @@ from ..files import complete_folder
 MANIFEST = "bucketing.json"
 
 _VERSION = 5
-"""Version of the manifest.
-
-Version 1 had no cache; version 2 no `image_sizes` and `max_frames`; version 3 had numbers as rejections; version 4 had
-`image_sizes` and `max_frames` beside each other instead of in `open_table`. All of them are read.
-"""
+"""Version of the manifest, raised whenever its fields or the columns change their meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,22 +118,22 @@ class PreparedDataset:
         """Read what [`save`][PreparedDataset.save] wrote.
 
         Raises:
-            BucketingError: If the folder is not a prepared data set, or a newer release wrote it.
+            BucketingError: If the folder is not a prepared data set, or a release wrote it whose folders differ.
         """
         path = Path(folder)
         if not (path / MANIFEST).is_file():
             raise BucketingError(f"{path} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["version"] not in range(1, _VERSION + 1):
+        if manifest["version"] != _VERSION:
             raise BucketingError(
-                f"{path} has version {manifest['version']}, but this release reads versions 1 to {_VERSION}; prepare "
-                "it again with scripts/prepare_dataset.py."
+                f"{path} has version {manifest['version']}, but this release reads version {_VERSION}; prepare it "
+                "again with scripts/prepare_dataset.py."
             )
-        cache = manifest.get("cache")
+        cache = manifest["cache"]
         return cls(
-            dataset=_name_rejections(load_from_disk(str(path))),
+            dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
-            open_table=_read_open_table(manifest.get("open_table", manifest)),
+            open_table=_read_open_table(manifest["open_table"]),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
             root=None if manifest["root"] is None else os.path.normpath(path / manifest["root"]),
@@ -148,21 +144,12 @@ class PreparedDataset:
 
 
 def _read_open_table(values: Mapping[str, Any]) -> OpenTable:
-    """Make an open table of its fields as JSON values; up to version 4 they are fields of the manifest itself."""
-    images = values.get("image_sizes")
+    """Make an open table of its fields as JSON values."""
+    images = values["image_sizes"]
     return OpenTable(
         spec=LatentSpec(**values["spec"]),
         image_sizes=None
         if images is None
         else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),
-        max_frames=values.get("max_frames"),
+        max_frames=values["max_frames"],
     )
-
-
-def _name_rejections(dataset: Dataset) -> Dataset:
-    """Replace the numbers in the `rejection` column of manifest versions 1 to 3 by labels."""
-    if "rejection" not in dataset.column_names or dataset.features["rejection"].dtype == "string":
-        return dataset
-    labels = [Rejection(number).label for number in dataset["rejection"]]
-    named: Dataset = dataset.remove_columns("rejection").add_column("rejection", labels)
-    return named
