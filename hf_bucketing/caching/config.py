@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import torch
 
-from ..errors import BucketingError
 from ..media.views import ViewRule
+from ..settings import check_at_least, check_literals
 from .store import TensorCache
-
-Batching = Literal["bucket", "pack"]
-OnError = Literal["raise", "reject"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +33,16 @@ class CacheConfig:
     """
 
     folder: str
-    batching: Batching = "bucket"
+    batching: Literal["bucket", "pack"] = "bucket"
     views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
     seed: int = 0
     batch_size: int = 8
     num_threads: int = 2
-    on_error: OnError = "raise"
+    on_error: Literal["raise", "reject"] = "raise"
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_threads"):
-            if getattr(self, name) < 1:
-                raise BucketingError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name, choices in {"batching": get_args(Batching), "on_error": get_args(OnError)}.items():
-            if getattr(self, name) not in choices:
-                raise BucketingError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        check_literals(self)
+        check_at_least(1, self, "batch_size", "num_threads")
 
     @property
     def cache(self) -> TensorCache:

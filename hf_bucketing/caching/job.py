@@ -17,10 +17,9 @@ from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import CacheInfo, PreparedDataset
+from .columns import LatentColumns, TextColumns
 from .config import CacheConfig, Encoder
 from .fingerprints import latents_fingerprint, text_fingerprint
-from .latents import LatentColumns
-from .texts import TextColumns
 
 _STACKS_PER_CALL = 8
 
@@ -48,8 +47,11 @@ def cache_dataset(
     state.wait_for_everyone()
     rows, latents = _latents(prepared, encoder, config)
     _encode_share(rows, latents, state)
-    text = _text(prepared, encoder, config)
-    if text is not None:
+    text = None
+    if prepared.caption_column is not None:
+        text = TextColumns(
+            encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
+        )
         captions = sorted({*prepared.dataset[text.column][:], ""})
         share = captions[state.process_index :: state.num_processes]
         for start in tqdm(range(0, len(share), config.batch_size), desc="texts", disable=not state.is_main_process):
@@ -90,15 +92,6 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
         root=prepared.root,
     )
     return rows, columns
-
-
-def _text(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -> TextColumns | None:
-    """Return the column callable of captions; None if there are none."""
-    if prepared.caption_column is None:
-        return None
-    return TextColumns(
-        encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
-    )
 
 
 def _encode_share(rows: Dataset, latents: LatentColumns, state: PartialState) -> None:

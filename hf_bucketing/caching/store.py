@@ -18,6 +18,9 @@ from ..files import PARTIAL, complete_file
 
 _ENTRY = "entry"
 
+RULE_VERSION = 1
+"""Raised when an entry changes although all parts of its key are the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorCache:
@@ -85,4 +88,5 @@ class TensorCache:
 
 def entry_key(**parts: Any) -> str:
     """Return the key of an entry: a hash of all that it depends on, passed as JSON values."""
+    parts["rule_version"] = RULE_VERSION
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,11 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = ("weights", "gradients", "optimizer", "activations", "total")
-        return ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in parts)
+        parts = {**asdict(self), "total": self.total}
+        return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
 
 
 def model_width(transformer: Any) -> int:
@@ -80,10 +80,10 @@ def estimate_memory(
     """
     parameters = list(transformer.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    blocks, width = _num_blocks(transformer), model_width(transformer)
-    scale = 1 if half_precision else 2
-    block = num_tokens * width * _BYTES_PER_TOKEN_AND_CHANNEL * scale
-    activations = block + 2 * scale * num_tokens * width * blocks if gradient_checkpointing else block * blocks
+    blocks, scale = _num_blocks(transformer), 1 if half_precision else 2
+    kept = scale * num_tokens * bytes_per_token(transformer)
+    inputs = 2 * scale * num_tokens * model_width(transformer) * blocks
+    activations = kept // blocks + inputs if gradient_checkpointing else kept
     return MemoryEstimate(
         weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         gradients=sum(parameter.numel() * parameter.element_size() for parameter in trained),
@@ -133,8 +133,8 @@ def find_max_tokens(try_step: Callable[[int], None], *, largest: int, smallest: 
     """Return the largest `max_tokens` whose most expensive step fits, as accelerate's batch size finder searches.
 
     Args:
-        try_step (callable): Function that runs the most expensive step for a number of tokens, forward and backward,
-            and raises what torch raises when memory runs out.
+        try_step (callable): Function that runs that step for a number of tokens, and raises what torch raises when
+            memory runs out.
         largest (`int`): Tokens to start from; each failure takes off a tenth.
         smallest (`int`): Tokens of the largest sample, below which no plan exists.
 

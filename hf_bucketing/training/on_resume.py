@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from accelerate import Accelerator
@@ -97,15 +97,15 @@ def check_weights(saved: Mapping[str, str], present: Mapping[str, str], *, sourc
     Args:
         saved (mapping of `str` to `str`): Fingerprints in the checkpoint, by component of the pipeline.
         present (mapping of `str` to `str`): Fingerprints of the pipeline that was loaded.
-        source (`str`): Name or folder of the pipeline that was loaded.
+        source (`str`): Name or folder of that pipeline.
 
     Raises:
         BucketingError: If components differ; the message names them.
     """
-    names = [name for name in sorted({*saved, *present}) if saved.get(name) != present.get(name)]
-    if names:
+    differences = _differences(saved, present, sorted({*saved, *present}))
+    if differences:
         listed = "; ".join(
-            f"{name} had fingerprint {saved.get(name, 'none')} and has {present.get(name, 'none')}" for name in names
+            f"{name} had fingerprint {was or 'none'} and has {now or 'none'}" for name, was, now in differences
         )
         raise BucketingError(
             f"The run began with other weights than those of {source}: {listed}. Give the pipeline that it began with "
@@ -122,9 +122,10 @@ def applied_changes(saved: Mapping[str, Any], config: TrainingConfig, accelerato
 
 
 def _differences(
-    saved: Mapping[str, Any], present: Mapping[str, Any], names: list[str]
+    saved: Mapping[str, Any], present: Mapping[str, Any], names: Iterable[str]
 ) -> list[tuple[str, object, object]]:
-    return [(name, saved[name], present[name]) for name in names if saved[name] != present[name]]
+    values = ((name, saved.get(name), present.get(name)) for name in names)
+    return [(name, was, now) for name, was, now in values if was != now]
 
 
 def _text(value: object) -> str:
