@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
-from hf_bucketing import AssignmentRule, BucketingError, BucketTable, novelai_ladder
+from hf_bucketing import BucketingError, BucketTable, novelai_ladder
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.command_line.flags import FlagParser, numbers
+from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 from hf_bucketing.report import ReportConfig, SizeColumns, draw_figures, format_report, make_report
@@ -29,19 +29,7 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Numbers of frames for --buckets."
     )
-    defaults = ReportConfig()
-    parser.add_argument("--batch_size", type=int, default=defaults.batch_size, help="Samples per process and step.")
-    parser.add_argument("--max_tokens", type=int, help="Tokens per process and step, for packing.")
-    parser.add_argument("--strip_length", type=int, default=defaults.strip_length, help="Tokens per strip of a pack.")
-    parser.add_argument(
-        "--num_processes", type=int, default=defaults.num_processes, help="Processes that share a step."
-    )
-    parser.add_argument(
-        "--max_upscale", type=float, default=defaults.rule.max_upscale, help="Largest enlargement of a sample."
-    )
-    parser.add_argument("--max_area", type=int, help="Pixels per frame to which padding and packing shrink samples.")
-    parser.add_argument("--width", type=int, default=defaults.width, help="Hidden size of the model, for the cost.")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="Seed of the plans.")
+    parser.add_settings(ReportConfig, skip=["metric"])
     parser.add_argument("--json", type=Path, help="JSON file for the report.")
     parser.add_argument("--figures", type=Path, help="Folder for the figures.")
     return parser
@@ -71,10 +59,8 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.json)
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
-    names = ("batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width", "seed")
-    rule = AssignmentRule(max_upscale=args.max_upscale)
-    config = ReportConfig(rule=rule, **{name: getattr(args, name) for name in names})
     table = choose_table(args, prepared)
+    config = from_flags(ReportConfig, args)
     report = make_report(read_sizes(prepared.dataset), table, spec=prepared.spec, config=config)
     print(format_report(report))
     if args.json:

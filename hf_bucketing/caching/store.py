@@ -48,13 +48,7 @@ class TensorCache:
             return False
 
     def write(self, key: str, tensors: Mapping[str, torch.Tensor], *, about: Mapping[str, Any]) -> None:
-        """Write an entry, or replace it.
-
-        Args:
-            key (`str`): From [`entry_key`].
-            tensors (mapping of `str` to `torch.Tensor`): On any device.
-            about (mapping): JSON values that describe the entry, kept in the file's header.
-        """
+        """Write an entry, or replace it: tensors of any device, and in the file's header JSON values about them."""
         data = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with complete_file(self.path(key), shared=True) as partial:
             partial.write_bytes(save(data, {_ENTRY: json.dumps(about)}))

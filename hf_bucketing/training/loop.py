@@ -20,7 +20,6 @@ from diffusers.training_utils import EMAModel
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..buckets.sizes import LatentSpec
 from ..caching.fingerprints import weights_fingerprints
 from ..errors import BucketingError, Interrupted, quoted
 from ..files import check_folder_writable
@@ -36,9 +35,9 @@ from .checkpoint import (
     find_checkpoint,
     gather_weights,
     list_checkpoints,
-    load_checkpoint,
     save_checkpoint,
     save_pipeline,
+    without_accelerates_lines,
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
@@ -83,7 +82,12 @@ class Trainer:
             config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
         recipe = recipe_of(config.pretrained_model_name_or_path)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
-        self.validation = self._make_validation(config, spec)
+        self.validation = None
+        if config.validation.validation_prompts:
+            sizes = parse_sizes(config.validation.validation_sizes, spec)
+            self.validation = Validation(
+                config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation"
+            )
         self.recipe = recipe.load(
             config.pretrained_model_name_or_path,
             max_sequence_length=config.max_sequence_length,
@@ -104,12 +108,6 @@ class Trainer:
         check_positions(self.step, self.data, spec)
         self._prepare()
         self.global_step = 0
-
-    def _make_validation(self, config: TrainingConfig, spec: LatentSpec) -> Validation | None:
-        if not config.validation.validation_prompts:
-            return None
-        sizes = parse_sizes(config.validation.validation_sizes, spec)
-        return Validation(config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation")
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
         """Add adapters, if any, and move the frozen parts; return the settings with the alpha of the adapters."""
@@ -204,7 +202,8 @@ class Trainer:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
         if self.checkpoint is None:
             return None
-        load_checkpoint(self.accelerator, self.checkpoint)
+        with without_accelerates_lines():
+            self.accelerator.load_state(str(self.checkpoint.path))
         progress = self.checkpoint.progress
         self.global_step = progress.global_step
         if self.ema is not None:
@@ -337,12 +336,13 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     Raises:
         BucketingError: On settings that need all weights in each process, where weights are sharded.
     """
-    folder = Path(config.output_dir)
     accelerator = Accelerator(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         mixed_precision=config.mixed_precision,
         log_with=None if config.report_to == "none" else config.report_to,
-        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
+        project_config=ProjectConfiguration(
+            project_dir=config.output_dir, logging_dir=str(Path(config.output_dir) / "logs")
+        ),
     )
     values = config.flat()
     given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if values[name] is not None]

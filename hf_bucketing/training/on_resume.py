@@ -67,10 +67,7 @@ def settings_of(config: TrainingConfig, accelerator: Accelerator) -> dict[str, A
 def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
     """Return the settings of a resumed run, with those left open taken from the saved run.
 
-    Args:
-        saved (mapping): Settings in the checkpoint, from [`settings_of`].
-        config ([`TrainingConfig`]): Settings of the run that resumes.
-        accelerator (`Accelerator`): Accelerator whose precision and distributed type count as settings.
+    Precision and distributed type of the accelerator count as settings, as in [`settings_of`].
 
     Raises:
         BucketingError: If a setting that must stay equal differs; the message names its value then and now.
@@ -92,12 +89,7 @@ def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator
 
 
 def check_weights(saved: Mapping[str, str], present: Mapping[str, str], *, source: str) -> None:
-    """Refuse to resume a run on other weights than it began with.
-
-    Args:
-        saved (mapping of `str` to `str`): Fingerprints in the checkpoint, by component of the pipeline.
-        present (mapping of `str` to `str`): Fingerprints of the pipeline that was loaded.
-        source (`str`): Name or folder of that pipeline.
+    """Refuse to resume a run on other weights than it began with: fingerprints by component of the pipeline.
 
     Raises:
         BucketingError: If components differ; the message names them.

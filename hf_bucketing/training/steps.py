@@ -92,11 +92,7 @@ class BucketStep(Step):
 
 @dataclass(kw_only=True)
 class PackStep(Step):
-    """Run one forward over a pack of samples, each of its own size.
-
-    Args:
-        packing ([`Packing`][hf_bucketing.packing.Packing]): Packing of the recipe's transformer.
-    """
+    """Run one forward over a pack of samples, each of its own size, with the packing of the recipe's transformer."""
 
     packing: Packing
 
