@@ -5,14 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from .config import Encoder
-
 RULE_VERSION = 1
 """Raised when an encoder's code changes what it returns."""
+
+
+class Encoder(Protocol):
+    """What encodes samples and captions, such as the training recipe of a loaded pipeline."""
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline whose `vae`, `text_encoder` and `tokenizer` encode; fingerprints are computed from them."""
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Text tokens per caption."""
+
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode `(B, 3, F, H, W)` in [−1, 1], on the device of the VAE, to latents `(B, C, f, h, w)`."""
+
+    def encode_text(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Encode captions to embeddings `(n, length, dim)` and a mask `(n, length)`, or None for the mask."""
 
 
 def latents_fingerprint(encoder: Encoder) -> str:
@@ -57,10 +73,7 @@ def weights_fingerprints(pipeline: Any) -> dict[str, str]:
 
     Read are names, dtypes, shapes and about a thousand numbers of each tensor, spread over it: other weights change
     all tensors, and a model of 14 billion weights takes a second instead of minutes. A change of a few numbers
-    elsewhere is not seen.
-
-    Args:
-        pipeline (`DiffusionPipeline`): As loaded, before adapters are added or dtypes changed.
+    elsewhere is not seen. Call it on a pipeline as loaded, before adapters are added or dtypes changed.
     """
     return {
         name: _with_weights(hashlib.sha256(), component, read=_sample)

@@ -17,9 +17,8 @@ from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import CacheInfo, PreparedDataset
-from .columns import LatentColumns, TextColumns
-from .config import CacheConfig, Encoder
-from .fingerprints import latents_fingerprint, text_fingerprint
+from .columns import CacheConfig, LatentColumns, TextColumns
+from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
 
 _STACKS_PER_CALL = 8
 
@@ -46,7 +45,7 @@ def cache_dataset(
         config.cache.sweep()
     state.wait_for_everyone()
     rows, latents = _latents(prepared, encoder, config)
-    order = np.argsort(column_array(rows, "bucket_id"), kind="stable")  # of their buckets, so that stacks are full
+    order = np.argsort(column_array(rows, "bucket_id"), kind="stable")  # by bucket, so that stacks are full
     _encode_share(rows.select_columns(list(latents.input_columns)).select(order), latents, state, desc="latents")
     text = None
     if prepared.caption_column is not None:

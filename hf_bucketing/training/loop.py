@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,25 +177,17 @@ class Trainer:
             disable=not accelerator.is_local_main_process,
         )
         self.metrics = StepMetrics(accelerator, max_tokens=self.config.batches.token_limit)
-        with logging_redirect_tqdm(), self._interruptible():
-            while self.global_step < self.max_train_steps:
-                self._run_epoch(self.loader.epoch)
+        try:
+            with logging_redirect_tqdm():
+                while self.global_step < self.max_train_steps:
+                    self._run_epoch(self.loader.epoch)
+        except KeyboardInterrupt as error:
+            how = "there is no checkpoint yet; --checkpointing_steps saves some"
+            if saved := list_checkpoints(self.folder):
+                how = f"continue from {saved[-1].name} with --resume_from_checkpoint latest"
+            raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
         self.bar.close()
         self._finish()
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Say how to continue the run after Ctrl-C in a `with` block."""
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            saved = list_checkpoints(self.folder)
-            how = (
-                f"continue from {saved[-1].name} with --resume_from_checkpoint latest"
-                if saved
-                else ("there is no checkpoint yet; --checkpointing_steps saves some")
-            )
-            raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
 
     def _resume(self) -> dict[str, int] | None:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
@@ -336,13 +327,12 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     Raises:
         BucketingError: On settings that need all weights in each process, where weights are sharded.
     """
+    folder = Path(config.output_dir)
     accelerator = Accelerator(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         mixed_precision=config.mixed_precision,
         log_with=None if config.report_to == "none" else config.report_to,
-        project_config=ProjectConfiguration(
-            project_dir=config.output_dir, logging_dir=str(Path(config.output_dir) / "logs")
-        ),
+        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
     values = config.flat()
     given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if values[name] is not None]

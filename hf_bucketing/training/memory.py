@@ -80,10 +80,10 @@ def estimate_memory(
     """
     parameters = list(transformer.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    blocks, scale = _num_blocks(transformer), 1 if half_precision else 2
-    kept = scale * num_tokens * bytes_per_token(transformer)
-    inputs = 2 * scale * num_tokens * model_width(transformer) * blocks
-    activations = kept // blocks + inputs if gradient_checkpointing else kept
+    blocks, width = _num_blocks(transformer), model_width(transformer)
+    scale = 1 if half_precision else 2
+    block = num_tokens * width * _BYTES_PER_TOKEN_AND_CHANNEL * scale
+    activations = block + 2 * scale * num_tokens * width * blocks if gradient_checkpointing else block * blocks
     return MemoryEstimate(
         weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         gradients=sum(parameter.numel() * parameter.element_size() for parameter in trained),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -110,11 +111,9 @@ class StepMetrics:
         self._reset()
 
     def _reset(self) -> None:
-        device = self.accelerator.device
-        self._loss = torch.zeros((), device=device)
-        self._by_level = torch.zeros(2, _BINS, device=device)
-        self._samples = self._tokens = self._batches = 0
-        self._cost = 0.0
+        # The loss; and by noise level, the sum of the losses and the number of samples.
+        self._sums = torch.zeros(1 + 2 * _BINS, device=self.accelerator.device)
+        self._counts = np.zeros(4)  # samples, tokens, cost, batches
 
     def add(
         self, values: torch.Tensor, noise_levels: torch.Tensor, *, weights: torch.Tensor, tokens: int, cost: float
@@ -129,14 +128,11 @@ class StepMetrics:
             cost (`float`): Cost of the samples, in any unit.
         """
         values = values.detach().float()
-        self._loss += (values * weights.to(values)).sum()
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
-        self._by_level[0].index_add_(0, bins, values)
-        self._by_level[1].index_add_(0, bins, torch.ones_like(values))
-        self._samples += len(values)
-        self._tokens += tokens
-        self._cost += cost
-        self._batches += 1
+        self._sums[0] += (values * weights.to(values)).sum()
+        self._sums.index_add_(0, 1 + bins, values)
+        self._sums.index_add_(0, 1 + _BINS + bins, torch.ones_like(values))
+        self._counts += (len(values), tokens, cost, 1)
 
     def finish(self) -> dict[str, float]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
@@ -146,11 +142,10 @@ class StepMetrics:
         since the end of the step before. `imbalance` is the largest cost of a process divided by the mean, and `fill`
         the tokens divided by `max_tokens`.
         """
-        counts = [self._samples, self._tokens, self._cost, self._batches]
-        mine = torch.cat([self._loss[None], self._by_level.flatten(), torch.tensor(counts, device=self._loss.device)])
+        mine = torch.cat([self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
         rows = self.accelerator.gather(mine[None]).cpu().double()
-        loss, sums, seen = rows[:, 0], rows[:, 1 : 1 + _BINS], rows[:, 1 + _BINS : 1 + 2 * _BINS]
-        samples, tokens, cost, batches = rows[:, 1 + 2 * _BINS :].unbind(1)
+        loss, sums, seen, counts = rows.split([1, _BINS, _BINS, 4], 1)
+        samples, tokens, cost, batches = counts.unbind(1)
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         metrics = {

@@ -39,13 +39,8 @@ class StepLosses(NamedTuple):
 class Step(ABC):
     """Compute the per-sample losses of a batch.
 
-    Args:
-        recipe ([`Recipe`]): Recipe that encodes media and captions.
-        objective ([`Objective`]): Objective that adds noise and scores predictions.
-        caption_dropout (`float`): Share of captions replaced by the empty one, for classifier-free guidance; drawn
-            from the seed, the epoch and the sample's index.
-        seed (`int`): Seed of that draw.
-        empty_text ([`TextEmbeddings`], *optional*): Empty caption, for batches whose texts come from a cache.
+    A share of the captions, `caption_dropout`, is replaced by the empty one, for classifier-free guidance; it is drawn
+    from the seed, the epoch and the sample's index. `empty_text` is the empty caption of a cache, for its batches.
     """
 
     recipe: Recipe

@@ -53,11 +53,7 @@ class ValidationConfig:
 class Validation:
     """Render every prompt at every size with the pipeline as it would be saved now.
 
-    Args:
-        config ([`ValidationConfig`]): Prompts, sizes and settings of the sampler.
-        sizes (sequence of [`Size`][hf_bucketing.Size]): Frames, height and width in pixels, from [`parse_sizes`].
-        seed (`int`): Seed of the noise, which is the same in every rendering.
-        folder (`Path`): Folder that receives `step-{n}/{size}-{prompt}.mp4`.
+    The noise of all renderings is that of one seed; `folder` receives `step-{n}/{size}-{prompt}.mp4`.
     """
 
     config: ValidationConfig
