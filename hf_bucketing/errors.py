@@ -39,11 +39,7 @@ class BucketingError(ValueError):
         self.advice = tuple(advice)
 
     def in_flags(self, flags: Mapping[str, str]) -> str:
-        """Return the message with flags in place of arguments.
-
-        Args:
-            flags (mapping of `str` to `str`): Flag of each argument.
-        """
+        """Return the message with flags in place of arguments; `flags` maps one to the other."""
         advice = [clause for clause in self.advice if all(name in flags for name, _ in _ARGUMENT.findall(clause))]
         message = _with_advice(self.fact, advice)
         if of_worker := _OF_WORKER.match(message):

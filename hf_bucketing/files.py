@@ -58,8 +58,7 @@ def explain(error: BaseException, path: str | os.PathLike[str] | None = None) ->
 def check_writable(*paths: str | os.PathLike[str] | None) -> None:
     """Make the folders that files are to be written to, and try them; call it before hours of work.
 
-    Args:
-        paths (path, *optional*): Files that are written later; their folders are made. None is ignored.
+    None among the paths is ignored.
 
     Raises:
         WriteError: If a file could not be written, or a folder has its name.

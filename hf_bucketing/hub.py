@@ -21,10 +21,7 @@ _REFUSED = {"RepositoryNotFoundError", "GatedRepoError", "DatasetNotFoundError"}
 
 @contextmanager
 def from_hub(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of loading a model or data set in a `with` block into one that says what is in the way.
-
-    Args:
-        name (`str`): On the hub, or a folder.
+    """Turn errors of loading a model, data set or folder in a `with` block into one that says what is in the way.
 
     Raises:
         HubError: If the hub cannot be reached, or does not give it.

@@ -55,12 +55,7 @@ class Setting(NamedTuple):
 
 
 def settings_in(kind: type, *, default: Any = dataclasses.MISSING) -> Iterator[Setting]:
-    """Iterate over the settings of a dataclass and of the dataclasses that it is composed of.
-
-    Args:
-        kind (type): Frozen dataclass.
-        default (`kind`, *optional*): Instance whose values become the defaults.
-    """
+    """Iterate over the settings of a dataclass and of its parts; an instance's values become their defaults."""
     hints, texts = _hints(kind), _entries(kind)
     for field in dataclasses.fields(kind):
         value = getattr(default, field.name) if isinstance(default, kind) else _default(field)
@@ -130,7 +125,7 @@ def check_literals(config: Any, *, error: type[BucketingError] = BucketingError)
     """
     for name, hint in _hints(cast(Any, type(config))).items():
         allowed, value = choices(hint), getattr(config, name)
-        if allowed is not None and value not in allowed and not (value is None and optional(hint)):
+        if allowed is not None and value not in allowed and not (value is None and type(None) in get_args(hint)):
             listed = ", ".join(f'"{choice}"' for choice in allowed)
             raise error(f"`{name}` must be one of {listed}, got {value!r}.")
 
@@ -162,11 +157,6 @@ def parts_of(hint: Any) -> list[Any]:
     if get_origin(hint) not in (Union, types.UnionType):
         return [hint]
     return [part for part in get_args(hint) if part is not type(None)]
-
-
-def optional(hint: Any) -> bool:
-    """Return whether a type admits None."""
-    return type(None) in get_args(hint)
 
 
 def explains_names(kind: type[Config]) -> type[Config]:

@@ -29,7 +29,7 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Numbers of frames for --buckets."
     )
-    parser.add_settings(ReportConfig, skip=["metric", "max_aspect_error"])
+    parser.add_settings(ReportConfig, skip=["metric"])
     parser.add_argument("--json", type=Path, help="JSON file for the report.")
     parser.add_argument("--figures", type=Path, help="Folder for the figures.")
     return parser
@@ -59,7 +59,8 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.json)
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
-    config, table = from_flags(ReportConfig, args), choose_table(args, prepared)
+    table = choose_table(args, prepared)
+    config = from_flags(ReportConfig, args)
     report = make_report(read_sizes(prepared.dataset), table, spec=prepared.spec, config=config)
     print(format_report(report))
     if args.json:

@@ -1,9 +1,8 @@
 """Latents and texts on disk: keys, entries, the job that encodes them and the collator that reads them."""
 
 from .collator import CachedCollator
-from .config import CacheConfig, Encoder
+from .columns import CacheConfig, LatentColumns, TextColumns
+from .fingerprints import Encoder
 from .job import cache_dataset
-from .latents import LatentColumns
-from .texts import TextColumns
 
 __all__ = ["CacheConfig", "CachedCollator", "Encoder", "LatentColumns", "TextColumns", "cache_dataset"]

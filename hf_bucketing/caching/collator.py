@@ -66,7 +66,13 @@ class CachedCollator:
         if "index" in rows[0]:
             batch["index"] = [int(row["index"]) for row in rows]
         if self.stack:
-            batch.update(self._stacked(rows, batch["latents"]))
+            ids = {int(row["bucket_id"]) for row in rows}
+            if len(ids) > 1:
+                raise BucketingError(
+                    f"A batch holds the buckets {sorted(ids)}, whose latents cannot be stacked; draw it with a "
+                    'BucketBatchSampler, whose `remainder` is not "catch_all": cached samples have one size.'
+                )
+            batch.update(latents=torch.stack(batch["latents"]), bucket_id=ids.pop())
         if self.caption_column is not None:
             require(rows[0], [self.caption_column, "text_key"])
             batch["caption"] = [row[self.caption_column] for row in rows]
@@ -92,15 +98,6 @@ class CachedCollator:
             return self.cache.read(row[column])
         except CacheError as error:
             raise CacheError(f"Cannot load {name}: {error}") from error
-
-    def _stacked(self, rows: Sequence[Row], latents: list[torch.Tensor]) -> dict[str, Any]:
-        ids = {int(row["bucket_id"]) for row in rows}
-        if len(ids) > 1:
-            raise BucketingError(
-                f"A batch holds the buckets {sorted(ids)}, whose latents cannot be stacked; draw it with a "
-                'BucketBatchSampler, whose tail is not "catch_all": cached samples have one size.'
-            )
-        return {"latents": torch.stack(latents), "bucket_id": ids.pop()}
 
 
 def _padded(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
-from .config import Encoder
-
 RULE_VERSION = 1
 """Raised when an encoder's code changes what it returns."""
+
+
+class Encoder(Protocol):
+    """What encodes samples and captions, such as the training recipe of a loaded pipeline."""
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline whose `vae`, `text_encoder` and `tokenizer` encode; fingerprints are computed from them."""
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Text tokens per caption."""
+
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode `(B, 3, F, H, W)` in [−1, 1], on the device of the VAE, to latents `(B, C, f, h, w)`."""
+
+    def encode_text(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Encode captions to embeddings `(n, length, dim)` and a mask `(n, length)`, or None for the mask."""
 
 
 def latents_fingerprint(encoder: Encoder) -> str:
@@ -44,10 +61,7 @@ def _digest(encoder: str, module: torch.nn.Module, *more: Any) -> str:
     settings = {name: value for name, value in config.items() if name[0] != "_" and name not in incidental}
     about = [RULE_VERSION, encoder, type(module).__name__, settings, *more]
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()[:16]
+    return _with_weights(digest, module, read=lambda numbers: numbers)
 
 
 _BLOCKS, _BLOCK = 16, 64
@@ -59,25 +73,29 @@ def weights_fingerprints(pipeline: Any) -> dict[str, str]:
 
     Read are names, dtypes, shapes and about a thousand numbers of each tensor, spread over it: other weights change
     all tensors, and a model of 14 billion weights takes a second instead of minutes. A change of a few numbers
-    elsewhere is not seen.
-
-    Args:
-        pipeline (`DiffusionPipeline`): As loaded, before adapters are added or dtypes changed.
+    elsewhere is not seen. Call it on a pipeline as loaded, before adapters are added or dtypes changed.
     """
     return {
-        name: _sampled_digest(component)
+        name: _with_weights(hashlib.sha256(), component, read=_sample)
         for name, component in sorted(pipeline.components.items())
         if isinstance(component, torch.nn.Module)
     }
 
 
-def _sampled_digest(module: torch.nn.Module) -> str:
-    digest = hashlib.sha256()
+def _sample(numbers: torch.Tensor) -> torch.Tensor:
+    """Return blocks of a tensor `(n,)`, spread over it."""
+    last = len(numbers) - _BLOCK
+    if len(numbers) <= _BLOCKS * _BLOCK:
+        return numbers
+    return torch.cat([numbers[start : start + _BLOCK] for start in range(0, last + 1, last // (_BLOCKS - 1))])
+
+
+def _with_weights(
+    digest: hashlib._Hash, module: torch.nn.Module, *, read: Callable[[torch.Tensor], torch.Tensor]
+) -> str:
+    """Return sixteen hex digits of what was hashed so far and of a module's weights, as far as `read` picks them."""
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().reshape(-1)
-        if len(flat) > _BLOCKS * _BLOCK:
-            last = len(flat) - _BLOCK
-            flat = torch.cat([flat[start : start + _BLOCK] for start in range(0, last + 1, last // (_BLOCKS - 1))])
-        digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        numbers = read(tensor.detach().reshape(-1)).cpu().contiguous()
+        digest.update(numbers.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]

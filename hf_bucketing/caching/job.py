@@ -17,10 +17,8 @@ from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import CacheInfo, PreparedDataset
-from .config import CacheConfig, Encoder
-from .fingerprints import latents_fingerprint, text_fingerprint
-from .latents import LatentColumns
-from .texts import TextColumns
+from .columns import CacheConfig, LatentColumns, TextColumns
+from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
 
 _STACKS_PER_CALL = 8
 
@@ -47,13 +45,15 @@ def cache_dataset(
         config.cache.sweep()
     state.wait_for_everyone()
     rows, latents = _latents(prepared, encoder, config)
-    _encode_share(rows, latents, state)
-    text = _text(prepared, encoder, config)
-    if text is not None:
-        captions = sorted({*prepared.dataset[text.column][:], ""})
-        share = captions[state.process_index :: state.num_processes]
-        for start in tqdm(range(0, len(share), config.batch_size), desc="texts", disable=not state.is_main_process):
-            text({text.column: share[start : start + config.batch_size]})
+    order = np.argsort(column_array(rows, "bucket_id"), kind="stable")  # by bucket, so that stacks are full
+    _encode_share(rows.select_columns(list(latents.input_columns)).select(order), latents, state, desc="latents")
+    text = None
+    if prepared.caption_column is not None:
+        text = TextColumns(
+            encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
+        )
+        captions = Dataset.from_dict({text.column: sorted({*prepared.dataset[text.column][:], ""})})
+        _encode_share(captions, text, state, desc="texts")
     mine = {**latents.counts, **{f"captions {name}": n for name, n in (text.counts if text else {}).items()}}
     state.wait_for_everyone()
     counts: Counter[str] = sum((Counter(part) for part in gather_object([mine])), Counter())
@@ -92,23 +92,13 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
     return rows, columns
 
 
-def _text(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -> TextColumns | None:
-    """Return the column callable of captions; None if there are none."""
-    if prepared.caption_column is None:
-        return None
-    return TextColumns(
-        encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
-    )
-
-
-def _encode_share(rows: Dataset, latents: LatentColumns, state: PartialState) -> None:
-    """Encode this process's share of the rows, in the order of their buckets, so that stacks are full."""
-    order = np.argsort(column_array(rows, "bucket_id"), kind="stable")
-    share = np.array_split(order, state.num_processes)[state.process_index]
-    chosen = rows.select_columns(list(latents.input_columns)).select(share)
-    with tqdm(total=len(share), desc="latents", disable=not state.is_main_process) as bar, torch.no_grad():
-        for batch in chosen.iter(batch_size=latents.config.batch_size * _STACKS_PER_CALL):
-            bar.update(len(latents(batch)["latents_key"]))
+def _encode_share(rows: Dataset, columns: LatentColumns | TextColumns, state: PartialState, *, desc: str) -> None:
+    """Encode this process's share of the rows, in their order."""
+    share = rows.shard(state.num_processes, state.process_index, contiguous=True)
+    with tqdm(total=len(share), desc=desc, disable=not state.is_main_process) as bar, torch.no_grad():
+        for batch in share.iter(batch_size=columns.config.batch_size * _STACKS_PER_CALL):
+            (keys,) = columns(batch).values()
+            bar.update(len(keys))
 
 
 def _with_keys(dataset: Dataset, keys: np.ndarray, bucket_ids: np.ndarray) -> Dataset:

@@ -18,6 +18,9 @@ from ..files import PARTIAL, complete_file
 
 _ENTRY = "entry"
 
+RULE_VERSION = 1
+"""Raised when an entry changes although all parts of its key are the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorCache:
@@ -45,13 +48,7 @@ class TensorCache:
             return False
 
     def write(self, key: str, tensors: Mapping[str, torch.Tensor], *, about: Mapping[str, Any]) -> None:
-        """Write an entry, or replace it.
-
-        Args:
-            key (`str`): From [`entry_key`].
-            tensors (mapping of `str` to `torch.Tensor`): On any device.
-            about (mapping): JSON values that describe the entry, kept in the file's header.
-        """
+        """Write an entry, or replace it: tensors of any device, and in the file's header JSON values about them."""
         data = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with complete_file(self.path(key), shared=True) as partial:
             partial.write_bytes(save(data, {_ENTRY: json.dumps(about)}))
@@ -85,4 +82,5 @@ class TensorCache:
 
 def entry_key(**parts: Any) -> str:
     """Return the key of an entry: a hash of all that it depends on, passed as JSON values."""
+    parts["rule_version"] = RULE_VERSION
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -82,12 +82,6 @@ class FlagParser(argparse.ArgumentParser):
             if "argument" in setting.metadata:
                 self._arguments[setting.metadata["argument"]] = f"--{setting.name}"
 
-    def add_argument(self, *names: str, argument: str | None = None, **options: Any) -> argparse.Action:
-        """Add a flag; `argument` is another name that the library uses for the same setting."""
-        if argument is not None:
-            self._arguments[argument] = names[0]
-        return super().add_argument(*names, **options)
-
     @property
     def flags(self) -> dict[str, str]:
         """The flag of each argument of the library."""
@@ -139,12 +133,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def from_flags(kind: type[Config], args: argparse.Namespace, **others: Any) -> Config:
-    """Build a configuration from parsed flags.
-
-    Args:
-        kind (type): Configuration whose settings are flags; see [`FlagParser.add_settings`].
-        args (`argparse.Namespace`): Flags, from [`FlagParser.parse_args`].
-        **others (any): Settings that have no flag of their name.
+    """Build a configuration from parsed flags, and from `others`, the settings that have no flag of their name.
 
     Raises:
         BucketingError: If the configuration refuses a value.

@@ -59,12 +59,7 @@ class AdapterConfig:
 
 
 def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> None:
-    """Freeze a pipeline's transformer and add trainable low-rank adapters to it.
-
-    Args:
-        pipeline (`DiffusionPipeline`): Pipeline that can load LoRA weights.
-        config ([`AdapterConfig`]): Rank, alpha and targets; the rank must be given.
-        component (`str`): Name of the transformer in the pipeline.
+    """Freeze a component of a pipeline, its transformer, and add trainable low-rank adapters to it.
 
     Raises:
         BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
@@ -112,11 +107,11 @@ def _check_loads_lora(pipeline: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """LoRA weights of a transformer, read from a file.
+    """LoRA weights by their name in the transformer, as peft names them, and their origin.
 
     Attributes:
         path (`Path`): File that was read.
-        weights (`dict` of `str` to `torch.Tensor`): Weights by their name in the transformer, as peft names them.
+        weights (`dict` of `str` to `torch.Tensor`): Weights by name.
         alpha (`int`): Numerator of the scale `alpha ÷ rank`.
     """
 
@@ -169,18 +164,13 @@ def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
 def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transformer") -> None:
     """Load weights into the adapters that [`add_lora`] added.
 
-    Args:
-        pipeline (`DiffusionPipeline`): Pipeline with adapters on its transformer.
-        adapters ([`Adapters`]): Weights from [`read_lora`].
-        component (`str`): Name of the transformer in the pipeline.
-
     Raises:
         BucketingError: If rank, alpha, layers or shapes differ; the message names both values.
     """
     transformer = getattr(pipeline, component)
     config = transformer.peft_config[ADAPTER]
-    present = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
-    layers = {name.removesuffix(_DOWN) for name in present if name.endswith(_DOWN)}
+    weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
+    layers = Adapters(path=adapters.path, weights=weights, alpha=config.lora_alpha).layers
     differences = []
     if adapters.ranks != [config.r]:
         differences.append(f"rank {' and '.join(map(str, adapters.ranks))}, not `lora_rank={config.r}`")
@@ -196,7 +186,7 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
             f"{name} of shape {tuple(adapters.weights[name].shape)}, not {tuple(value.shape)}"
             if name in adapters.weights
             else f"no {name}"
-            for name, value in present.items()
+            for name, value in weights.items()
             if name not in adapters.weights or adapters.weights[name].shape != value.shape
         ][:1]
     if differences:
@@ -205,13 +195,7 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
 
 
 def checkpoint_adapters_only(accelerator: Accelerator, pipeline: Any, *, component: str = "transformer") -> None:
-    """Make accelerate's checkpoints hold a model's adapters, in diffusers' own file, rather than all its weights.
-
-    Args:
-        accelerator (`Accelerator`): Accelerator of a run whose only model is the transformer, not sharded.
-        pipeline (`DiffusionPipeline`): Pipeline with adapters on its transformer.
-        component (`str`): Name of the transformer in the pipeline.
-    """
+    """Make accelerate's checkpoints hold the only model's adapters, in diffusers' own file, not all its weights."""
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         weights.clear()  # accelerate saves what is left here

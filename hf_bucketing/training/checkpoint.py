@@ -86,17 +86,13 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, *, limit: int | None) -> None:
     """Save accelerate's state and the progress of the run as `folder/checkpoint-{global_step}`.
 
-    Args:
-        accelerator (`Accelerator`): Accelerator with which everything to save was prepared or registered.
-        folder (`Path`): Output folder of the run.
-        progress ([`Progress`]): State of the run.
-        limit (`int`, *optional*): Number of checkpoints to keep, this one included; older ones are removed.
+    If there are then more than `limit` checkpoints, the oldest are removed.
     """
     start = time.perf_counter()
     final = folder / f"checkpoint-{progress.global_step}"
     with complete_folder(final) if accelerator.is_main_process else nullcontext(partial_path(final)) as partial:
         accelerator.wait_for_everyone()
-        with _without_accelerates_lines():
+        with without_accelerates_lines():
             accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -109,7 +105,7 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
 
 
 @contextmanager
-def _without_accelerates_lines() -> Iterator[None]:
+def without_accelerates_lines() -> Iterator[None]:
     """Silence accelerate's INFO line per saved file inside a `with` block; warnings still show."""
     accelerates = logging.getLogger("accelerate")
     level = accelerates.level
@@ -127,15 +123,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
-    """Return the named checkpoint of a run; None for `"latest"` if a new run must start.
+    """Return the checkpoint of a run by its name or path; None for `"latest"` if a new run must start.
 
     Job scripts that restart themselves ask for the latest checkpoint from their first start on, and may be stopped
     before one is saved. So `"latest"` without a checkpoint starts a new run with a warning, unless that would replace
     the result of a finished run.
-
-    Args:
-        folder (`Path`): Output folder of the run.
-        name (`str`): A checkpoint's name or path, or `"latest"`.
 
     Raises:
         BucketingError: If the named checkpoint does not exist, is incomplete, of another run or of an earlier release,
@@ -191,22 +183,8 @@ def _read_progress(path: Path) -> Progress:
     return Progress(**values)
 
 
-def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint) -> None:
-    """Load accelerate's state.
-
-    Args:
-        accelerator (`Accelerator`): Accelerator with which everything saved was prepared or registered.
-        checkpoint ([`Checkpoint`]): Checkpoint from [`find_checkpoint`].
-    """
-    with _without_accelerates_lines():
-        accelerator.load_state(str(checkpoint.path))
-
-
 def gather_weights(accelerator: Accelerator, transformer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-    """Return all weights of a model that is sharded over processes, in the main process; None if it is not sharded.
-
-    Call it on every process.
-    """
+    """Return all weights of a sharded model in the main process, or None; call it on every process."""
     if accelerator.distributed_type not in SHARDED:
         return None
     state: dict[str, torch.Tensor] = accelerator.get_state_dict(transformer)
@@ -218,11 +196,7 @@ def save_pipeline(
 ) -> None:
     """Save a diffusers pipeline into `folder`, `model_index.json` last: its presence marks the pipeline as complete.
 
-    Args:
-        pipeline (`DiffusionPipeline`): Pipeline with the trained transformer.
-        folder (`Path`): Folder to write to.
-        weights (mapping, *optional*): Weights of a sharded transformer, from [`gather_weights`].
-        component (`str`): Name of the transformer in the pipeline.
+    Weights of a sharded transformer, from [`gather_weights`], replace those of the pipeline's component.
     """
     if weights is not None:
         sharded = getattr(pipeline, component)

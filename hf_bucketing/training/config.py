@@ -66,13 +66,8 @@ class BatchConfig:
 
     @property
     def token_limit(self) -> int | None:
-        """Tokens per process and step, or None.
-
-        Raises:
-            BucketingError: If `max_tokens="auto"` has not been replaced by a number yet.
-        """
-        if self.max_tokens == "auto":
-            raise BucketingError('`max_tokens="auto"` has not been replaced by a number of tokens yet.')
+        """Tokens per process and step, or None."""
+        assert self.max_tokens != "auto", "fill_max_tokens replaces it by a number"
         return self.max_tokens
 
 

@@ -79,10 +79,7 @@ class TrainingData:
 def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> TrainingData:
     """Read the prepared data set and make its loader.
 
-    Args:
-        config ([`TrainingConfig`]): Settings of the run.
-        spec ([`LatentSpec`]): Strides and patch of the model that is trained.
-        width (`int`): Channels of the model's tokens, which decide the cost of attention relative to all else.
+    The width of the model, the channels of its tokens, decides the cost of attention relative to all else.
 
     Raises:
         BucketingError: If the data set was prepared for another model, or holds no usable row.
@@ -101,23 +98,24 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     cost_model = CostModel.for_transformer(width)
-    resize = (
-        None
-        if batches.random_resize is None
-        else RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
-    )
+    resize = None
+    if batches.random_resize is not None:
+        resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
     sampler: PlannedBatchSampler
+    common: dict[str, Any] = {
+        "rejection": dataset["rejection"],
+        "longest_first": batches.longest_first,
+        "seed": config.seed,
+    }
     if batches.batching == "bucket":
         sampler = BucketBatchSampler(
             bucket_ids,
             table=table,
-            rejection=dataset["rejection"],
             batch_size=batches.train_batch_size if batches.max_tokens is None else None,
             max_tokens=batches.token_limit,
             spec=spec,
             remainder=batches.remainder,
-            longest_first=batches.longest_first,
-            seed=config.seed,
+            **common,
         )
     else:
         assert batches.token_limit is not None, "BatchConfig checks it"
@@ -126,20 +124,18 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         sampler = PackBatchSampler(
             num_tokens if resize is None else resize.token_counter(**sizes),
             max_tokens=batches.token_limit,
-            rejection=dataset["rejection"],
             strip_length=batches.strip_length,
             strategy=batches.pack_strategy,
             balance=batches.balance,
             cost_model=cost_model if batches.balance == "cost" else None,
             accumulation_steps=config.gradient_accumulation_steps,
-            longest_first=batches.longest_first,
-            seed=config.seed,
+            **common,
         )
-    collator: BucketCollator | PackCollator | CachedCollator
-    if prepared.cache is None:
-        collator = _make_collator(config, prepared, dataset, table=table, resize=resize)
-    else:
-        collator = _cached_collator(config, prepared, prepared.cache)
+    collator = _make_collator(config, prepared, dataset, table=table, resize=resize)
+    empty_text = None
+    if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
+        empty = {name: tensor[None] for name, tensor in collator.empty_text().items()}
+        empty_text = TextEmbeddings(empty["text_values"], empty.get("text_mask"))
     workers = config.loader.dataloader_num_workers
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -149,9 +145,6 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         timeout=config.loader.dataloader_timeout if workers else 0,
         **worker_options(workers),
     )
-    empty_text = None
-    if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
-        empty_text = _empty_text(collator)
     return TrainingData(
         loader=loader,
         sampler=sampler,
@@ -164,12 +157,6 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     )
 
 
-def _empty_text(collator: CachedCollator) -> TextEmbeddings:
-    text = collator.empty_text()
-    mask = text.get("text_mask")
-    return TextEmbeddings(text["text_values"][None], None if mask is None else mask[None])
-
-
 def _make_collator(
     config: TrainingConfig,
     prepared: PreparedDataset,
@@ -177,7 +164,10 @@ def _make_collator(
     *,
     table: BucketTable | OpenTable,
     resize: RandomResize | None,
-) -> BucketCollator | PackCollator:
+) -> BucketCollator | PackCollator | CachedCollator:
+    if prepared.cache is not None:
+        _check_cached(config, prepared.cache)
+        return CachedCollator(prepared.cache, caption_column=prepared.caption_column)
     options: dict[str, Any] = {
         "column": prepared.column,
         "caption_column": prepared.caption_column,
@@ -191,7 +181,7 @@ def _make_collator(
     return BucketCollator(table, **options)
 
 
-def _cached_collator(config: TrainingConfig, prepared: PreparedDataset, cache: CacheInfo) -> CachedCollator:
+def _check_cached(config: TrainingConfig, cache: CacheInfo) -> None:
     batching = config.batches.batching
     if cache.batching != batching:
         raise BucketingError(
@@ -204,4 +194,3 @@ def _cached_collator(config: TrainingConfig, prepared: PreparedDataset, cache: C
             f"Omit {quoted(given)}: {config.dataset_dir} holds encoded latents, and such settings change what is "
             "decoded. Give them to scripts/cache_latents.py."
         )
-    return CachedCollator(cache, caption_column=prepared.caption_column)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from diffusers.training_utils import EMAModel
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..buckets.sizes import LatentSpec
 from ..caching.fingerprints import weights_fingerprints
 from ..errors import BucketingError, Interrupted, quoted
 from ..files import check_folder_writable
@@ -36,9 +34,9 @@ from .checkpoint import (
     find_checkpoint,
     gather_weights,
     list_checkpoints,
-    load_checkpoint,
     save_checkpoint,
     save_pipeline,
+    without_accelerates_lines,
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
@@ -83,7 +81,12 @@ class Trainer:
             config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
         recipe = recipe_of(config.pretrained_model_name_or_path)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
-        self.validation = self._make_validation(config, spec)
+        self.validation = None
+        if config.validation.validation_prompts:
+            sizes = parse_sizes(config.validation.validation_sizes, spec)
+            self.validation = Validation(
+                config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation"
+            )
         self.recipe = recipe.load(
             config.pretrained_model_name_or_path,
             max_sequence_length=config.max_sequence_length,
@@ -104,12 +107,6 @@ class Trainer:
         check_positions(self.step, self.data, spec)
         self._prepare()
         self.global_step = 0
-
-    def _make_validation(self, config: TrainingConfig, spec: LatentSpec) -> Validation | None:
-        if not config.validation.validation_prompts:
-            return None
-        sizes = parse_sizes(config.validation.validation_sizes, spec)
-        return Validation(config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation")
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
         """Add adapters, if any, and move the frozen parts; return the settings with the alpha of the adapters."""
@@ -180,31 +177,24 @@ class Trainer:
             disable=not accelerator.is_local_main_process,
         )
         self.metrics = StepMetrics(accelerator, max_tokens=self.config.batches.token_limit)
-        with logging_redirect_tqdm(), self._interruptible():
-            while self.global_step < self.max_train_steps:
-                self._run_epoch(self.loader.epoch)
+        try:
+            with logging_redirect_tqdm():
+                while self.global_step < self.max_train_steps:
+                    self._run_epoch(self.loader.epoch)
+        except KeyboardInterrupt as error:
+            how = "there is no checkpoint yet; --checkpointing_steps saves some"
+            if saved := list_checkpoints(self.folder):
+                how = f"continue from {saved[-1].name} with --resume_from_checkpoint latest"
+            raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
         self.bar.close()
         self._finish()
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Say how to continue the run after Ctrl-C in a `with` block."""
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            saved = list_checkpoints(self.folder)
-            how = (
-                f"continue from {saved[-1].name} with --resume_from_checkpoint latest"
-                if saved
-                else ("there is no checkpoint yet; --checkpointing_steps saves some")
-            )
-            raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
 
     def _resume(self) -> dict[str, int] | None:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
         if self.checkpoint is None:
             return None
-        load_checkpoint(self.accelerator, self.checkpoint)
+        with without_accelerates_lines():
+            self.accelerator.load_state(str(self.checkpoint.path))
         progress = self.checkpoint.progress
         self.global_step = progress.global_step
         if self.ema is not None:

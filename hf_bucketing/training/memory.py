@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,11 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = ("weights", "gradients", "optimizer", "activations", "total")
-        return ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in parts)
+        parts = {**asdict(self), "total": self.total}
+        return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
 
 
 def model_width(transformer: Any) -> int:
@@ -133,8 +133,8 @@ def find_max_tokens(try_step: Callable[[int], None], *, largest: int, smallest: 
     """Return the largest `max_tokens` whose most expensive step fits, as accelerate's batch size finder searches.
 
     Args:
-        try_step (callable): Function that runs the most expensive step for a number of tokens, forward and backward,
-            and raises what torch raises when memory runs out.
+        try_step (callable): Function that runs that step for a number of tokens, and raises what torch raises when
+            memory runs out.
         largest (`int`): Tokens to start from; each failure takes off a tenth.
         smallest (`int`): Tokens of the largest sample, below which no plan exists.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from accelerate import Accelerator
@@ -67,10 +67,7 @@ def settings_of(config: TrainingConfig, accelerator: Accelerator) -> dict[str, A
 def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
     """Return the settings of a resumed run, with those left open taken from the saved run.
 
-    Args:
-        saved (mapping): Settings in the checkpoint, from [`settings_of`].
-        config ([`TrainingConfig`]): Settings of the run that resumes.
-        accelerator (`Accelerator`): Accelerator whose precision and distributed type count as settings.
+    Precision and distributed type of the accelerator count as settings, as in [`settings_of`].
 
     Raises:
         BucketingError: If a setting that must stay equal differs; the message names its value then and now.
@@ -92,20 +89,15 @@ def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator
 
 
 def check_weights(saved: Mapping[str, str], present: Mapping[str, str], *, source: str) -> None:
-    """Refuse to resume a run on other weights than it began with.
-
-    Args:
-        saved (mapping of `str` to `str`): Fingerprints in the checkpoint, by component of the pipeline.
-        present (mapping of `str` to `str`): Fingerprints of the pipeline that was loaded.
-        source (`str`): Name or folder of the pipeline that was loaded.
+    """Refuse to resume a run on other weights than it began with: fingerprints by component of the pipeline.
 
     Raises:
         BucketingError: If components differ; the message names them.
     """
-    names = [name for name in sorted({*saved, *present}) if saved.get(name) != present.get(name)]
-    if names:
+    differences = _differences(saved, present, sorted({*saved, *present}))
+    if differences:
         listed = "; ".join(
-            f"{name} had fingerprint {saved.get(name, 'none')} and has {present.get(name, 'none')}" for name in names
+            f"{name} had fingerprint {was or 'none'} and has {now or 'none'}" for name, was, now in differences
         )
         raise BucketingError(
             f"The run began with other weights than those of {source}: {listed}. Give the pipeline that it began with "
@@ -122,9 +114,10 @@ def applied_changes(saved: Mapping[str, Any], config: TrainingConfig, accelerato
 
 
 def _differences(
-    saved: Mapping[str, Any], present: Mapping[str, Any], names: list[str]
+    saved: Mapping[str, Any], present: Mapping[str, Any], names: Iterable[str]
 ) -> list[tuple[str, object, object]]:
-    return [(name, saved[name], present[name]) for name in names if saved[name] != present[name]]
+    values = ((name, saved.get(name), present.get(name)) for name in names)
+    return [(name, was, now) for name, was, now in values if was != now]
 
 
 def _text(value: object) -> str:

@@ -56,6 +56,11 @@ class OptimizerConfig:
         """Bytes per number in each of the optimizer's two moments."""
         return 1 if self.optimizer == "adamw_8bit" else 4
 
+    def adam(self) -> dict[str, Any]:
+        """Return betas, weight decay and epsilon, as torch names them."""
+        betas = (self.adam_beta1, self.adam_beta2)
+        return {"betas": betas, "weight_decay": self.adam_weight_decay, "eps": self.adam_epsilon}
+
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return an optimizer over the parameters that need a gradient.
@@ -76,13 +81,7 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerCo
                 'or use `optimizer="adamw"`.'
             ) from error
         kind = bitsandbytes.optim.AdamW8bit
-    optimizer: torch.optim.Optimizer = kind(
-        trained,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        weight_decay=config.adam_weight_decay,
-        eps=config.adam_epsilon,
-    )
+    optimizer: torch.optim.Optimizer = kind(trained, lr=config.learning_rate, **config.adam())
     return optimizer
 
 
@@ -107,8 +106,6 @@ def apply_settings(config: OptimizerConfig, schedule: torch.optim.lr_scheduler.L
     for group, factor in zip(groups, schedule.lr_lambdas, strict=True):
         group["initial_lr"] = config.learning_rate
         group["lr"] = config.learning_rate * factor(schedule.last_epoch)
-        group["betas"] = (config.adam_beta1, config.adam_beta2)
-        group["weight_decay"] = config.adam_weight_decay
-        group["eps"] = config.adam_epsilon
+        group.update(config.adam())
     schedule.base_lrs = [config.learning_rate] * len(schedule.lr_lambdas)
     schedule._last_lr = [group["lr"] for group in groups]  # the values that get_last_lr() returns

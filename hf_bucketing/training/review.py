@@ -12,7 +12,7 @@ import numpy as np
 from ..buckets.arrays import FloatArray, IntArray
 from ..errors import BucketingError
 from ..files import complete_file
-from .run_log import log_path, read_lines, sample_logs
+from .run_log import log_path, read_log, read_sample_logs
 
 _TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
@@ -23,7 +23,7 @@ def losses_of(output_dir: Path) -> list[float]:
     Raises:
         BucketingError: If the run left no log.
     """
-    return [line["train_loss"] for line in read_lines(log_path(output_dir, "losses"))]
+    return [line["train_loss"] for line in read_log(output_dir, "losses")]
 
 
 class StepLog(NamedTuple):
@@ -40,15 +40,10 @@ class StepLog(NamedTuple):
     seconds: FloatArray
 
 
-def steps_of(output_dir: Path) -> StepLog:
-    """Return the logged values of the optimizer steps of a run.
-
-    Raises:
-        BucketingError: If the run left no log, or an earlier release wrote it without times.
-    """
-    path = log_path(output_dir, "losses")
-    lines = read_lines(path)
+def _steps_of(output_dir: Path) -> StepLog:
+    lines = read_log(output_dir, "losses")
     if not lines or any("samples" not in line or "seconds" not in line for line in lines):
+        path = log_path(output_dir, "losses")
         raise BucketingError(f"{path} holds no samples and seconds of each step; train again to draw its losses.")
     return StepLog(
         np.array([line["train_loss"] for line in lines], np.float64),
@@ -63,7 +58,7 @@ def plans_of(output_dir: Path) -> dict[int, dict[str, Any]]:
     Raises:
         BucketingError: If the run left no log.
     """
-    return {line["epoch"]: line for line in read_lines(log_path(output_dir, "plans"))}
+    return {line["epoch"]: line for line in read_log(output_dir, "plans")}
 
 
 class SampleCount(NamedTuple):
@@ -86,22 +81,13 @@ class SampleCount(NamedTuple):
     mixed_steps: int
 
 
-def sample_lines(output_dir: Path) -> list[dict[str, Any]]:
-    """Return the log of every batch of all processes of a run.
-
-    Raises:
-        BucketingError: If the run left no log.
-    """
-    return [line for path in sample_logs(output_dir) or [log_path(output_dir, "samples")] for line in read_lines(path)]
-
-
 def count_samples(output_dir: Path) -> list[SampleCount]:
     """Count samples over all processes of a run, epoch by epoch.
 
     Raises:
         BucketingError: If the run left no log.
     """
-    logs = [read_lines(path) for path in sample_logs(output_dir) or [log_path(output_dir, "samples")]]
+    logs = read_sample_logs(output_dir)
     counts = []
     for epoch in sorted({line["epoch"] for log in logs for line in log}):
         by_process = [[line for line in log if line["epoch"] == epoch] for log in logs]
@@ -113,20 +99,8 @@ def count_samples(output_dir: Path) -> list[SampleCount]:
     return counts
 
 
-class LossSummary(NamedTuple):
-    """Mean loss over the first and the last tenth of the steps."""
-
-    first: float
-    last: float
-
-    @property
-    def fall(self) -> float:
-        """Fall as a share of the first loss: 0.4 is 40 %."""
-        return 1 - self.last / self.first
-
-
-def summarise_losses(losses: Sequence[float]) -> LossSummary:
-    """Compare the first tenth of a run with its last.
+def summarise_losses(losses: Sequence[float]) -> tuple[float, float]:
+    """Return the mean loss over the first and over the last tenth of the steps.
 
     Raises:
         BucketingError: If there are fewer than ten losses.
@@ -134,7 +108,7 @@ def summarise_losses(losses: Sequence[float]) -> LossSummary:
     if len(losses) < 10:
         raise BucketingError(f"Comparing tenths of a run needs at least ten optimizer steps, got {len(losses)}.")
     tenth = len(losses) // 10
-    return LossSummary(float(np.mean(losses[:tenth])), float(np.mean(losses[-tenth:])))
+    return float(np.mean(losses[:tenth])), float(np.mean(losses[-tenth:]))
 
 
 class Check(NamedTuple):
@@ -172,17 +146,13 @@ def review_run(output_dir: Path, *, min_fall: float = 1 / 3) -> RunReview:
     Raises:
         BucketingError: If the run left no logs or made fewer than ten optimizer steps.
     """
-    plans, losses = plans_of(output_dir), summarise_losses(losses_of(output_dir))
+    plans, (first, last) = plans_of(output_dir), summarise_losses(losses_of(output_dir))
     # max_train_steps may cut the last epoch short; all others are compared with their plans.
     epochs = [epoch for epoch in count_samples(output_dir) if max(epoch.steps) == plans[epoch.epoch]["num_steps"]]
-    fall = f"loss {losses.first:.4f} in the first tenth, {losses.last:.4f} in the last: {losses.fall:.0%} less"
-    return RunReview(
-        output_dir.name,
-        (
-            *(_check_epochs(epochs, plans) if epochs else [Check(False, "no complete epoch")]),
-            Check(losses.fall >= min_fall, fall),
-        ),
-    )
+    checks = _check_epochs(epochs, plans) if epochs else [Check(False, "no complete epoch")]
+    fall = 1 - last / first
+    said = f"loss {first:.4f} in the first tenth, {last:.4f} in the last: {fall:.0%} less"
+    return RunReview(output_dir.name, (*checks, Check(fall >= min_fall, said)))
 
 
 def losses_by_bucket(output_dir: Path) -> dict[int, tuple[int, float]]:
@@ -191,7 +161,7 @@ def losses_by_bucket(output_dir: Path) -> dict[int, tuple[int, float]]:
     Raises:
         BucketingError: If the run left no log.
     """
-    lines = sample_lines(output_dir)
+    lines = [line for log in read_sample_logs(output_dir) for line in log]
     half = max(line["batch"] for line in lines) // 2
     losses: dict[int, list[float]] = {}
     for line in lines:
@@ -250,7 +220,7 @@ def draw_losses(runs: Iterable[Path], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    logs = {run.name: steps_of(run) for run in runs}
+    logs = {run.name: _steps_of(run) for run in runs}
     window = max(1, min(int(steps.samples.sum()) for steps in logs.values()) // 20)
     longest = max(float(steps.seconds.sum()) for steps in logs.values())
     unit, seconds = next((name, size) for name, size in _TIME_UNITS if longest >= 3 * size or size == 1)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -17,35 +18,22 @@ _BINS = 10
 """Bins of noise levels."""
 
 
-class JsonLines:
-    """Write a log file of one JSON object per line, flushed line by line.
+class _JsonLines:
+    """A log file of one JSON object per line, flushed line by line, which keeps some lines of the run before."""
 
-    Args:
-        path (`Path`): Path of the file.
-        keep (`int`): Number of lines to keep of those that a run before wrote; later ones are removed.
-
-    Raises:
-        BucketingError: If there are fewer lines than `keep`.
-    """
-
-    def __init__(self, path: Path, *, keep: int = 0) -> None:
+    def __init__(self, path: Path, *, keep: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines()[:keep] if keep and path.exists() else []
         if len(lines) < keep:
             raise BucketingError(f"{path} has {len(lines)} lines, but the checkpoint was made after {keep}.")
         path.write_text("".join(f"{line}\n" for line in lines))
-        self._file = path.open("a")
+        self.file = path.open("a")
         self.lines = len(lines)
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
         self.lines += 1
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class RunLog:
@@ -56,6 +44,9 @@ class RunLog:
         process_index (`int`): Index of this process. Process 0 writes plans and losses; each writes its samples.
         num_processes (`int`): Number of processes. Logs of further ones are from a part of the run before it resumed.
         keep (mapping, *optional*): [`state_dict`][RunLog.state_dict] of the run when its checkpoint was saved.
+
+    Raises:
+        BucketingError: If a log has fewer lines than at that checkpoint.
     """
 
     def __init__(
@@ -63,13 +54,17 @@ class RunLog:
     ) -> None:
         keep = keep or {"samples": 0, "plans": 0, "losses": 0}
         self._batches = keep["samples"]
-        path = log_path(output_dir, "samples", process_index)
-        self._files = {"samples": JsonLines(path, keep=_lines_before(path, self._batches))}
+        self._files = {"samples": self._samples(log_path(output_dir, "samples", process_index))}
         if process_index == 0:
             for name in ("plans", "losses"):
-                self._files[name] = JsonLines(log_path(output_dir, name), keep=keep[name])
-            for path in sample_logs(output_dir)[num_processes:]:
-                JsonLines(path, keep=_lines_before(path, self._batches)).close()
+                self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep[name])
+            for path in _sample_logs(output_dir)[num_processes:]:
+                self._samples(path).file.close()
+
+    def _samples(self, path: Path) -> _JsonLines:
+        """Open a log of samples, cut off after the batches of the run so far."""
+        lines = _read_lines(path) if path.is_file() else []
+        return _JsonLines(path, keep=sum(line["batch"] < self._batches for line in lines))
 
     def write_plan(self, epoch: int, summary: Mapping[str, Any]) -> None:
         """Log the counts of an epoch's plan, in process 0."""
@@ -89,12 +84,12 @@ class RunLog:
 
     def state_dict(self) -> dict[str, int]:
         """Return the batches that each process has logged, and the lines of the other logs."""
-        return {**{name: file.lines for name, file in self._files.items()}, "samples": self._batches}
+        return {**{name: log.lines for name, log in self._files.items()}, "samples": self._batches}
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
-            file.close()
+        for log in self._files.values():
+            log.file.close()
 
     def _write(self, name: str, entry: Mapping[str, Any]) -> None:
         if name in self._files:
@@ -116,11 +111,9 @@ class StepMetrics:
         self._reset()
 
     def _reset(self) -> None:
-        device = self.accelerator.device
-        self._loss = torch.zeros((), device=device)
-        self._by_level = torch.zeros(2, _BINS, device=device)
-        self._samples = self._tokens = self._batches = 0
-        self._cost = 0.0
+        # The loss; and by noise level, the sum of the losses and the number of samples.
+        self._sums = torch.zeros(1 + 2 * _BINS, device=self.accelerator.device)
+        self._counts = np.zeros(4)  # samples, tokens, cost, batches
 
     def add(
         self, values: torch.Tensor, noise_levels: torch.Tensor, *, weights: torch.Tensor, tokens: int, cost: float
@@ -135,14 +128,11 @@ class StepMetrics:
             cost (`float`): Cost of the samples, in any unit.
         """
         values = values.detach().float()
-        self._loss += (values * weights.to(values)).sum()
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
-        self._by_level[0].index_add_(0, bins, values)
-        self._by_level[1].index_add_(0, bins, torch.ones_like(values))
-        self._samples += len(values)
-        self._tokens += tokens
-        self._cost += cost
-        self._batches += 1
+        self._sums[0] += (values * weights.to(values)).sum()
+        self._sums.index_add_(0, 1 + bins, values)
+        self._sums.index_add_(0, 1 + _BINS + bins, torch.ones_like(values))
+        self._counts += (len(values), tokens, cost, 1)
 
     def finish(self) -> dict[str, float]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
@@ -152,11 +142,10 @@ class StepMetrics:
         since the end of the step before. `imbalance` is the largest cost of a process divided by the mean, and `fill`
         the tokens divided by `max_tokens`.
         """
-        counts = [self._samples, self._tokens, self._cost, self._batches]
-        mine = torch.cat([self._loss[None], self._by_level.flatten(), torch.tensor(counts, device=self._loss.device)])
+        mine = torch.cat([self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
         rows = self.accelerator.gather(mine[None]).cpu().double()
-        loss, sums, seen = rows[:, 0], rows[:, 1 : 1 + _BINS], rows[:, 1 + _BINS : 1 + 2 * _BINS]
-        samples, tokens, cost, batches = rows[:, 1 + 2 * _BINS :].unbind(1)
+        loss, sums, seen, counts = rows.split([1, _BINS, _BINS, 4], 1)
+        samples, tokens, cost, batches = counts.unbind(1)
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         metrics = {
@@ -181,23 +170,30 @@ def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 
-def sample_logs(output_dir: Path) -> list[Path]:
-    """Return the existing logs of samples, in order of process."""
-    found = log_path(output_dir, "samples").parent.glob("samples-*.jsonl")
-    return sorted(found, key=lambda path: int(path.stem.partition("-")[2]))
-
-
-def _lines_before(path: Path, batch: int) -> int:
-    """Return the number of lines before a batch of the run in a log of samples."""
-    return sum(line["batch"] < batch for line in read_lines(path)) if path.is_file() else 0
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a log.
+def read_log(output_dir: Path, name: str) -> list[dict[str, Any]]:
+    """Return the entries of the log `"plans"` or `"losses"`.
 
     Raises:
         BucketingError: If there is no such file.
     """
+    return _read_lines(log_path(output_dir, name))
+
+
+def read_sample_logs(output_dir: Path) -> list[list[dict[str, Any]]]:
+    """Return the entries of the log of samples of each process.
+
+    Raises:
+        BucketingError: If there is none.
+    """
+    return [_read_lines(path) for path in _sample_logs(output_dir) or [log_path(output_dir, "samples")]]
+
+
+def _sample_logs(output_dir: Path) -> list[Path]:
+    found = log_path(output_dir, "samples").parent.glob("samples-*.jsonl")
+    return sorted(found, key=lambda path: int(path.stem.partition("-")[2]))
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise BucketingError(f"{path} does not exist; is this the output_dir of a training run?")
     return [json.loads(line) for line in path.read_text().splitlines()]

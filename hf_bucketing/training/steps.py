@@ -15,7 +15,7 @@ from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError, PackingError
 from ..media.sample import frame_rates
 from ..models.enable import disable_packing, enable_packing
-from ..models.objectives import Objective
+from ..models.objectives import Noised, Objective
 from ..models.recipe import Recipe, TextEmbeddings
 from ..packing.pack import Packing, packed_forward
 from ..randomness import Purpose, generator
@@ -39,13 +39,8 @@ class StepLosses(NamedTuple):
 class Step(ABC):
     """Compute the per-sample losses of a batch.
 
-    Args:
-        recipe ([`Recipe`]): Recipe that encodes media and captions.
-        objective ([`Objective`]): Objective that adds noise and scores predictions.
-        caption_dropout (`float`): Share of captions replaced by the empty one, for classifier-free guidance; drawn
-            from the seed, the epoch and the sample's index.
-        seed (`int`): Seed of that draw.
-        empty_text ([`TextEmbeddings`], *optional*): Empty caption, for batches whose texts come from a cache.
+    A share of the captions, `caption_dropout`, is replaced by the empty one, for classifier-free guidance; it is drawn
+    from the seed, the epoch and the sample's index. `empty_text` is the empty caption of a cache, for its batches.
     """
 
     recipe: Recipe
@@ -54,18 +49,26 @@ class Step(ABC):
     seed: int = 0
     empty_text: TextEmbeddings | None = None
 
-    @abstractmethod
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
+        latents = latents_of(self.recipe, batch)
+        noised = self.objective(latents, indices=batch["index"], epoch=epoch)
+        dropped = [self._drops_caption(index, epoch) for index in batch["index"]]
+        text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
+        fps = frame_rates(batch["fps"], device=latents[0].device)
+        values = self._losses(transformer, noised, text=text, fps=fps)
+        return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
+
+    @abstractmethod
+    def _losses(
+        self, transformer: torch.nn.Module, noised: Noised, *, text: TextEmbeddings, fps: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the transformer and return the loss of each sample, `(n,)`."""
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
         """Make the transformer usable by its pipeline inside a `with` block."""
         yield
-
-    def _text(self, batch: Mapping[str, Any], dtype: torch.dtype, *, epoch: int) -> TextEmbeddings:
-        dropped = [self._drops_caption(index, epoch) for index in batch["index"]]
-        return text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(dtype)
 
     def _drops_caption(self, index: int, epoch: int) -> bool:
         return bool(generator(Purpose.CAPTION_DROPOUT, self.seed, epoch, index).random() < self.caption_dropout)
@@ -74,28 +77,17 @@ class Step(ABC):
 class BucketStep(Step):
     """Run one forward over a stack of samples of one size."""
 
-    def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
-        """Return the loss of each sample."""
-        latents = latents_of(self.recipe, batch)
-        noised = self.objective(latents, indices=batch["index"], epoch=epoch)
-        prediction = self.recipe.predict(
-            transformer,
-            torch.stack(noised.latents),
-            timesteps=noised.timesteps,
-            text=self._text(batch, latents[0].dtype, epoch=epoch),
-            fps=frame_rates(batch["fps"], device=latents[0].device),
-        )
-        levels = noised.timesteps / self.objective.num_train_timesteps
-        return StepLosses(self.objective.losses(prediction, noised), levels)
+    def _losses(
+        self, transformer: torch.nn.Module, noised: Noised, *, text: TextEmbeddings, fps: torch.Tensor
+    ) -> torch.Tensor:
+        stack = torch.stack(noised.latents)
+        prediction = self.recipe.predict(transformer, stack, timesteps=noised.timesteps, text=text, fps=fps)
+        return self.objective.losses(prediction, noised)
 
 
 @dataclass(kw_only=True)
 class PackStep(Step):
-    """Run one forward over a pack of samples, each of its own size.
-
-    Args:
-        packing ([`Packing`][hf_bucketing.packing.Packing]): Packing of the recipe's transformer.
-    """
+    """Run one forward over a pack of samples, each of its own size, with the packing of the recipe's transformer."""
 
     packing: Packing
 
@@ -109,18 +101,16 @@ class PackStep(Step):
         finally:
             self.packing = enable_packing(transformer, strip_length=self.packing.strip_length)
 
-    def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
-        """Return the loss of each sample."""
-        latents = latents_of(self.recipe, batch)
-        noised = self.objective(latents, indices=batch["index"], epoch=epoch)
+    def _losses(
+        self, transformer: torch.nn.Module, noised: Noised, *, text: TextEmbeddings, fps: torch.Tensor
+    ) -> torch.Tensor:
         pack = self.packing.pack(
             noised.latents,
             timesteps=noised.timesteps,
-            conditioning=self.recipe.conditioning(fps=frame_rates(batch["fps"], device=latents[0].device)),
-            **self._text(batch, latents[0].dtype, epoch=epoch).pack_kwargs(),
+            conditioning=self.recipe.conditioning(fps=fps),
+            **text.pack_kwargs(),
         )
-        values = self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
-        return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
+        return self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
 
 
 def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
@@ -130,11 +120,15 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
         snr_gamma=config.objective.snr_gamma,
         seed=config.seed,
     )
-    dropout = config.objective.caption_dropout
+    common: dict[str, Any] = {
+        "recipe": recipe,
+        "objective": objective,
+        "caption_dropout": config.objective.caption_dropout,
+        "seed": config.seed,
+    }
     if config.batches.batching == "bucket":
-        return BucketStep(recipe=recipe, objective=objective, caption_dropout=dropout, seed=config.seed)
-    packing = enable_packing(recipe.transformer, strip_length=config.batches.strip_length)
-    return PackStep(recipe=recipe, objective=objective, caption_dropout=dropout, seed=config.seed, packing=packing)
+        return BucketStep(**common)
+    return PackStep(packing=enable_packing(recipe.transformer, strip_length=config.batches.strip_length), **common)
 
 
 def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:

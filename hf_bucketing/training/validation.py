@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -52,11 +53,7 @@ class ValidationConfig:
 class Validation:
     """Render every prompt at every size with the pipeline as it would be saved now.
 
-    Args:
-        config ([`ValidationConfig`]): Prompts, sizes and settings of the sampler.
-        sizes (sequence of [`Size`][hf_bucketing.Size]): Frames, height and width in pixels, from [`parse_sizes`].
-        seed (`int`): Seed of the noise, which is the same in every rendering.
-        folder (`Path`): Folder that receives `step-{n}/{size}-{prompt}.mp4`.
+    The noise of all renderings is that of one seed; `folder` receives `step-{n}/{size}-{prompt}.mp4`.
     """
 
     config: ValidationConfig
@@ -72,16 +69,17 @@ class Validation:
         transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
         try:
-            for size in self.sizes:
-                for prompt in self.config.validation_prompts or []:
-                    with torch.no_grad(), accelerator.autocast():
-                        frames = self._sample(recipe, prompt, size)
-                    name = f"{size.frames}x{size.height}x{size.width}-{_file_name(prompt)}"
-                    write_video(folder / f"{name}.mp4", frames, fps=self.config.validation_fps)
-                    shown = np.linspace(0, len(frames) - 1, min(_FRAMES_SHOWN, len(frames))).round().astype(int)
-                    for tracker in accelerator.trackers:
-                        if hasattr(tracker, "log_images"):
-                            tracker.log_images({name: frames[shown]}, step=step, **_channels_last(tracker.name))
+            for size, prompt in product(self.sizes, self.config.validation_prompts or []):
+                with torch.no_grad(), accelerator.autocast():
+                    frames = self._sample(recipe, prompt, size)
+                words = re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
+                name = f"{size.frames}x{size.height}x{size.width}-{words}"
+                write_video(folder / f"{name}.mp4", frames, fps=self.config.validation_fps)
+                shown = np.linspace(0, len(frames) - 1, min(_FRAMES_SHOWN, len(frames))).round().astype(int)
+                for tracker in accelerator.trackers:
+                    if hasattr(tracker, "log_images"):
+                        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                        tracker.log_images({name: frames[shown]}, step=step, **layout)
         finally:
             transformer.train(training)
 
@@ -116,11 +114,3 @@ def parse_sizes(text: str, spec: LatentSpec) -> list[Size]:
             )
         sizes.append(size)
     return sizes
-
-
-def _file_name(prompt: str) -> str:
-    return re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
-
-
-def _channels_last(tracker: str) -> dict[str, str]:
-    return {"dataformats": "NHWC"} if tracker == "tensorboard" else {}

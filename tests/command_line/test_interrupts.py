@@ -134,14 +134,8 @@ def test_ctrl_c_ends_training_and_says_how_to_go_on(pipeline_dir, prepared_dir, 
 @pytest.mark.slow
 def test_ctrl_c_under_accelerate_launch_is_said_once(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [
-        sys.executable,
-        *LAUNCH,
-        "--multi_gpu",
-        "--num_processes",
-        2,
-        *training(pipeline_dir, prepared_dir, out),
-    ]
+    command = [sys.executable, *LAUNCH, "--multi_gpu", "--num_processes", 2]
+    command += training(pipeline_dir, prepared_dir, out)
     code = interrupt(command, tmp_path / "log.txt", lambda text: (out / "checkpoint-2").exists())
     text = (tmp_path / "log.txt").read_text()
     assert code, text

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.steps import BucketStep, PackStep
+from hf_bucketing.models.recipe import TextEmbeddings
+from hf_bucketing.training.steps import BucketStep, PackStep, text_of
+from tests.caching.test_caching import cached, collator_of, load_recipe, prepared
+
+__all__ = ["prepared"]
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 
@@ -34,7 +37,7 @@ def losses_and_gradients(step, batch) -> tuple[torch.Tensor, list[torch.Tensor]]
 
 @pytest.mark.parametrize(("family", "frames"), [("wan", 5), ("ltx", 5), ("latte", 16), ("latte", 1), ("wan", 1)])
 def test_packed_and_bucketed_training_are_the_same(family: str, frames: int, pipeline_dirs: dict[str, Path]) -> None:
-    recipe = recipe_of(str(pipeline_dirs[family])).load(str(pipeline_dirs[family]))
+    recipe = load_recipe(pipeline_dirs[family])
     for name in ("transformer", "text_encoder", "vae"):  # in float32, some gradients are mostly rounding
         getattr(recipe.pipeline, name).double()
     objective, batch = recipe.objective(**OPTIONS), make_batch(frames)
@@ -52,7 +55,7 @@ def test_packed_and_bucketed_training_are_the_same(family: str, frames: int, pip
 
 
 def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> None:
-    recipe = recipe_of(str(pipeline_dirs["ltx"])).load(str(pipeline_dirs["ltx"]))
+    recipe = load_recipe(pipeline_dirs["ltx"])
     objective, batch = recipe.objective(**OPTIONS), make_batch(1)
 
     def values(**options) -> torch.Tensor:
@@ -69,7 +72,7 @@ def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> 
 
 
 def test_a_pipeline_can_use_its_transformer_while_packing_is_off(pipeline_dirs) -> None:
-    recipe = recipe_of(str(pipeline_dirs["wan"])).load(str(pipeline_dirs["wan"]))
+    recipe = load_recipe(pipeline_dirs["wan"])
     step = PackStep(recipe=recipe, objective=recipe.objective(**OPTIONS),
                     packing=enable_packing(recipe.transformer, strip_length=8))  # fmt: skip
     batch = make_batch(1)
@@ -82,3 +85,24 @@ def test_a_pipeline_can_use_its_transformer_while_packing_is_off(pipeline_dirs) 
     assert torch.equal(before.values, after.values)
     assert 0 <= float(before.noise_levels.min()) <= float(before.noise_levels.max()) <= 1
     disable_packing(recipe.transformer)
+
+
+@pytest.mark.parametrize("family", ["wan", "ltx"])
+def test_captions_that_are_dropped_are_the_empty_one_of_the_cache(
+    family: str, prepared, pipeline_dirs, tmp_path: Path
+) -> None:
+    recipe = load_recipe(pipeline_dirs[family])
+    keyed = cached(prepared, recipe, tmp_path / "cache", batching="pack")
+    collator = collator_of(keyed)
+    empty = {name: values[None] for name, values in collator.empty_text().items()}
+    text = TextEmbeddings(empty["text_values"], empty.get("text_mask"))
+    entries = collator([keyed.dataset[row] for row in (0, 6)])
+    mixed = text_of(recipe, entries, dropped=[True, False], empty=text)
+    expected = recipe.encode_text(["", entries["caption"][1]])
+    assert (mixed.mask is None) == (expected.mask is None)
+    if mixed.mask is None:
+        assert torch.allclose(mixed.values, expected.values, atol=1e-6)
+    else:
+        real = expected.mask.bool()
+        assert torch.equal(mixed.mask.bool(), real)
+        assert torch.allclose(mixed.values[real], expected.values[real], atol=1e-6)

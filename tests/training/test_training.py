@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from accelerate.state import AcceleratorState
 
-from hf_bucketing import BucketingError, LatentSpec, MediaError
+from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.training.review import count_samples, losses_of, plans_of
@@ -114,19 +113,6 @@ def test_more_processes_than_samples_are_an_error(pipeline_dir, prepared_dir, tm
     result = train(pipeline_dir, tmp_path / "one", tmp_path / "out", *BATCHING["bucket"], check=False)
     assert result.returncode
     assert "do not fill one step of 2 processes" in result.stderr
-
-
-def test_a_file_that_breaks_after_preparing_stops_training_by_name(
-    pipeline_dir, prepared_dir, media_dir, tmp_path: Path
-) -> None:
-    shutil.copytree(media_dir, tmp_path / "media")
-    data = PreparedDataset.load(prepared_dir)
-    dataclasses.replace(data, root=str(tmp_path / "media")).save(tmp_path / "prepared")
-    (tmp_path / "media" / "videos" / "0004.mp4").write_bytes(b"broken")
-    config = in_process(pipeline_dir, tmp_path / "prepared", tmp_path / "out", max_train_steps=None)
-    with pytest.raises(MediaError, match=r"0004\.mp4"):
-        run(config)
-    assert not (tmp_path / "out" / "model_index.json").exists()
 
 
 def test_a_data_set_of_another_model_is_refused(pipeline_dir, prepared_dir, tmp_path: Path) -> None:

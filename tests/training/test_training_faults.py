@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from hf_bucketing import MediaError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import FaultRule
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.review import count_samples
-from tests.training.training_cases import BATCHING, train
+from tests.training.training_cases import BATCHING, in_process, run, train
 
 
 @pytest.fixture
@@ -27,6 +28,12 @@ def broken_dir(prepared_dir: Path, media_dir: Path, tmp_path: Path) -> Path:
     dataclasses.replace(data, root=str(tmp_path / "media")).save(tmp_path / "broken")
     (tmp_path / "media" / "videos" / "0004.mp4").write_bytes(b"broken")
     return tmp_path / "broken"
+
+
+def test_a_file_that_breaks_after_preparing_stops_training_by_name(pipeline_dir, broken_dir, tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match=r"0004\.mp4"):
+        run(in_process(pipeline_dir, broken_dir, tmp_path / "out", max_train_steps=None))
+    assert not (tmp_path / "out" / "model_index.json").exists()
 
 
 @pytest.mark.slow

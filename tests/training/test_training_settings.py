@@ -268,25 +268,15 @@ def test_a_dry_run_and_automatic_max_tokens_train_nothing(
 def test_samples_beyond_the_models_positions_are_refused_before_training(
     pipeline_dirs, media_dir, tmp_path: Path
 ) -> None:
-    flags = (
-        "--target_fps",
-        8,
-        "--bucket_tokens",
-        "1000",
-        "--bucket_frames",
-        "1,17,25",
-        "--output_dir",
-        tmp_path / "p",
-    )
     latte = pipeline_dirs["latte"]
-    run_script_here("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", latte, *flags)
+    prepare = ("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", latte)
+    prepare += ("--target_fps", 8, "--bucket_tokens", "1000", "--bucket_frames", "1,17,25")
+    prepare += ("--output_dir", tmp_path / "p")
+    run_script_here(*prepare)
     config = in_process(latte, tmp_path / "p", tmp_path, batching="pack", max_tokens=4000)
     with pytest.raises(BucketingError, match=r"cannot take the \d+ samples of .* 16 positions for frames"):
         Trainer(config)
-    run_script_here(
-        *("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", latte, *flags),
-        *("--max_frames", 16),
-    )
+    run_script_here(*prepare, "--max_frames", 16)
     data = PreparedDataset.load(tmp_path / "p")
     sizes = Trainer(config).data.sizes(np.arange(len(data.dataset)))
     cut = [min(frames, 16) for frames in data.dataset["num_frames"]]

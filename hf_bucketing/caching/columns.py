@@ -1,4 +1,4 @@
-"""Encode the latents of a data set once, in stacks of one size, into a cache."""
+"""Encode latents, in stacks of one size, and each distinct caption once, into a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,15 +18,63 @@ import torch
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
-from ..errors import MediaError
+from ..errors import ColumnError, MediaError
 from ..media.sample import load_sample
 from ..media.source import MediaSource
-from ..media.views import View, seeded_draws
-from .config import CacheConfig
-from .store import entry_key
+from ..media.views import View, ViewRule, seeded_draws
+from ..settings import check_at_least, check_literals
+from .store import TensorCache, entry_key
 
-RULE_VERSION = 1
-"""Raised when an entry changes although all parts of its key are the same."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Settings of a cache: its folder, the views of the files that it holds, and how they are encoded.
+
+    Args:
+        folder (`str`): Folder of the entries. One that holds entries is completed.
+        batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `table` or in `open_table` of the
+            [`PreparedDataset`][hf_bucketing.columns.PreparedDataset].
+        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
+            random, and PyAV decodes.
+        seed (`int`): Seed of random views. They are those of epoch 0 and need an `index` column.
+        batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
+        num_threads (`int`): Threads that decode files while the encoder runs.
+        on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
+
+    Raises:
+        BucketingError: On a number below 1, or an unknown `batching` or `on_error`.
+    """
+
+    folder: str
+    batching: Literal["bucket", "pack"] = "bucket"
+    views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
+    seed: int = 0
+    batch_size: int = 8
+    num_threads: int = 2
+    on_error: Literal["raise", "reject"] = "raise"
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_at_least(1, self, "batch_size", "num_threads")
+
+    @property
+    def cache(self) -> TensorCache:
+        """The entries in `folder`."""
+        return TensorCache(Path(self.folder))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CachedColumns:
+    """What column callables that encode into a cache share: see [`LatentColumns`] and [`TextColumns`]."""
+
+    model: str
+    column: str
+    config: CacheConfig
+    counts: Counter[str] = field(default_factory=Counter, compare=False)
+
+    optional_columns = ()
+    vectorised = False
+    reusable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +86,7 @@ class _Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentColumns:
+class LatentColumns(_CachedColumns):
     """Encode the latents of each row into a cache and compute `latents_key`, the key of its entry.
 
     A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. Samples of
@@ -59,17 +108,10 @@ class LatentColumns:
     """
 
     encode: Callable[[torch.Tensor], torch.Tensor]
-    model: str
     table: BucketTable | OpenTable
-    column: str
-    config: CacheConfig
     root: str | None = None
-    counts: Counter[str] = field(default_factory=Counter, compare=False)
 
-    optional_columns = ()
     output_columns = ("latents_key",)
-    vectorised = False
-    reusable = False
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -120,7 +162,6 @@ class LatentColumns:
             geometry["decoder"] = view.video_decoder
         key = entry_key(
             kind="latents",
-            rule_version=RULE_VERSION,
             file=_identity(source, self.root),
             model=self.model,
             **geometry,
@@ -170,6 +211,64 @@ class LatentColumns:
                 if len(waiting) > 1:
                     yield waiting.popleft()
             yield from waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextColumns(_CachedColumns):
+    """Encode captions into a cache and compute `text_key`, the key of each row's entry.
+
+    A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. Identical
+    captions share an entry, and entries that exist are not encoded again. Trailing padding is not stored: tokens that
+    the mask excludes or, without a mask, that are zero. An entry keeps the padded `length`, and the collator restores
+    what the encoder returned.
+
+    Args:
+        encode (callable): Encodes captions to embeddings `(n, length, dim)` and a mask `(n, length)` or None.
+        model (`str`): Fingerprint of all that `encode` depends on.
+        column (`str`): Text column.
+        config ([`CacheConfig`]): Folder of the entries, and captions per call of `encode`.
+        counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, or `found` in the cache.
+    """
+
+    encode: Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None]]
+
+    output_columns = ("text_key",)
+
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        """Columns that a batch must hold."""
+        return (self.column,)
+
+    def key(self, caption: str) -> str:
+        """Return the key of a caption's entry."""
+        return entry_key(kind="text", model=self.model, caption=caption)
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
+        """Write missing entries and return the key of each caption's entry.
+
+        Raises:
+            ColumnError: If a caption is not text.
+        """
+        captions = list(batch[self.column])
+        wrong = next((caption for caption in captions if not isinstance(caption, str)), "")
+        if not isinstance(wrong, str):
+            raise ColumnError(f"The column {self.column} must hold text, got {wrong!r}; use '' for no caption.")
+        keys = {caption: self.key(caption) for caption in captions}
+        missing = [caption for caption, key in keys.items() if not self.config.cache.holds(key)]
+        for start in range(0, len(missing), self.config.batch_size):
+            self._encode({caption: keys[caption] for caption in missing[start : start + self.config.batch_size]})
+        self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
+        return {"text_key": [keys[caption] for caption in captions]}
+
+    def _encode(self, keys: Mapping[str, str]) -> None:
+        values, mask = self.encode(list(keys))
+        real = values.ne(0).any(-1) if mask is None else mask.ne(0)
+        for row, key in enumerate(keys.values()):
+            end = max(int(real[row].nonzero().max()) + 1 if real[row].any() else 0, 1)
+            entry = {"values": values[row, :end]}
+            if mask is not None:
+                entry["mask"] = mask[row, :end]
+            self.config.cache.write(key, entry, about={"length": values.shape[1]})
 
 
 def _pixels(sample: _Sample) -> torch.Tensor:
