@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
 from ..errors import PlanError, refuse_old_names
-from ..plans.checks import Oversize
 from ..plans.epoch import EpochPlan
 from ..plans.lengths import (
     OLD_NAMES,
@@ -19,6 +18,7 @@ from ..plans.lengths import (
     oversize_rows,
     plan_lengths,
 )
+from ..plans.rows import Oversize
 from .planned import PlannedBatchSampler, whole_column
 
 

@@ -11,9 +11,9 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.cost import CostModel
 from ..errors import PlanError, refuse_old_names
 from ..plans.bin_packing import PackStrategy
-from ..plans.checks import Oversize
 from ..plans.epoch import EpochPlan
 from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
+from ..plans.rows import Oversize
 from .planned import PlannedBatchSampler, whole_column
 from .rejected import warn_of_rejected
 

@@ -42,18 +42,18 @@ def lockstep_plan(
     *,
     bucket_ids: IntArray,
     base: int | None,
-    num_processes: int,
     chosen: EpochRows,
     filled: int = 0,
 ) -> EpochPlan:
     """Make a plan of steps in which every process takes `steps.size` samples, starting at `steps.first`."""
+    num_processes = chosen.num_processes
     indices = take_segments(rows, steps.first, steps.size * num_processes)
     offsets = np.concatenate([[0], np.cumsum(np.repeat(steps.size, num_processes))])
     labels = np.repeat(steps.bucket, num_processes).astype(np.int32)
     caught = np.flatnonzero(labels == CATCH_ALL)
     if base is not None:
         labels[caught] = labels_of(bucket_ids, indices, offsets[caught], offsets[caught + 1], base=base)
-    return counted_plan(indices, offsets, labels, num_processes=num_processes, chosen=chosen, filled=filled)
+    return counted_plan(indices, offsets, labels, chosen=chosen, filled=filled)
 
 
 def labels_of(bucket_ids: IntArray, indices: IntArray, start: IntArray, stop: IntArray, *, base: int) -> IntArray:
@@ -66,17 +66,11 @@ def labels_of(bucket_ids: IntArray, indices: IntArray, start: IntArray, stop: In
     return np.where(low == high, low, base)
 
 
-def unbucketed_plan(
-    rows: IntArray, first: IntArray, sizes: IntArray, *, label: int, num_processes: int, chosen: EpochRows
-) -> EpochPlan:
+def unbucketed_plan(rows: IntArray, first: IntArray, sizes: IntArray, *, label: int, chosen: EpochRows) -> EpochPlan:
     """Make a plan of the batches `rows[first : first + size]`, all with the same label."""
-    return counted_plan(
-        take_segments(rows, first, sizes),
-        np.concatenate([[0], np.cumsum(sizes)]),
-        np.full(len(sizes), label, np.int32),
-        num_processes=num_processes,
-        chosen=chosen,
-    )
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    labels = np.full(len(sizes), label, np.int32)
+    return counted_plan(take_segments(rows, first, sizes), offsets, labels, chosen=chosen)
 
 
 def counted_plan(
@@ -84,7 +78,6 @@ def counted_plan(
     offsets: IntArray,
     labels: IntArray | npt.NDArray[np.int32],
     *,
-    num_processes: int,
     chosen: EpochRows,
     filled: int = 0,
 ) -> EpochPlan:
@@ -94,7 +87,6 @@ def counted_plan(
         indices (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
         offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
         labels (`int64` or `int32`, shape `(num_batches,)`): Bucket of each batch.
-        num_processes (`int`): Processes that share the batches, at least 1.
         chosen ([`EpochRows`]): The rows that were left of the epoch.
         filled (`int`): Number of indices that repeat a row only to complete a batch.
     """
@@ -104,7 +96,7 @@ def counted_plan(
         indices=indices,
         offsets=offsets,
         bucket_ids=labels.astype(np.int32, copy=False),
-        num_processes=num_processes,
+        num_processes=chosen.num_processes,
         # Completing steps drops no row, and may take consumed rows, which this plan does not keep.
         repeated=len(indices) - _count_different(chosen.rows if filled else indices) if repeats else 0,
         drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),

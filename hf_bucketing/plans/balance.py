@@ -7,6 +7,7 @@ import heapq
 import numpy as np
 
 from ..buckets.arrays import FloatArray, IntArray
+from .rows import EpochRows
 
 _SORTED_STEPS = 64
 
@@ -44,28 +45,15 @@ def split_largest(offsets: IntArray, num_processes: int) -> IntArray | None:
     return np.sort(np.concatenate([offsets, np.array(cuts, np.int64)]))
 
 
-def even_batches(
-    rows: IntArray, offsets: IntArray, num_processes: int, *, rng: np.random.Generator | None
-) -> tuple[IntArray, IntArray]:
-    """Make the number of batches a multiple of `num_processes` by splitting those with the most samples.
+def even_batches(rows: IntArray, offsets: IntArray, chosen: EpochRows) -> tuple[IntArray, IntArray]:
+    """Split the batches with the most samples until all processes get equally many; return the rows and the bounds.
 
-    With fewer samples than batches, each sample becomes a batch, and fewer than `num_processes` samples are dropped:
-    the last ones, or random ones with a generator.
-
-    Args:
-        rows (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
-        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
-        num_processes (`int`): Processes that share the batches, at least 1.
-        rng (`numpy.random.Generator`, *optional*): Chooses the dropped samples.
-
-    Returns:
-        The rows that are kept, and the new bounds.
+    With fewer samples than batches, each sample becomes a batch, and fewer than `num_processes` samples are dropped.
     """
-    even = split_largest(offsets, num_processes)
+    even = split_largest(offsets, chosen.num_processes)
     if even is not None:
         return rows, even
-    spare = len(rows) % num_processes
-    rows = rows[: len(rows) - spare] if rng is None else np.delete(rows, rng.permutation(len(rows))[:spare])
+    rows = np.delete(rows, chosen.spare(len(rows)))
     return rows, np.arange(len(rows) + 1)
 
 
