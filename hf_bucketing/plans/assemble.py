@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import IntArray
+from ..errors import PlanError
 from .deal import CATCH_ALL, Steps, ranges
 from .epoch import EpochPlan
 from .rows import EpochRows
@@ -102,6 +103,16 @@ def counted_plan(
         drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
         consumed=chosen.consumed,
     )
+
+
+def with_steps(plan: EpochPlan, remainder: str, chosen: EpochRows) -> EpochPlan:
+    """Return the plan of a new epoch, or raise PlanError if it has no step."""
+    if not plan.num_steps and not chosen.consumed:
+        hint = ' under `remainder="drop"`; use `remainder="short"` or smaller batches' if remainder == "drop" else ""
+        raise PlanError(
+            f"{len(chosen.rows)} usable rows do not fill one step of {chosen.num_processes} processes{hint}."
+        )
+    return plan
 
 
 def _count_different(indices: IntArray) -> int:

@@ -51,7 +51,7 @@ def fill_packs(
         spans (`int64`, shape `(n,)`): Tokens that each sample takes, at least 1 and at most `limits.tokens`.
         costs (`float64`, shape `(n,)`): Cost of each sample; 0 without a limit of cost.
         limits ([`Limits`]): What a pack may hold.
-        strategy (`str`): As in [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig].
+        strategy (`str`): As in [`PackBatchSampler`][hf_bucketing.PackBatchSampler].
         open_packs (`int`): Packs held open at once by `"first_fit"`.
         window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
 

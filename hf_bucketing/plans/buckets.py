@@ -13,7 +13,7 @@ from ..buckets.assignment import has_bucket
 from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose
 from ..settings import check_literals
-from .assemble import counted_plan, labels_of, lockstep_plan
+from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
 from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order
 from .epoch import EpochPlan
 from .rows import EpochRows, PlanConfig, epoch_rows
@@ -24,28 +24,11 @@ Weights = npt.ArrayLike | Mapping[int, float]
 @refuse_old_names(PlanError, tail="remainder")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlanConfig(PlanConfig):
-    """Settings of a bucket plan.
+    """Settings of a bucket plan; [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] describes the others.
 
     Args:
         batch_size (`int` or mapping of bucket id to `int`): Samples per process and step.
-        remainder (`str`): What happens to a bucket's samples that do not fill a step on all processes.
-            `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
-            steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
-            `"drop"` drops them from this epoch.
-            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated.
-            `"catch_all"` deals the remainders of all buckets in batches at the size of the bucket `base`; the last
-            such step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows
-            happen to be of one bucket keeps that bucket's size.
         base (`int`, *optional*): Bucket of catch-all batches; `remainder="catch_all"` needs it.
-        lockstep (`bool`): Whether all processes take the same bucket and equally many samples in the same step. If
-            False, each process draws from its own share, as in NovelAI's aspect ratio bucketing: rows are trimmed to a
-            multiple of `batch_size · num_processes` and dealt to the processes in turn; each process makes batches of
-            its rows, and puts its remainders in the base bucket. Steps then hold different buckets, which DDP allows
-            because every process runs equally many steps, but the fastest process waits for the slowest. Needs one
-            `batch_size` for all buckets, `remainder="catch_all"` and `shuffle=True`.
-        shuffle (`bool`): If False, rows stay in their order within each bucket, and buckets come in the order of their
-            ids, the mixed and catch-all steps last.
-        seed (`int`): Seed of all draws, at least 0.
 
     Raises:
         PlanError: On a batch size below 1, an unknown `remainder`, or settings that do not go together.
@@ -157,16 +140,7 @@ def plan_buckets(
             "Look at the counts of its rejection column, and choose a table that fits the data."
         )
     plan = (plan_lockstep if config.lockstep else _plan_independent)(ids, config, chosen)
-    if not plan.num_steps and not chosen.consumed:
-        raise PlanError(
-            f"{len(chosen.rows)} rows with a bucket do not fill one step of {num_processes} processes"
-            + (
-                ' under `remainder="drop"`; use `remainder="short"` or smaller batches.'
-                if config.remainder == "drop"
-                else "."
-            )
-        )
-    return plan
+    return with_steps(plan, config.remainder, chosen)
 
 
 def plan_lockstep(bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochRows) -> EpochPlan:

@@ -15,7 +15,7 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose
 from ..settings import check_at_least, check_literals
-from .assemble import unbucketed_plan
+from .assemble import unbucketed_plan, with_steps
 from .balance import even_batches
 from .buckets import BucketPlanConfig, plan_lockstep
 from .deal import Remainder
@@ -34,28 +34,7 @@ _CHUNK = 2**18
 @refuse_old_names(PlanError, **OLD_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthPlanConfig(PlanConfig):
-    """Settings of a length plan.
-
-    Args:
-        strategy (`str`): `"bucket"` makes batches of samples whose lengths lie between the same two boundaries;
-            `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
-            which pads and mixes least.
-        batch_size (`int`, *optional*): Samples per process and step.
-        max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: the number of samples × the
-            longest of them, in the unit of the lengths, which may be tokens, frames, seconds or any other. In a
-            bucket, its upper bound counts as the longest, so that all its full batches have one size and can be
-            padded to one shape.
-        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
-        num_buckets (`int`): Number of buckets, for `"quantile"` and `"uniform"` boundaries.
-        boundaries (`str` or sequence of `float`): `"quantile"`: equally many samples in each bucket. `"uniform"`:
-            equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included; samples longer
-            than the last one make one more bucket.
-        remainder (`str`): What happens to samples that do not fill a step on all processes: `"short"` makes smaller
-            batches of them, `"drop"` drops them.
-        oversize (`str`): What happens to a sample longer than `max_tokens`: an `"error"` that names it, an
-            `"own_batch"` above the limit, or a counted `"drop"`.
-        shuffle (`bool`): If False, samples keep their order (`"sorted"`: rising length), and so do steps.
-        seed (`int`): Seed of all draws, at least 0.
+    """Settings of a length plan; [`LengthBatchSampler`][hf_bucketing.LengthBatchSampler] describes each of them.
 
     Raises:
         PlanError: If not exactly one of `batch_size` and `max_tokens` is given, on an unknown name, a value below 1,
@@ -167,12 +146,7 @@ def plan_lengths(
             f"{len(chosen.rows)} of {len(values)} rows have a length, fewer than the {num_processes} processes."
         )
     plan = (_in_buckets if config.strategy == "bucket" else _one_after_the_other)(values, config, chosen)
-    if not plan.num_steps and not chosen.consumed:
-        raise PlanError(
-            f'{len(chosen.rows)} rows do not fill one step of {num_processes} processes under `remainder="drop"`; '
-            'use `remainder="short"` or smaller batches.'
-        )
-    return plan
+    return with_steps(plan, config.remainder, chosen)
 
 
 def oversize_rows(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> BoolArray:

@@ -28,32 +28,7 @@ OLD_NAMES = {"capacity": "max_tokens", "multiple": "strip_length"}
 @refuse_old_names(PlanError, **OLD_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlanConfig(PlanConfig):
-    """Settings of a pack plan.
-
-    Args:
-        max_tokens (`int`): Tokens that one process takes in one step: the limit of memory.
-        max_cost (`float`, *optional*): Largest cost of a pack, in the units of `cost_model`: the limit of time. Packs
-            filled to the same cost take the same time, if `max_tokens` lets them get there.
-        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost` and `balance`.
-        max_samples (`int`, *optional*): Most samples per pack.
-        strip_length (`int`): Tokens per strip; each sample takes whole strips. Give the `strip_length` of the packs.
-        strategy (`str`): How samples, which come in random order, get into packs.
-            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
-            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
-            `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
-            that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
-        open_packs (`int`): Packs held open at once by `"first_fit"`; the fullest is closed when one more is needed.
-        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
-        balance (`"none"` or `"cost"`): Choice of the packs of a step. `"none"`: random ones. `"cost"` without gradient
-            accumulation: packs of similar cost among those of 64 steps (packs filled to one `max_cost` are similar
-            already). `"cost"` with it: the packs of each accumulation window are dealt to the processes, the most
-            expensive first, each to the process with the lowest sum so far.
-        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
-            once per window.
-        oversize (`str`): What happens to a sample that exceeds `max_tokens` or `max_cost` by itself: an `"error"`
-            that names it, an `"own_batch"` (a pack of its own, above the limit), or a counted `"drop"`.
-        shuffle (`bool`): If False, samples and packs keep the order of the rows, as far as `strategy` does.
-        seed (`int`): Seed of all draws, at least 0.
+    """Settings of a pack plan; [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describes each of them.
 
     Raises:
         PlanError: On a value below 1, an unknown name, a cost option without a cost model, or `balance="cost"` with

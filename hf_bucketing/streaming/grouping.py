@@ -179,7 +179,7 @@ class _BucketGroups(OpenGroups):
 class PackGrouping:
     """Packs: each sample goes into the oldest open pack that has room.
 
-    This is the `"first_fit"` of [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig], for rows as they come.
+    This is the `"first_fit"` of [`PackBatchSampler`][hf_bucketing.PackBatchSampler], for rows as they come.
 
     Args:
         max_tokens (`int`): Tokens per process and step.
