@@ -165,12 +165,7 @@ class BucketCollator(MediaCollator):
 
     Args:
         table ([`BucketTable`] or [`OpenTable`]): Table of the `bucket_id` column.
-        column (`str`): See [`MediaCollator`], also for the arguments that follow.
-        caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths start from.
-        views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
-        seed (`int`, *optional*): Seed of the views and of the choice of replacements.
-        replacements ([`Replacements`], *optional*): Samples of the same bucket that replace unreadable ones.
+        **media: The arguments of [`MediaCollator`], by name.
     """
 
     table: BucketTable | OpenTable
@@ -219,15 +214,9 @@ class PackCollator(MediaCollator):
     Args:
         table ([`OpenTable`][hf_bucketing.OpenTable] or [`LatentSpec`]): Table that counted `num_tokens`; a spec means
             `open_table(spec)`.
-        column (`str`): See [`MediaCollator`], also for the arguments that follow.
-        caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths start from.
-        views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
-        seed (`int`, *optional*): Seed of the views and of the choice of replacements.
-        replacements ([`Replacements`], *optional*): Samples of as many tokens (fewer if there are none) that replace
-            unreadable ones.
         resize ([`RandomResize`], *optional*): Rule that draws each sample's own size anew in every epoch; the sampler
             must count the tokens of the same sizes (`resize.token_counter`).
+        **media: The arguments of [`MediaCollator`], by name.
 
     Raises:
         BucketingError: If `resize` has another spec, or is combined with image sizes taken from videos or with

@@ -22,7 +22,7 @@ from ..plans.lengths import (
     plan_lengths,
 )
 from ..plans.rows import Oversize
-from .planned import PlannedBatchSampler, whole_column
+from .planned import PlannedBatchSampler, config_from, whole_column
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
@@ -93,18 +93,7 @@ class LengthBatchSampler(PlannedBatchSampler):
             weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
         )
         self.lengths = whole_column(lengths)
-        self.config = LengthPlanConfig(
-            strategy=strategy,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            max_samples=max_samples,
-            num_buckets=num_buckets,
-            boundaries=boundaries,
-            remainder=remainder,
-            oversize=oversize,
-            shuffle=shuffle,
-            seed=seed,
-        )
+        self.config = config_from(LengthPlanConfig, locals())
         oversize_rows(self.lengths, self.config)
 
     @property

@@ -15,7 +15,7 @@ from ..plans.bin_packing import PackStrategy
 from ..plans.epoch import EpochPlan
 from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
 from ..plans.rows import Oversize
-from .planned import PlannedBatchSampler, warn_of_rejected, whole_column
+from .planned import PlannedBatchSampler, config_from, warn_of_rejected, whole_column
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
@@ -96,21 +96,7 @@ class PackBatchSampler(PlannedBatchSampler):
         )
         self._num_tokens = num_tokens if callable(num_tokens) else whole_column(num_tokens, np.int64)
         self.text_tokens = whole_column(text_tokens, np.int64)
-        self.config = PackPlanConfig(
-            max_tokens=max_tokens,
-            max_cost=max_cost,
-            max_samples=max_samples,
-            cost_model=cost_model,
-            strip_length=strip_length,
-            strategy=strategy,
-            open_packs=open_packs,
-            window=window,
-            balance=balance,
-            accumulation_steps=accumulation_steps,
-            oversize=oversize,
-            shuffle=shuffle,
-            seed=seed,
-        )
+        self.config = config_from(PackPlanConfig, locals())
         first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
         warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=process_index)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from .state import VERSION, check_state, describe, settings
+
+Config = TypeVar("Config")
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +218,11 @@ def _empty_plan(num_processes: int, *, consumed: int) -> EpochPlan:
         num_processes=num_processes,
         consumed=consumed,
     )
+
+
+def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
+    """Return the settings of a plan, each from the sampler's argument of the same name."""
+    return kind(**{field.name: arguments[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def whole_column(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:

@@ -84,12 +84,7 @@ def counted_plan(
 ) -> EpochPlan:
     """Make a plan and count what it keeps, repeats and drops; rows without another reason are the `remainder`.
 
-    Args:
-        indices (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
-        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
-        labels (`int64` or `int32`, shape `(num_batches,)`): Bucket of each batch.
-        chosen ([`EpochRows`]): The rows that were left of the epoch.
-        filled (`int`): Number of indices that repeat a row only to complete a batch.
+    `filled` of the indices repeat a row only to complete a batch.
     """
     reasons = {**chosen.drop_reasons, "remainder": len(chosen.rows) - (len(indices) - filled)}
     repeats = filled > 0 or chosen.repeats

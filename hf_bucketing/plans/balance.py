@@ -15,12 +15,7 @@ _SORTED_STEPS = 64
 def split_largest(offsets: IntArray, num_processes: int) -> IntArray | None:
     """Halve the batches with the most samples until the number of batches is a multiple of `num_processes`.
 
-    Args:
-        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
-        num_processes (`int`): Processes that share the batches, at least 1.
-
-    Returns:
-        The new bounds, or None if there are too few samples.
+    Takes and returns bounds of batches, shape `(num_batches + 1,)`; None if there are too few samples.
 
     Example:
         >>> split_largest(np.array([0, 5, 6, 8]), 5)
@@ -60,12 +55,8 @@ def even_batches(rows: IntArray, offsets: IntArray, chosen: EpochRows) -> tuple[
 def similar_costs_together(costs: FloatArray, num_processes: int, *, rng: np.random.Generator) -> IntArray:
     """Return an order of the batches in which those of one step have similar costs.
 
-    The batches of 64 random steps are sorted by cost, and neighbours meet in a step.
-
-    Args:
-        costs (`float64`, shape `(num_batches,)`): Cost of each batch; their number is a multiple of `num_processes`.
-        num_processes (`int`): Processes that share the batches, at least 1.
-        rng (`numpy.random.Generator`): Source of the 64 steps and of the order of all steps.
+    The batches of 64 random steps are sorted by cost, and neighbours meet in a step. The number of costs, one per
+    batch, is a multiple of `num_processes`.
     """
     order = rng.permutation(len(costs))
     window = np.arange(len(costs)) // (_SORTED_STEPS * num_processes)
@@ -79,13 +70,7 @@ def longest_first_to_least_loaded(
     """Return an order of the batches in which the processes have similar costs in every `window` steps.
 
     Graham's longest-processing-time rule in each window: the most expensive batch first, each to the process with the
-    lowest sum so far among those with a step left.
-
-    Args:
-        costs (`float64`, shape `(num_batches,)`): Cost of each batch; their number is a multiple of `num_processes`.
-        num_processes (`int`): Processes that share the batches, at least 1.
-        window (`int`): Steps between two synchronisations of the processes; the last window may be shorter.
-        rng (`numpy.random.Generator`): Source of the batches of each window and of the order inside it.
+    lowest sum so far among those with a step left. The last window may be shorter.
     """
     order = rng.permutation(len(costs))
     whole = len(costs) // (window * num_processes) * window * num_processes

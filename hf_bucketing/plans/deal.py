@@ -48,13 +48,7 @@ class Deal(NamedTuple):
 
 
 def group_rows(rows: IntArray, bucket_ids: IntArray, *, rng: np.random.Generator | None) -> Groups:
-    """Sort rows by bucket and shuffle them within each bucket; without a generator they keep their order.
-
-    Args:
-        rows (`int64`, shape `(n,)`): Row numbers.
-        bucket_ids (array of `int`, shape `(num_rows,)`): Bucket of each row of the data set.
-        rng (`numpy.random.Generator`, *optional*): Source of the order.
-    """
+    """Sort rows by the buckets of the data set's rows and shuffle them within each; without a generator keep order."""
     whole = len(rows) == len(bucket_ids) and bool((np.diff(rows) == 1).all())
     ids = bucket_ids if whole else bucket_ids[rows]
     if len(ids) and ids.min() > REJECTED_BUCKET and ids.max() < 2**16:
@@ -86,16 +80,10 @@ def deal(
     base_size: int | None = None,
     spare: Groups | None = None,
 ) -> Deal:
-    """Deal the rows of each bucket into full steps, and its remainder as `remainder` says.
+    """Deal the rows of `k` buckets into full steps, and their remainders as [`BucketBatchSampler`] describes.
 
-    Args:
-        groups ([`Groups`]): Rows of `k` buckets.
-        sizes (`int64`, shape `(k,)`): Samples per process and step of each bucket.
-        chosen ([`EpochRows`]): Number of processes, and the generator that chooses which rows are mixed and dropped.
-        remainder (`str`): See [`BucketPlanConfig`].
-        base_size (`int`, *optional*): Samples per process and step of a catch-all step.
-        spare ([`Groups`], *optional*): Rows that complete the steps of `"repeat"`, for at least the same buckets; by
-            default `groups`.
+    `sizes`, shape `(k,)`, and `base_size` are samples per process and step. The rows of `spare`, by default those of
+    `groups`, complete the steps of `"repeat"`.
     """
     num_processes = chosen.num_processes
     per_step = sizes * num_processes

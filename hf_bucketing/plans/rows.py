@@ -67,21 +67,10 @@ def epoch_rows(
     weights: npt.ArrayLike | None = None,
     consumed: npt.ArrayLike | None = None,
 ) -> EpochRows:
-    """Choose the rows of an epoch.
+    """Choose the rows of an epoch: all occurrences but the `consumed` ones; arguments as in the plans.
 
-    Args:
-        usable (`bool`, shape `(n,)`): False for rejected rows.
-        config ([`PlanConfig`]): Seed, and whether rows are shuffled.
-        purpose ([`Purpose`]): Purpose of the generator.
-        epoch (`int`): Not negative.
-        num_processes (`int`): Processes that share the plan.
-        oversize (`bool`, shape `(n,)`, *optional*): True for rows to drop because no batch can hold them.
-        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch, at least 0; see
-            [`occurrences`]. By default 1.
-        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions.
-
-    Returns:
-        [`EpochRows`]: All occurrences but the consumed ones.
+    `usable` and `oversize`, both of shape `(n,)`, are False for rejected rows, and True for rows to drop because no
+    batch can hold them.
 
     Raises:
         PlanError: If there is no process, there are not as many weights as rows, a weight is negative or not finite,
