@@ -61,7 +61,7 @@ def test_novelai_ladder_refuses_what_the_original_lets_pass(options) -> None:
         novelai_ladder(**options)
 
 
-@given(st.lists(st.integers(200, 20000), min_size=1, max_size=3, unique=True), st.floats(1.5, 4.0))
+@given(st.lists(st.integers(320, 20000), min_size=1, max_size=3, unique=True), st.floats(1.5, 4.0))
 def test_token_ladder_keeps_budgets_ratios_and_mirror_images(budgets: list[int], max_ratio: float) -> None:
     table = token_ladder(WAN, budgets, frames=[1, 17], max_aspect_ratio=max_ratio, tolerance=0.1)
     for size, tier in zip(table.sizes, table.tiers, strict=True):
