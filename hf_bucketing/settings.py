@@ -130,12 +130,12 @@ def check_literals(config: Any, *, error: type[BucketingError] = BucketingError)
             raise error(f"`{name}` must be one of {listed}, got {value!r}.")
 
 
-def check_at_least(smallest: int, config: Any, *names: str) -> None:
-    """Raise BucketingError if a named field is neither None nor at least `smallest`."""
+def check_at_least(smallest: int, config: Any, *names: str, error: type[BucketingError] = BucketingError) -> None:
+    """Raise an error if a named field is neither None nor at least `smallest`."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < smallest:
-            raise BucketingError(f"`{name}` must be at least {smallest}, got {value}.")
+            raise error(f"`{name}` must be at least {smallest}, got {value}.")
 
 
 def check_shares(config: Any, *names: str) -> None:

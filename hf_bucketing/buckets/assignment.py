@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -135,13 +136,14 @@ def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
 
 def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
     """Return the rejections that follow from sizes alone: `CAPTION`, `UNREADABLE` (negative), `EMPTY` (zero)."""
-    smallest, largest = np.minimum.reduce(columns), np.maximum.reduce(columns)
-    reasons = [
-        (largest == CAPTION_SIZE) & (smallest == CAPTION_SIZE),
-        smallest < 0,
-        smallest == 0,
-    ]
-    return np.select(reasons, [Rejection.CAPTION, Rejection.UNREADABLE, Rejection.EMPTY], 0).astype(np.int8)
+    smallest = reduce(np.minimum, columns)
+    rejection = np.zeros(len(smallest), np.int8)
+    bad = np.flatnonzero(smallest < 1)
+    if len(bad):
+        caption = np.logical_and.reduce([column[bad] == CAPTION_SIZE for column in columns])
+        negative = np.where(smallest[bad] < 0, Rejection.UNREADABLE, Rejection.EMPTY)
+        rejection[bad] = np.where(caption, Rejection.CAPTION, negative)
+    return rejection
 
 
 def count_rejections(rejection: npt.ArrayLike) -> dict[str, int]:
@@ -174,12 +176,11 @@ class _Samples(NamedTuple):
 
     @classmethod
     def of(cls, heights: IntArray, widths: IntArray) -> _Samples:
-        ratios = np.maximum(widths, 1) / np.maximum(heights, 1)
-        return cls(heights, widths, ratios, np.log(ratios), _cells(ratios))
+        with np.errstate(divide="ignore", invalid="ignore"):  # unusable samples, which are never searched for
+            ratios = widths / heights
+            return cls(heights, widths, ratios, np.log(ratios), _cells(ratios))
 
-    def select(self, rows: IntArray) -> _Samples:
-        if len(rows) == len(self.heights):
-            return self
+    def select(self, rows: IntArray | slice) -> _Samples:
         sizes = self.heights[rows], self.widths[rows]
         return _Samples(*sizes, self.ratios[rows], self.logarithms[rows], self.cells[rows])
 
@@ -202,22 +203,23 @@ class _Group:
     ratios: FloatArray
     logarithms: FloatArray
     boundaries: FloatArray
-    below: npt.NDArray[np.int16] | None
-    least_heights: FloatArray
-    least_widths: FloatArray
-    least_area: float
+    below: IntArray | None
+    least_heights: IntArray
+    least_widths: IntArray
+    least_area: int
     neighbours: int
 
     def nearest(self, samples: _Samples) -> IntArray:
         """Return the position of the bucket nearest to each sample."""
         if self.below is None:
             return np.searchsorted(self.boundaries[:-1], samples.ratios).astype(np.int64)
-        below = self.below[samples.cells].astype(np.int64)
-        return below + (samples.ratios > self.boundaries[below])
+        below: IntArray = self.below.take(samples.cells, mode="clip")
+        return below + (samples.ratios > self.boundaries.take(below))
 
     def is_filled(self, bucket: IntArray, samples: _Samples) -> BoolArray:
         """Return whether each sample fills its bucket without too much enlargement."""
-        return (samples.heights >= self.least_heights[bucket]) & (samples.widths >= self.least_widths[bucket])
+        high: BoolArray = samples.heights >= self.least_heights.take(bucket)
+        return high & (samples.widths >= self.least_widths.take(bucket))
 
 
 class BucketSearch:
@@ -245,7 +247,7 @@ class BucketSearch:
         boundaries = np.sqrt(left * right) if self.rule.metric == "log" else (left + right) / 2
         right_is_first = ids[1:] < ids[:-1]
         boundaries[right_is_first] = np.nextafter(boundaries[right_is_first], 0)
-        least_heights, least_widths = (table[ids, side] / self.rule.max_upscale for side in (1, 2))
+        least_heights, least_widths = np.ceil(table[ids, 1:] / self.rule.max_upscale).astype(np.int64).T.copy()
         logarithms = np.log(ratios)
         # The sample lies up to half a gap beyond the nearest bucket, and another one up to DETOUR beyond the sample.
         reach = logarithms + np.append(np.diff(logarithms) / 2, 0) + DETOUR
@@ -259,7 +261,7 @@ class BucketSearch:
             below=_count_by_cell(boundaries),
             least_heights=least_heights,
             least_widths=least_widths,
-            least_area=float((least_heights * least_widths).min()) * (1 - 1e-12),
+            least_area=int((least_heights * least_widths).min()),
             neighbours=int((last - np.arange(len(ids))).max()) - 1,
         )
 
@@ -285,24 +287,29 @@ class BucketSearch:
         waiting = out.rejection == Rejection.NONE
         area = samples.heights * samples.widths
         for group in self.groups:
-            rows = np.flatnonzero(waiting & _of_kind(group, frames) & (area >= group.least_area))
-            if len(rows):
-                self._assign_group(group, rows, samples.select(rows), out)
+            of_kind = waiting & _of_kind(group, frames)
+            large = of_kind & (area >= group.least_area)
+            # Copying the rows of a nearly full chunk costs more than searching for those that are too small.
+            rows = _rows(of_kind if np.count_nonzero(large) > 0.75 * len(large) else large)
+            if rows is not None:
+                out.bucket_id[rows], out.aspect_error[rows] = self._assign_group(group, samples.select(rows))
                 waiting[rows] = ~has_bucket(out.bucket_id[rows])
-        rows = np.flatnonzero(waiting)
-        if len(rows):
+        rows = _rows(waiting)
+        if rows is not None:
             out.rejection[rows] = self._reasons(frames[rows], samples.select(rows))
 
-    def _assign_group(self, group: _Group, rows: IntArray, samples: _Samples, out: Assignment) -> None:
+    def _assign_group(self, group: _Group, samples: _Samples) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return the bucket of each sample, `REJECTED_BUCKET` without one, and its aspect error, NaN without one."""
         bucket = group.nearest(samples)
         error = self._error(group, bucket, samples)
         near = self.rule.is_near(error)
         taken = near & group.is_filled(bucket, samples)
-        out.bucket_id[rows] = np.where(taken, group.ids[bucket], REJECTED_BUCKET)
-        out.aspect_error[rows] = np.where(taken, error, np.float32(np.nan))
+        ids, errors = group.ids[bucket], error
+        ids[~taken], errors[~taken] = REJECTED_BUCKET, np.nan
         if group.neighbours:
             others = np.flatnonzero(near & ~taken)
-            self._detour(group, rows[others], (bucket[others], samples.select(others)), out)
+            self._detour(group, bucket[others], samples.select(others), rows=others, out=(ids, errors))
+        return ids, errors
 
     def _error(self, group: _Group, bucket: IntArray, samples: _Samples) -> npt.NDArray[np.float32]:
         """Return the distance of each sample to a bucket in the rule's metric."""
@@ -310,28 +317,34 @@ class BucketSearch:
             return np.abs(samples.logarithms - group.logarithms[bucket]).astype(np.float32)
         return np.abs(samples.ratios - group.ratios[bucket]).astype(np.float32)
 
-    def _detour(self, group: _Group, rows: IntArray, near: tuple[IntArray, _Samples], out: Assignment) -> None:
+    def _detour(
+        self,
+        group: _Group,
+        nearest: IntArray,
+        samples: _Samples,
+        *,
+        rows: IntArray,
+        out: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
+    ) -> None:
         """Reassign samples that their nearest bucket would enlarge to the next nearest within DETOUR that does not."""
-        nearest, samples = near
-        least = np.full(len(rows), np.inf)
-        for step in range(-group.neighbours, group.neighbours + 1):
+        least = np.full(len(nearest), np.inf)
+        for step in (*range(-group.neighbours, 0), *range(1, group.neighbours + 1)):
             bucket = np.clip(nearest + step, 0, len(group.ids) - 1)
             distance = np.abs(samples.logarithms - group.logarithms[bucket])
-            better = np.flatnonzero((distance <= DETOUR) & (distance < least) & group.is_filled(bucket, samples))
-            bucket, chosen = bucket[better], samples.select(better)
-            error = self._error(group, bucket, chosen)
+            better = np.flatnonzero((distance <= DETOUR) & (distance < least))
+            better = better[group.is_filled(bucket[better], samples.select(better))]
+            error = self._error(group, bucket[better], samples.select(better))
             within = self.rule.is_near(error)
             better = better[within]
             least[better] = distance[better]
-            out.bucket_id[rows[better]] = group.ids[bucket[within]]
-            out.aspect_error[rows[better]] = error[within]
+            out[0][rows[better]], out[1][rows[better]] = group.ids[bucket[better]], error[within]
 
     def _reasons(self, frames: IntArray, samples: _Samples) -> npt.NDArray[np.int8]:
         """Return why samples have no bucket: none has so few frames, a similar ratio, or a size that they fill."""
         reason = np.full(len(frames), Rejection.TOO_SHORT, np.int8)
         for group in reversed(self.groups):
-            rows = np.flatnonzero(_of_kind(group, frames) & (reason != Rejection.TOO_SMALL))
-            if len(rows):
+            rows = _rows(_of_kind(group, frames) & (reason != Rejection.TOO_SMALL))
+            if rows is not None:
                 own = samples.select(rows)
                 near = self.rule.is_near(self._error(group, group.nearest(own), own))
                 reason[rows] = np.where(near, Rejection.TOO_SMALL, Rejection.ASPECT)
@@ -343,15 +356,24 @@ def _of_kind(group: _Group, frames: IntArray) -> BoolArray:
     return frames == 1 if group.frames == 1 else frames >= group.frames
 
 
-def _cells(ratios: FloatArray) -> IntArray:
-    """Return the cell of each ratio; cells rise with the ratio, as the bits of positive floats do."""
-    cells: IntArray = np.clip((ratios.view(np.int64) >> _CELL_BITS) - _FIRST_CELL, 0, _LAST_CELL - _FIRST_CELL)
-    return cells
-
-
-def _count_by_cell(boundaries: FloatArray) -> npt.NDArray[np.int16] | None:
-    """Return how many boundaries lie below each cell, None if a cell holds two."""
-    per_cell = np.bincount(_cells(boundaries), minlength=_LAST_CELL - _FIRST_CELL + 1)
-    if per_cell.max() > 1:
+def _rows(mask: BoolArray) -> IntArray | slice | None:
+    """Return the rows of a mask to index with: a slice for all, which copies nothing, and None for none."""
+    count = np.count_nonzero(mask)
+    if not count:
         return None
-    return (np.cumsum(per_cell) - per_cell).astype(np.int16)
+    return slice(None) if count == len(mask) else np.flatnonzero(mask)
+
+
+def _cells(ratios: FloatArray) -> IntArray:
+    """Return the cell of each ratio; cells rise with the ratio, as the bits of positive floats do.
+
+    Extreme ratios have cells below 0 or beyond the last one.
+    """
+    return (ratios.view(np.int64) >> _CELL_BITS) - _FIRST_CELL
+
+
+def _count_by_cell(boundaries: FloatArray) -> IntArray | None:
+    """Return how many boundaries lie below each cell, None if a cell holds two."""
+    last = _LAST_CELL - _FIRST_CELL
+    per_cell = np.bincount(_cells(boundaries).clip(0, last), minlength=last + 1)
+    return None if per_cell.max() > 1 else np.cumsum(per_cell) - per_cell

@@ -70,8 +70,9 @@ class BucketColumns:
             assignment = self.table.assign(frames, height, width)
         else:
             assignment = self.table.assign(frames, height, width, rule=self.rule)
-        ratio = np.full(len(width), np.nan, np.float32)
-        np.divide(width, height, out=ratio, where=(height > 0) & (width > 0), casting="same_kind")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = (width / height).astype(np.float32)
+        ratio[(height < 1) | (width < 1)] = np.nan
         columns = {
             "aspect_ratio": ratio,
             "bucket_id": assignment.bucket_id,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,7 @@ from ..errors import PlanError, refuse_old_names
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
-from .planned import PlannedBatchSampler, whole_column
-from .rejected import warn_of_rejected
+from .planned import PlannedBatchSampler, warn_of_rejected, whole_column
 
 
 @refuse_old_names(PlanError, tail="remainder", capacity="max_tokens, or max_cost with a cost_model,")
@@ -38,15 +38,24 @@ class BucketBatchSampler(PlannedBatchSampler):
             `longest_first`; an open table has its own.
         cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost` and
             `longest_first`.
-        remainder (`str`): What happens to a bucket's samples that do not fill a step: `"short"` (smaller steps),
-            `"drop"`, `"repeat"` or `"catch_all"`; see [`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig]. With
-            `"catch_all"`, mixed batches get the size of the table's `base` bucket.
-        lockstep (`bool`): If False, each process draws from its own share, as in NovelAI's bucketing; see
-            [`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig].
+        remainder (`str`): What happens to a bucket's samples that do not fill a step on all processes.
+            `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
+            steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
+            `"drop"` drops them from this epoch.
+            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated.
+            `"catch_all"` deals the remainders of all buckets in batches at the size of the table's `base` bucket; the
+            last such step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows
+            happen to be of one bucket keeps that bucket's size.
+        lockstep (`bool`): Whether all processes take the same bucket and equally many samples in the same step. If
+            False, each process draws from its own share, as in NovelAI's aspect ratio bucketing: rows are trimmed to a
+            multiple of `batch_size · num_processes` and dealt to the processes in turn; each process makes batches of
+            its rows, and puts its remainders in the base bucket. Steps then hold different buckets, which DDP allows
+            because every process runs equally many steps, but the fastest process waits for the slowest. Needs one
+            `batch_size` for all buckets, `remainder="catch_all"` and `shuffle=True`.
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per epoch
             of each row, or of each row of a bucket; see [`plan_buckets`][hf_bucketing.plans.plan_buckets].
         shuffle (`bool`): If False, rows stay in their order within each bucket, and buckets come in the order of their
-            ids.
+            ids, the mixed and catch-all steps last.
         seed (`int`): Seed of all draws, at least 0.
         longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
@@ -173,15 +182,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             sizes = np.minimum(sizes, limit // each)
         return dict(zip(present.tolist(), sizes.astype(int).tolist(), strict=True)) or {0: 1}
 
-    def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
-        return plan_buckets(
-            self.bucket_ids,
-            self.config,
-            epoch=epoch,
-            num_processes=num_processes,
-            weights=self.weights,
-            consumed=consumed,
-        )
+    def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
+        return partial(plan_buckets, self.bucket_ids, self.config)
 
     def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
         of_batch = np.repeat(plan.bucket_ids, np.diff(plan.offsets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ _refuse_old_options = refuse_old_names(
 )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MediaCollator:
     """Decode the rows of a batch, each at the size that [`target`][MediaCollator.target] returns.
 
@@ -52,22 +54,14 @@ class MediaCollator:
             caption. By default, an unreadable sample ends the run.
     """
 
-    def __init__(
-        self,
-        *,
-        column: str = "video",
-        caption_column: str | None = "caption",
-        root: str | None = None,
-        views: ViewRule = ViewRule(),
-        seed: int | None = None,
-        replacements: Replacements | None = None,
-    ) -> None:
-        self.column = column
-        self.caption_column = caption_column
-        self.root = root
-        self.views = views
-        self.seed = seed
-        self.replacements = replacements
+    column: str = "video"
+    caption_column: str | None = "caption"
+    root: str | None = None
+    views: ViewRule = ViewRule()
+    seed: int | None = None
+    replacements: Replacements | None = None
+
+    def __post_init__(self) -> None:
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -159,6 +153,7 @@ class MediaCollator:
 
 
 @_refuse_old_options
+@dataclass(eq=False, repr=False)
 class BucketCollator(MediaCollator):
     """Make a batch of one bucket: cover-resize and crop every sample to the bucket's size, and stack them.
 
@@ -170,29 +165,10 @@ class BucketCollator(MediaCollator):
 
     Args:
         table ([`BucketTable`] or [`OpenTable`]): Table of the `bucket_id` column.
-        column (`str`): See [`MediaCollator`], also for the arguments that follow.
-        caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths start from.
-        views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
-        seed (`int`, *optional*): Seed of the views and of the choice of replacements.
-        replacements ([`Replacements`], *optional*): Samples of the same bucket that replace unreadable ones.
+        **media: The arguments of [`MediaCollator`], by name.
     """
 
-    def __init__(
-        self,
-        table: BucketTable | OpenTable,
-        *,
-        column: str = "video",
-        caption_column: str | None = "caption",
-        root: str | None = None,
-        views: ViewRule = ViewRule(),
-        seed: int | None = None,
-        replacements: Replacements | None = None,
-    ) -> None:
-        super().__init__(
-            column=column, caption_column=caption_column, root=root, views=views, seed=seed, replacements=replacements
-        )
-        self.table = table
+    table: BucketTable | OpenTable
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
         """Return the size of the rows' bucket for each row.
@@ -227,6 +203,7 @@ class BucketCollator(MediaCollator):
 
 
 @_refuse_old_options
+@dataclass(eq=False, repr=False)
 class PackCollator(MediaCollator):
     """Make a list of samples, each at its own size, rounded up to whole tokens (frames: down to a valid number).
 
@@ -237,48 +214,31 @@ class PackCollator(MediaCollator):
     Args:
         table ([`OpenTable`][hf_bucketing.OpenTable] or [`LatentSpec`]): Table that counted `num_tokens`; a spec means
             `open_table(spec)`.
-        column (`str`): See [`MediaCollator`], also for the arguments that follow.
-        caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths start from.
-        views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
-        seed (`int`, *optional*): Seed of the views and of the choice of replacements.
-        replacements ([`Replacements`], *optional*): Samples of as many tokens (fewer if there are none) that replace
-            unreadable ones.
         resize ([`RandomResize`], *optional*): Rule that draws each sample's own size anew in every epoch; the sampler
             must count the tokens of the same sizes (`resize.token_counter`).
+        **media: The arguments of [`MediaCollator`], by name.
 
     Raises:
         BucketingError: If `resize` has another spec, or is combined with image sizes taken from videos or with
             `replacements`, whose tokens it would change.
     """
 
-    def __init__(
-        self,
-        table: OpenTable | LatentSpec,
-        *,
-        column: str = "video",
-        caption_column: str | None = "caption",
-        root: str | None = None,
-        views: ViewRule = ViewRule(),
-        seed: int | None = None,
-        replacements: Replacements | None = None,
-        resize: RandomResize | None = None,
-    ) -> None:
-        super().__init__(
-            column=column, caption_column=caption_column, root=root, views=views, seed=seed, replacements=replacements
-        )
-        self.table = open_table(table) if isinstance(table, LatentSpec) else table
-        spec = self.table.spec
+    table: OpenTable | LatentSpec
+    resize: RandomResize | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._table = open_table(self.table) if isinstance(self.table, LatentSpec) else self.table
+        resize, spec = self.resize, self._table.spec
         if resize is not None and resize.spec != spec:
             raise BucketingError(f"resize rounds to {resize.spec}, but the collator to {spec}; give both the same.")
-        if resize is not None and replacements is not None:
+        if resize is not None and self.replacements is not None:
             raise BucketingError('`on_error="replace"` needs sizes that stay; leave out `resize`.')
-        if resize is not None and self.table.image_sizes is not None:
+        if resize is not None and self._table.image_sizes is not None:
             raise BucketingError(
                 "Images cannot take both sizes of videos and sizes drawn at random: leave out `resize`, or the "
                 "table's image_sizes (--image_sizes own in scripts/prepare_dataset.py)."
             )
-        self.resize = resize
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
         """Return each row's own size in whole tokens, or the size of videos that it takes as an image.
@@ -289,18 +249,18 @@ class PackCollator(MediaCollator):
         """
         require(rows[0], ["num_frames", "height", "width"])
         sizes = [Size(*(int(row[key]) for key in ("num_frames", "height", "width"))) for row in rows]
-        sizes = [size._replace(frames=int(self.table.cut(size.frames))) for size in sizes]
+        sizes = [size._replace(frames=int(self._table.cut(size.frames))) for size in sizes]
         if self.resize is not None:
             require(rows[0], ["index"])
             indices = [int(row["index"]) for row in rows]
             return self.resize.sizes(sizes, indices=indices, epoch=int(self._epoch))
-        assigned = self.table.assign(*zip(*sizes, strict=True))
+        assigned = self._table.assign(*zip(*sizes, strict=True))
         for size, reason in zip(sizes, assigned.rejection.tolist(), strict=True):
             if reason != Rejection.NONE:
                 raise BucketingError(
                     f"A row of {size} is rejected as {Rejection(reason).label}; leave out rows whose num_tokens is 0."
                 )
-        return [self.table.size(int(bucket)) for bucket in assigned.bucket_id]
+        return [self._table.size(int(bucket)) for bucket in assigned.bucket_id]
 
     def candidates(self, row: Row, replacements: Replacements) -> npt.NDArray[np.int64]:
         """Return the rows of as many tokens, or those of fewer if there is no other."""

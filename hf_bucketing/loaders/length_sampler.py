@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
 from ..errors import PlanError, refuse_old_names
-from ..plans.checks import Oversize
 from ..plans.epoch import EpochPlan
 from ..plans.lengths import (
     OLD_NAMES,
@@ -19,7 +21,8 @@ from ..plans.lengths import (
     oversize_rows,
     plan_lengths,
 )
-from .planned import PlannedBatchSampler, whole_column
+from ..plans.rows import Oversize
+from .planned import PlannedBatchSampler, config_from, whole_column
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
@@ -32,13 +35,19 @@ class LengthBatchSampler(PlannedBatchSampler):
         lengths (array of `int` or `float`, shape `(n,)`): Length of each sample of the DataLoader's data set, in any
             unit: tokens, frames, seconds. Samples with a length of 0 or less are never drawn.
         batch_size (`int`, *optional*): Samples per process and step.
-        max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: number of samples × longest
-            of them, in the unit of the lengths.
+        max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: the number of samples × the
+            longest of them, in the unit of the lengths. In a bucket, its upper bound counts as the longest, so that
+            all its full batches have one size and can be padded to one shape.
         max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
-        strategy (`str`): `"bucket"` (lengths between the same two boundaries), `"random"` or `"sorted"`.
+        strategy (`str`): `"bucket"` makes batches of samples whose lengths lie between the same two boundaries;
+            `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
+            which pads and mixes least.
         num_buckets (`int`): Number of buckets, for `"quantile"` and `"uniform"` boundaries.
-        boundaries (`str` or sequence of `float`): `"quantile"`, `"uniform"`, or the upper bounds of the buckets.
-        remainder (`str`): What happens to samples that do not fill a step: `"short"` (smaller batches) or `"drop"`.
+        boundaries (`str` or sequence of `float`): `"quantile"`: equally many samples in each bucket. `"uniform"`:
+            equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included; samples longer
+            than the last one make one more bucket.
+        remainder (`str`): What happens to samples that do not fill a step on all processes: `"short"` makes smaller
+            batches of them, `"drop"` drops them.
         oversize (`str`): What happens to a sample longer than `max_tokens`: an `"error"` that names it, an
             `"own_batch"` above the limit, or a counted `"drop"`.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
@@ -48,8 +57,6 @@ class LengthBatchSampler(PlannedBatchSampler):
             memory shows at once.
         num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
         process_index (`int`, *optional*): Process whose batches are drawn, for plain DDP; see [`PlannedBatchSampler`].
-
-    The settings are described in full in [`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig].
 
     Raises:
         PlanError: On settings that `LengthPlanConfig` refuses, or if a sample exceeds `max_tokens` and
@@ -86,18 +93,7 @@ class LengthBatchSampler(PlannedBatchSampler):
             weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
         )
         self.lengths = whole_column(lengths)
-        self.config = LengthPlanConfig(
-            strategy=strategy,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            max_samples=max_samples,
-            num_buckets=num_buckets,
-            boundaries=boundaries,
-            remainder=remainder,
-            oversize=oversize,
-            shuffle=shuffle,
-            seed=seed,
-        )
+        self.config = config_from(LengthPlanConfig, locals())
         oversize_rows(self.lengths, self.config)
 
     @property
@@ -106,15 +102,8 @@ class LengthBatchSampler(PlannedBatchSampler):
         bounds: list[float] = length_buckets(self.lengths, self.config).tolist()
         return bounds
 
-    def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
-        return plan_lengths(
-            self.lengths,
-            self.config,
-            epoch=epoch,
-            num_processes=num_processes,
-            weights=self.weights,  # type: ignore[arg-type]  # no mapping comes in
-            consumed=consumed,
-        )
+    def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
+        return partial(plan_lengths, self.lengths, self.config)
 
     def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
         if not plan.num_steps:

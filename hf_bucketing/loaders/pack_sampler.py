@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,10 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.cost import CostModel
 from ..errors import PlanError, refuse_old_names
 from ..plans.bin_packing import PackStrategy
-from ..plans.checks import Oversize
 from ..plans.epoch import EpochPlan
 from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
-from .planned import PlannedBatchSampler, whole_column
-from .rejected import warn_of_rejected
+from ..plans.rows import Oversize
+from .planned import PlannedBatchSampler, config_from, warn_of_rejected, whole_column
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
@@ -25,8 +25,9 @@ class PackBatchSampler(PlannedBatchSampler):
     Args:
         num_tokens (array of `int`, shape `(n,)`, or callable of the epoch): The data set's `num_tokens` column; rows
             of 0 are never drawn. A callable, such as that of [`RandomResize`], gives the column of each epoch.
-        max_tokens (`int`): Tokens per process and step.
-        max_cost (`float`, *optional*): Largest cost per process and step, in the units of `cost_model`.
+        max_tokens (`int`): Tokens that one process takes in one step: the limit of memory.
+        max_cost (`float`, *optional*): Largest cost of a pack, in the units of `cost_model`: the limit of time. Packs
+            filled to the same cost take the same time, if `max_tokens` lets them get there.
         max_samples (`int`, *optional*): Most samples per pack.
         cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost`, `balance` and
             `longest_first`.
@@ -34,13 +35,21 @@ class PackBatchSampler(PlannedBatchSampler):
             `enable_packing`.
         text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
             attention.
-        strategy (`str`): `"sequential"`, `"first_fit"` or `"best_fit_decreasing"`.
-        open_packs (`int`): Packs held open at once by `"first_fit"`.
+        strategy (`str`): How samples, which come in random order, get into packs.
+            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
+            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
+            `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
+            that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
+        open_packs (`int`): Packs held open at once by `"first_fit"`; the fullest is closed when one more is needed.
         window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
-        balance (`"none"` or `"cost"`): Whether packs of similar cost meet in a step.
-        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`.
-        oversize (`str`): What happens to a sample that exceeds a limit by itself: an `"error"` that names it, an
-            `"own_batch"` (a pack of its own, above the limit), or a counted `"drop"`.
+        balance (`"none"` or `"cost"`): Choice of the packs of a step. `"none"`: random ones. `"cost"` without gradient
+            accumulation: packs of similar cost among those of 64 steps (packs filled to one `max_cost` are similar
+            already). `"cost"` with it: the packs of each accumulation window are dealt to the processes, the most
+            expensive first, each to the process with the lowest sum so far.
+        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
+            once per window.
+        oversize (`str`): What happens to a sample that exceeds `max_tokens` or `max_cost` by itself: an `"error"`
+            that names it, an `"own_batch"` (a pack of its own, above the limit), or a counted `"drop"`.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
         shuffle (`bool`): If False, samples and packs keep the order of the rows, as far as `strategy` does.
         seed (`int`): Seed of all draws, at least 0.
@@ -50,8 +59,6 @@ class PackBatchSampler(PlannedBatchSampler):
             rejected rows by reason; not needed if `num_tokens` is a column of that data set.
         num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
         process_index (`int`, *optional*): Process whose packs are drawn, for plain DDP; see [`PlannedBatchSampler`].
-
-    The settings are described in full in [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig].
 
     Raises:
         PlanError: On settings that `PackPlanConfig` refuses, or if a row exceeds a limit and `oversize="error"`; the
@@ -89,21 +96,7 @@ class PackBatchSampler(PlannedBatchSampler):
         )
         self._num_tokens = num_tokens if callable(num_tokens) else whole_column(num_tokens, np.int64)
         self.text_tokens = whole_column(text_tokens, np.int64)
-        self.config = PackPlanConfig(
-            max_tokens=max_tokens,
-            max_cost=max_cost,
-            max_samples=max_samples,
-            cost_model=cost_model,
-            strip_length=strip_length,
-            strategy=strategy,
-            open_packs=open_packs,
-            window=window,
-            balance=balance,
-            accumulation_steps=accumulation_steps,
-            oversize=oversize,
-            shuffle=shuffle,
-            seed=seed,
-        )
+        self.config = config_from(PackPlanConfig, locals())
         first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
         warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=process_index)
@@ -118,16 +111,8 @@ class PackBatchSampler(PlannedBatchSampler):
         given = self._num_tokens
         return np.asarray(given(epoch) if callable(given) else given, np.int64)
 
-    def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
-        return plan_packs(
-            self.tokens_in(epoch),
-            self.config,
-            epoch=epoch,
-            num_processes=num_processes,
-            text_tokens=self.text_tokens,
-            weights=self.weights,  # type: ignore[arg-type]  # no mapping comes in
-            consumed=consumed,
-        )
+    def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
+        return partial(plan_packs, self.tokens_in(epoch), self.config, text_tokens=self.text_tokens)
 
     def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
         spans, _ = sample_spans(self.tokens_in(epoch), self.config, text_tokens=self.text_tokens)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from accelerate import PartialState
+from datasets import Dataset
 from datasets.arrow_dataset import Column
 from torch.utils.data import Sampler
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
+from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from .state import VERSION, check_state, describe, settings
+
+Config = TypeVar("Config")
+
+logger = logging.getLogger(__name__)
 
 Legs = tuple[tuple[int, int], ...]
 """History of the present epoch: pairs of a number of processes and the steps that they finished."""
@@ -29,7 +37,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     There is no `batch_size` attribute on purpose: with one, accelerate drops every group that holds a short batch.
 
-    A subclass sets `config`, and defines `_make_plan`, `_sample_costs` and `_columns`.
+    A subclass sets `config`, and defines `_planner`, `_sample_costs` and `_columns`.
 
     Args:
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences of rows
@@ -119,7 +127,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         return self._ordered_plan(epoch, num_processes, consumed)
 
     def _ordered_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
-        plan = self._make_plan(epoch, num_processes, consumed)
+        plan = self._planner(epoch)(epoch=epoch, num_processes=num_processes, weights=self.weights, consumed=consumed)
         return plan.most_expensive_first(self._sample_costs(plan, epoch)) if self.longest_first else plan
 
     def total_steps(self, epochs: int) -> int:
@@ -130,8 +138,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """
         return sum(self._ordered_plan(epoch, self.num_processes, None).num_steps for epoch in range(epochs))
 
-    def _make_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
-        """Plan an epoch, or what is left of it after the rows `consumed`."""
+    def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
+        """Return the function that plans an epoch with the columns that it has; the base class adds the rest."""
         raise NotImplementedError
 
     def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
@@ -212,6 +220,50 @@ def _empty_plan(num_processes: int, *, consumed: int) -> EpochPlan:
     )
 
 
+def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
+    """Return the settings of a plan, each from the sampler's argument of the same name."""
+    return kind(**{field.name: arguments[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+
+
 def whole_column(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
     """Return values as an array; a `datasets.Column` is sliced, since numpy would read it row by row."""
     return np.asarray(values[:] if isinstance(values, Column) else values, dtype)
+
+
+def warn_of_rejected(
+    rows: Any,
+    usable: BoolArray,
+    *,
+    rejection: npt.ArrayLike | None = None,
+    process_index: int | None = None,
+) -> None:
+    """Log from the main process how many rows a sampler never draws because they were rejected, and why.
+
+    The reasons are `rejection`, or the `rejection` column of the data set that the column `rows` belongs to.
+
+    Raises:
+        PlanError: If `rejection` does not have one value per row.
+    """
+    if rejection is None and isinstance(rows, Column) and isinstance(rows.source, Dataset):
+        rejection = rows.source["rejection"] if "rejection" in rows.source.column_names else None
+    if rejection is not None and isinstance(rejection, Sequence | np.ndarray) and len(rejection) != len(usable):
+        raise PlanError(f"`rejection` needs one value per row: expected {len(usable)}, got {len(rejection)}.")
+    rejected = np.flatnonzero(~usable)
+    if process_index is not None:
+        main = process_index == 0
+    else:
+        main = PartialState().is_main_process if PartialState._shared_state else True
+    if not len(rejected) or not main:
+        return
+    if rejection is None:
+        why = 'pass rejection=dataset["rejection"] to see why'
+    else:
+        reasons = rejection[rejected.tolist()] if isinstance(rejection, Column) else np.asarray(rejection)[rejected]
+        counts = count_rejections(np.asarray(reasons))
+        why = (
+            ", ".join(f"{count:,} {label}" for label, count in counts.items())
+            or "the rejection column names no reason"
+        )
+    logger.warning(
+        f"{len(rejected):,} of {len(usable):,} rows were rejected and are never drawn: {why}.",
+    )

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import IntArray
+from ..errors import PlanError
 from .deal import CATCH_ALL, Steps, ranges
 from .epoch import EpochPlan
 from .rows import EpochRows
@@ -42,18 +43,18 @@ def lockstep_plan(
     *,
     bucket_ids: IntArray,
     base: int | None,
-    num_processes: int,
     chosen: EpochRows,
     filled: int = 0,
 ) -> EpochPlan:
     """Make a plan of steps in which every process takes `steps.size` samples, starting at `steps.first`."""
+    num_processes = chosen.num_processes
     indices = take_segments(rows, steps.first, steps.size * num_processes)
     offsets = np.concatenate([[0], np.cumsum(np.repeat(steps.size, num_processes))])
     labels = np.repeat(steps.bucket, num_processes).astype(np.int32)
     caught = np.flatnonzero(labels == CATCH_ALL)
     if base is not None:
         labels[caught] = labels_of(bucket_ids, indices, offsets[caught], offsets[caught + 1], base=base)
-    return counted_plan(indices, offsets, labels, num_processes=num_processes, chosen=chosen, filled=filled)
+    return counted_plan(indices, offsets, labels, chosen=chosen, filled=filled)
 
 
 def labels_of(bucket_ids: IntArray, indices: IntArray, start: IntArray, stop: IntArray, *, base: int) -> IntArray:
@@ -66,17 +67,11 @@ def labels_of(bucket_ids: IntArray, indices: IntArray, start: IntArray, stop: In
     return np.where(low == high, low, base)
 
 
-def unbucketed_plan(
-    rows: IntArray, first: IntArray, sizes: IntArray, *, label: int, num_processes: int, chosen: EpochRows
-) -> EpochPlan:
+def unbucketed_plan(rows: IntArray, first: IntArray, sizes: IntArray, *, label: int, chosen: EpochRows) -> EpochPlan:
     """Make a plan of the batches `rows[first : first + size]`, all with the same label."""
-    return counted_plan(
-        take_segments(rows, first, sizes),
-        np.concatenate([[0], np.cumsum(sizes)]),
-        np.full(len(sizes), label, np.int32),
-        num_processes=num_processes,
-        chosen=chosen,
-    )
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    labels = np.full(len(sizes), label, np.int32)
+    return counted_plan(take_segments(rows, first, sizes), offsets, labels, chosen=chosen)
 
 
 def counted_plan(
@@ -84,19 +79,12 @@ def counted_plan(
     offsets: IntArray,
     labels: IntArray | npt.NDArray[np.int32],
     *,
-    num_processes: int,
     chosen: EpochRows,
     filled: int = 0,
 ) -> EpochPlan:
     """Make a plan and count what it keeps, repeats and drops; rows without another reason are the `remainder`.
 
-    Args:
-        indices (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
-        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
-        labels (`int64` or `int32`, shape `(num_batches,)`): Bucket of each batch.
-        num_processes (`int`): Processes that share the batches, at least 1.
-        chosen ([`EpochRows`]): The rows that were left of the epoch.
-        filled (`int`): Number of indices that repeat a row only to complete a batch.
+    `filled` of the indices repeat a row only to complete a batch.
     """
     reasons = {**chosen.drop_reasons, "remainder": len(chosen.rows) - (len(indices) - filled)}
     repeats = filled > 0 or chosen.repeats
@@ -104,12 +92,22 @@ def counted_plan(
         indices=indices,
         offsets=offsets,
         bucket_ids=labels.astype(np.int32, copy=False),
-        num_processes=num_processes,
+        num_processes=chosen.num_processes,
         # Completing steps drops no row, and may take consumed rows, which this plan does not keep.
         repeated=len(indices) - _count_different(chosen.rows if filled else indices) if repeats else 0,
         drop_reasons=MappingProxyType({reason: count for reason, count in reasons.items() if count}),
         consumed=chosen.consumed,
     )
+
+
+def with_steps(plan: EpochPlan, remainder: str, chosen: EpochRows) -> EpochPlan:
+    """Return the plan of a new epoch, or raise PlanError if it has no step."""
+    if not plan.num_steps and not chosen.consumed:
+        hint = ' under `remainder="drop"`; use `remainder="short"` or smaller batches' if remainder == "drop" else ""
+        raise PlanError(
+            f"{len(chosen.rows)} usable rows do not fill one step of {chosen.num_processes} processes{hint}."
+        )
+    return plan
 
 
 def _count_different(indices: IntArray) -> int:

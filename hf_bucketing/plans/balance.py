@@ -7,6 +7,7 @@ import heapq
 import numpy as np
 
 from ..buckets.arrays import FloatArray, IntArray
+from .rows import EpochRows
 
 _SORTED_STEPS = 64
 
@@ -14,12 +15,7 @@ _SORTED_STEPS = 64
 def split_largest(offsets: IntArray, num_processes: int) -> IntArray | None:
     """Halve the batches with the most samples until the number of batches is a multiple of `num_processes`.
 
-    Args:
-        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
-        num_processes (`int`): Processes that share the batches, at least 1.
-
-    Returns:
-        The new bounds, or None if there are too few samples.
+    Takes and returns bounds of batches, shape `(num_batches + 1,)`; None if there are too few samples.
 
     Example:
         >>> split_largest(np.array([0, 5, 6, 8]), 5)
@@ -44,40 +40,23 @@ def split_largest(offsets: IntArray, num_processes: int) -> IntArray | None:
     return np.sort(np.concatenate([offsets, np.array(cuts, np.int64)]))
 
 
-def even_batches(
-    rows: IntArray, offsets: IntArray, num_processes: int, *, rng: np.random.Generator | None
-) -> tuple[IntArray, IntArray]:
-    """Make the number of batches a multiple of `num_processes` by splitting those with the most samples.
+def even_batches(rows: IntArray, offsets: IntArray, chosen: EpochRows) -> tuple[IntArray, IntArray]:
+    """Split the batches with the most samples until all processes get equally many; return the rows and the bounds.
 
-    With fewer samples than batches, each sample becomes a batch, and fewer than `num_processes` samples are dropped:
-    the last ones, or random ones with a generator.
-
-    Args:
-        rows (`int64`, shape `(num_samples,)`): Row numbers, batch after batch.
-        offsets (`int64`, shape `(num_batches + 1,)`): Bounds of the batches.
-        num_processes (`int`): Processes that share the batches, at least 1.
-        rng (`numpy.random.Generator`, *optional*): Chooses the dropped samples.
-
-    Returns:
-        The rows that are kept, and the new bounds.
+    With fewer samples than batches, each sample becomes a batch, and fewer than `num_processes` samples are dropped.
     """
-    even = split_largest(offsets, num_processes)
+    even = split_largest(offsets, chosen.num_processes)
     if even is not None:
         return rows, even
-    spare = len(rows) % num_processes
-    rows = rows[: len(rows) - spare] if rng is None else np.delete(rows, rng.permutation(len(rows))[:spare])
+    rows = np.delete(rows, chosen.spare(len(rows)))
     return rows, np.arange(len(rows) + 1)
 
 
 def similar_costs_together(costs: FloatArray, num_processes: int, *, rng: np.random.Generator) -> IntArray:
     """Return an order of the batches in which those of one step have similar costs.
 
-    The batches of 64 random steps are sorted by cost, and neighbours meet in a step.
-
-    Args:
-        costs (`float64`, shape `(num_batches,)`): Cost of each batch; their number is a multiple of `num_processes`.
-        num_processes (`int`): Processes that share the batches, at least 1.
-        rng (`numpy.random.Generator`): Source of the 64 steps and of the order of all steps.
+    The batches of 64 random steps are sorted by cost, and neighbours meet in a step. The number of costs, one per
+    batch, is a multiple of `num_processes`.
     """
     order = rng.permutation(len(costs))
     window = np.arange(len(costs)) // (_SORTED_STEPS * num_processes)
@@ -91,13 +70,7 @@ def longest_first_to_least_loaded(
     """Return an order of the batches in which the processes have similar costs in every `window` steps.
 
     Graham's longest-processing-time rule in each window: the most expensive batch first, each to the process with the
-    lowest sum so far among those with a step left.
-
-    Args:
-        costs (`float64`, shape `(num_batches,)`): Cost of each batch; their number is a multiple of `num_processes`.
-        num_processes (`int`): Processes that share the batches, at least 1.
-        window (`int`): Steps between two synchronisations of the processes; the last window may be shorter.
-        rng (`numpy.random.Generator`): Source of the batches of each window and of the order inside it.
+    lowest sum so far among those with a step left. The last window may be shorter.
     """
     order = rng.permutation(len(costs))
     whole = len(costs) // (window * num_processes) * window * num_processes

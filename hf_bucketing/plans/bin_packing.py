@@ -45,18 +45,10 @@ class Limits(NamedTuple):
 def fill_packs(
     spans: IntArray, costs: FloatArray, limits: Limits, *, strategy: PackStrategy, open_packs: int, window: int
 ) -> IntArray:
-    """Return the pack of each sample.
+    """Return the pack of each sample: 0, 1, 2, … without a gap, nearly in the order of the samples; shape `(n,)`.
 
-    Args:
-        spans (`int64`, shape `(n,)`): Tokens that each sample takes, at least 1 and at most `limits.tokens`.
-        costs (`float64`, shape `(n,)`): Cost of each sample; 0 without a limit of cost.
-        limits ([`Limits`]): What a pack may hold.
-        strategy (`str`): As in [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig].
-        open_packs (`int`): Packs held open at once by `"first_fit"`.
-        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
-
-    Returns:
-        `int64` of shape `(n,)`: Packs 0, 1, 2, … without a gap, nearly in the order of the samples.
+    The settings are those of [`PackBatchSampler`][hf_bucketing.PackBatchSampler]. Spans are from 1 to
+    `limits.tokens`; costs are 0 without a limit of cost.
     """
     samples = _one_by_one(spans, costs)
     if strategy == "best_fit_decreasing":

@@ -11,41 +11,24 @@ import numpy.typing as npt
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import has_bucket
 from ..errors import PlanError, refuse_old_names
-from ..randomness import Purpose, generator
-from .assemble import counted_plan, labels_of, lockstep_plan
-from .checks import check_choices, check_processes
+from ..randomness import Purpose
+from ..settings import check_literals
+from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
 from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order
 from .epoch import EpochPlan
-from .rows import EpochRows, epoch_rows, shuffled
+from .rows import EpochRows, PlanConfig, epoch_rows
 
 Weights = npt.ArrayLike | Mapping[int, float]
 
 
 @refuse_old_names(PlanError, tail="remainder")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPlanConfig:
-    """Settings of a bucket plan.
+class BucketPlanConfig(PlanConfig):
+    """Settings of a bucket plan; [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] describes the others.
 
     Args:
         batch_size (`int` or mapping of bucket id to `int`): Samples per process and step.
-        remainder (`str`): What happens to a bucket's samples that do not fill a step on all processes.
-            `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
-            steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
-            `"drop"` drops them from this epoch.
-            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated.
-            `"catch_all"` deals the remainders of all buckets in batches at the size of the bucket `base`; the last
-            such step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows
-            happen to be of one bucket keeps that bucket's size.
         base (`int`, *optional*): Bucket of catch-all batches; `remainder="catch_all"` needs it.
-        lockstep (`bool`): Whether all processes take the same bucket and equally many samples in the same step. If
-            False, each process draws from its own share, as in NovelAI's aspect ratio bucketing: rows are trimmed to a
-            multiple of `batch_size · num_processes` and dealt to the processes in turn; each process makes batches of
-            its rows, and puts its remainders in the base bucket. Steps then hold different buckets, which DDP allows
-            because every process runs equally many steps, but the fastest process waits for the slowest. Needs one
-            `batch_size` for all buckets, `remainder="catch_all"` and `shuffle=True`.
-        shuffle (`bool`): If False, rows stay in their order within each bucket, and buckets come in the order of their
-            ids, the mixed and catch-all steps last.
-        seed (`int`): Seed of all draws, at least 0.
 
     Raises:
         PlanError: On a batch size below 1, an unknown `remainder`, or settings that do not go together.
@@ -55,14 +38,12 @@ class BucketPlanConfig:
     remainder: Remainder = "short"
     base: int | None = None
     lockstep: bool = True
-    shuffle: bool = True
-    seed: int = 0
 
     def __post_init__(self) -> None:
         sizes = self.batch_size.values() if isinstance(self.batch_size, Mapping) else [self.batch_size]
         if not sizes or min(sizes) < 1:
             raise PlanError(f"Every `batch_size` must be at least 1, got {self.batch_size!r}.")
-        check_choices(self, remainder=Remainder)
+        check_literals(self, error=PlanError)
         if self.remainder == "catch_all" and self.base is None:
             raise PlanError('`remainder="catch_all"` needs `base`, the bucket whose size the mixed batches get.')
         if not self.lockstep and self.remainder != "catch_all":
@@ -142,54 +123,41 @@ def plan_buckets(
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons), sorted(plan.bucket_ids.tolist())
         (3, 10, {'remainder': 1}, [0, 0, 0, 0, 3, 3])
     """
-    check_processes(num_processes)
     ids = np.asarray(bucket_ids) if np.size(bucket_ids) else np.zeros(0, np.int64)
     by_row = row_weights(ids, weights) if isinstance(weights, Mapping) else weights
-    chosen = epoch_rows(has_bucket(ids), weights=by_row, consumed=consumed, seed=config.seed, epoch=epoch)
+    chosen = epoch_rows(
+        has_bucket(ids),
+        config,
+        Purpose.BUCKET_PLAN,
+        epoch=epoch,
+        num_processes=num_processes,
+        weights=by_row,
+        consumed=consumed,
+    )
     if not len(chosen.rows) and not chosen.consumed:
         raise PlanError(
             "No row has a bucket: the data set is empty or every row was rejected. "
             "Look at the counts of its rejection column, and choose a table that fits the data."
         )
-    rng = generator(Purpose.BUCKET_PLAN, config.seed, epoch, chosen.consumed) if config.shuffle else None
-    if rng is None or config.lockstep:
-        plan = plan_lockstep(ids, config, chosen=chosen, num_processes=num_processes, rng=rng)
-    else:
-        plan = plan_independent(ids, config, chosen=chosen, num_processes=num_processes, rng=rng)
-    if not plan.num_steps and not chosen.consumed:
-        raise PlanError(
-            f"{len(chosen.rows)} rows with a bucket do not fill one step of {num_processes} processes"
-            + (
-                ' under `remainder="drop"`; use `remainder="short"` or smaller batches.'
-                if config.remainder == "drop"
-                else "."
-            )
-        )
-    return plan
+    plan = (plan_lockstep if config.lockstep else _plan_independent)(ids, config, chosen)
+    return with_steps(plan, config.remainder, chosen)
 
 
-def plan_lockstep(
-    bucket_ids: IntArray,
-    config: BucketPlanConfig,
-    *,
-    chosen: EpochRows,
-    num_processes: int,
-    rng: np.random.Generator | None,
-) -> EpochPlan:
+def plan_lockstep(bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochRows) -> EpochPlan:
     """Plan steps in which all processes take the same bucket; without a generator, rows and buckets stay in order."""
+    rng = chosen.rng
     groups = group_rows(chosen.rows, bucket_ids, rng=rng)
     spare = None
     if config.remainder == "repeat" and chosen.consumed:
         # Fill a nearly exhausted bucket with rows seen earlier, rather than repeating the few that remain.
-        spare = group_rows(np.concatenate([shuffled(chosen.seen, rng), groups.rows]), bucket_ids, rng=None)
+        spare = group_rows(np.concatenate([chosen.shuffled(chosen.seen), groups.rows]), bucket_ids, rng=None)
     dealt = deal(
         groups,
         config.batch_sizes(groups.buckets),
-        num_processes=num_processes,
+        chosen=chosen,
         remainder=config.remainder,
         base_size=config.base_size,
         spare=spare,
-        rng=rng,
     )
     del groups
     steps = dealt.steps
@@ -203,7 +171,6 @@ def plan_lockstep(
         steps,
         bucket_ids=bucket_ids,
         base=config.base,
-        num_processes=num_processes,
         chosen=chosen,
         filled=dealt.filled,
     )
@@ -217,14 +184,7 @@ def row_weights(bucket_ids: IntArray, weights: Mapping[int, float]) -> FloatArra
     return by_row
 
 
-def plan_independent(
-    bucket_ids: IntArray,
-    config: BucketPlanConfig,
-    *,
-    chosen: EpochRows,
-    num_processes: int,
-    rng: np.random.Generator,
-) -> EpochPlan:
+def _plan_independent(bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochRows) -> EpochPlan:
     """Plan as NovelAI's aspect ratio bucketing does.
 
     Shuffled rows are trimmed to full batches on all processes and dealt to them in turn. A process puts the rows of
@@ -232,7 +192,9 @@ def plan_independent(
     distribution of drawing buckets weighted by the batches that they have left. Every list is a multiple of the batch
     size, so all processes have equally many batches. Source: the README of novelai-aspect-ratio-bucketing.
     """
+    rng, num_processes = chosen.rng, chosen.num_processes
     assert config.base is not None, "BucketPlanConfig checks it"
+    assert rng is not None, "BucketPlanConfig checks it"
     size = int(config.batch_sizes(np.zeros(1, np.int64))[0])
     rows = rng.permutation(chosen.rows)
     rows = rows[: len(rows) // (size * num_processes) * size * num_processes]
@@ -243,7 +205,7 @@ def plan_independent(
     indices = np.stack(batches, axis=1).ravel() if num_steps else rows
     offsets = np.arange(num_steps * num_processes + 1) * size
     labels = labels_of(bucket_ids, indices, offsets[:-1], offsets[1:], base=config.base)
-    return counted_plan(indices, offsets, labels, num_processes=num_processes, chosen=chosen)
+    return counted_plan(indices, offsets, labels, chosen=chosen)
 
 
 def _batches_of(rows: IntArray, bucket_ids: IntArray, *, size: int, rng: np.random.Generator) -> IntArray:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..buckets.arrays import IntArray
 from ..buckets.assignment import REJECTED_BUCKET
 from .epoch import MIXED
-from .rows import shuffled
+from .rows import EpochRows
 
 Remainder = Literal["short", "drop", "repeat", "catch_all"]
 
@@ -48,13 +48,7 @@ class Deal(NamedTuple):
 
 
 def group_rows(rows: IntArray, bucket_ids: IntArray, *, rng: np.random.Generator | None) -> Groups:
-    """Sort rows by bucket and shuffle them within each bucket; without a generator they keep their order.
-
-    Args:
-        rows (`int64`, shape `(n,)`): Row numbers.
-        bucket_ids (array of `int`, shape `(num_rows,)`): Bucket of each row of the data set.
-        rng (`numpy.random.Generator`, *optional*): Source of the order.
-    """
+    """Sort rows by the buckets of the data set's rows and shuffle them within each; without a generator keep order."""
     whole = len(rows) == len(bucket_ids) and bool((np.diff(rows) == 1).all())
     ids = bucket_ids if whole else bucket_ids[rows]
     if len(ids) and ids.min() > REJECTED_BUCKET and ids.max() < 2**16:
@@ -81,24 +75,17 @@ def deal(
     groups: Groups,
     sizes: IntArray,
     *,
-    num_processes: int,
+    chosen: EpochRows,
     remainder: Remainder,
     base_size: int | None = None,
     spare: Groups | None = None,
-    rng: np.random.Generator | None,
 ) -> Deal:
-    """Deal the rows of each bucket into full steps, and its remainder as `remainder` says.
+    """Deal the rows of `k` buckets into full steps, and their remainders as [`BucketBatchSampler`] describes.
 
-    Args:
-        groups ([`Groups`]): Rows of `k` buckets.
-        sizes (`int64`, shape `(k,)`): Samples per process and step of each bucket.
-        num_processes (`int`): At least 1.
-        remainder (`str`): See [`BucketPlanConfig`].
-        base_size (`int`, *optional*): Samples per process and step of a catch-all step.
-        spare ([`Groups`], *optional*): Rows that complete the steps of `"repeat"`, for at least the same buckets; by
-            default `groups`.
-        rng (`numpy.random.Generator`, *optional*): Chooses which rows are mixed and which are dropped.
+    `sizes`, shape `(k,)`, and `base_size` are samples per process and step. The rows of `spare`, by default those of
+    `groups`, complete the steps of `"repeat"`.
     """
+    num_processes = chosen.num_processes
     per_step = sizes * num_processes
     full, left_over = groups.counts // per_step, groups.counts % per_step
     whole = Steps(
@@ -111,7 +98,7 @@ def deal(
         size = left_over // num_processes
         some = size > 0
         short = Steps(first_left[some], size[some], groups.buckets[some])
-        left = shuffled(_left(groups, first_left + size * num_processes), rng)
+        left = chosen.shuffled(_left(groups, first_left + size * num_processes))
         count = len(left) // num_processes
         mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
         return _join(groups.rows, whole, short, extra=(left, mixed))
@@ -125,7 +112,7 @@ def deal(
         )
     if remainder == "catch_all":
         assert base_size is not None
-        left, size = _spread(_left(groups, first_left), base_size, num_processes=num_processes, rng=rng)
+        left, size = _spread(_left(groups, first_left), base_size, chosen)
         steps = Steps((np.cumsum(size) - size) * num_processes, size, np.full(len(size), CATCH_ALL))
         return _join(groups.rows, whole, extra=(left, steps))
     return Deal(groups.rows, whole)
@@ -180,14 +167,11 @@ def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: In
     return filled
 
 
-def _spread(
-    left: IntArray, size: int, *, num_processes: int, rng: np.random.Generator | None
-) -> tuple[IntArray, IntArray]:
+def _spread(left: IntArray, size: int, chosen: EpochRows) -> tuple[IntArray, IntArray]:
     """Deal the remainders of all buckets into steps of `size` and one smaller step; return the rows and the sizes."""
-    spare = len(left) % num_processes
-    if spare:
-        out = np.arange(len(left) - spare, len(left)) if rng is None else rng.permutation(len(left))[:spare]
-        left = np.delete(left, out)
+    num_processes = chosen.num_processes
+    if len(left) % num_processes:
+        left = np.delete(left, chosen.spare(len(left)))
     full, short = divmod(len(left) // num_processes, size)
     order = spread_order(full * num_processes, size, num_short=num_processes if short else 0, short_size=short)
     return left[order], np.array([size] * full + [short] * (short > 0), np.int64)

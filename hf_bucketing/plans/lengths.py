@@ -13,14 +13,14 @@ import numpy.typing as npt
 
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError, refuse_old_names
-from ..randomness import Purpose, generator
-from .assemble import unbucketed_plan
+from ..randomness import Purpose
+from ..settings import check_at_least, check_literals
+from .assemble import unbucketed_plan, with_steps
 from .balance import even_batches
 from .buckets import BucketPlanConfig, plan_lockstep
-from .checks import Oversize, check_at_least_one, check_choices, check_positive, check_processes
 from .deal import Remainder
 from .epoch import MIXED, EpochPlan
-from .rows import EpochRows, epoch_rows, shuffled
+from .rows import EpochRows, Oversize, PlanConfig, check_positive, epoch_rows
 
 LengthStrategy = Literal["bucket", "random", "sorted"]
 LengthRemainder = Literal["short", "drop"]
@@ -33,29 +33,8 @@ _CHUNK = 2**18
 
 @refuse_old_names(PlanError, **OLD_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthPlanConfig:
-    """Settings of a length plan.
-
-    Args:
-        strategy (`str`): `"bucket"` makes batches of samples whose lengths lie between the same two boundaries;
-            `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
-            which pads and mixes least.
-        batch_size (`int`, *optional*): Samples per process and step.
-        max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: the number of samples × the
-            longest of them, in the unit of the lengths, which may be tokens, frames, seconds or any other. In a
-            bucket, its upper bound counts as the longest, so that all its full batches have one size and can be
-            padded to one shape.
-        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
-        num_buckets (`int`): Number of buckets, for `"quantile"` and `"uniform"` boundaries.
-        boundaries (`str` or sequence of `float`): `"quantile"`: equally many samples in each bucket. `"uniform"`:
-            equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included; samples longer
-            than the last one make one more bucket.
-        remainder (`str`): What happens to samples that do not fill a step on all processes: `"short"` makes smaller
-            batches of them, `"drop"` drops them.
-        oversize (`str`): What happens to a sample longer than `max_tokens`: an `"error"` that names it, an
-            `"own_batch"` above the limit, or a counted `"drop"`.
-        shuffle (`bool`): If False, samples keep their order (`"sorted"`: rising length), and so do steps.
-        seed (`int`): Seed of all draws, at least 0.
+class LengthPlanConfig(PlanConfig):
+    """Settings of a length plan; [`LengthBatchSampler`][hf_bucketing.LengthBatchSampler] describes each of them.
 
     Raises:
         PlanError: If not exactly one of `batch_size` and `max_tokens` is given, on an unknown name, a value below 1,
@@ -70,18 +49,16 @@ class LengthPlanConfig:
     boundaries: Boundaries = "quantile"
     remainder: LengthRemainder = "short"
     oversize: Oversize = "error"
-    shuffle: bool = True
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.remainder not in get_args(LengthRemainder) and self.remainder in get_args(Remainder):
             raise PlanError(f'`remainder="{self.remainder}"` is for buckets of sizes; lengths take "short" or "drop".')
-        check_choices(self, strategy=LengthStrategy, remainder=LengthRemainder, oversize=Oversize)
+        check_literals(self, error=PlanError)
         if (self.batch_size is None) == (self.max_tokens is None):
             raise PlanError("Give either `batch_size` or `max_tokens`.")
         if self.batch_size is not None and self.max_samples is not None:
             raise PlanError("`max_samples` goes with `max_tokens`; `batch_size` is the number of samples already.")
-        check_at_least_one(self, "batch_size", "max_samples", "num_buckets")
+        check_at_least(1, self, "batch_size", "max_samples", "num_buckets", error=PlanError)
         check_positive(self, "max_tokens")
         if isinstance(self.boundaries, str):
             if self.boundaries not in ("quantile", "uniform"):
@@ -152,26 +129,24 @@ def plan_lengths(
         >>> [batch.tolist() for batch in plan.batches()]
         [[1, 2, 3, 5], [0], [4]]
     """
-    check_processes(num_processes)
     values = np.asarray(lengths)
     over = oversize_rows(values, config)
-    dropped = over if config.oversize == "drop" else None
     chosen = epoch_rows(
-        values > 0, oversize=dropped, weights=weights, consumed=consumed, seed=config.seed, epoch=epoch
+        values > 0,
+        config,
+        Purpose.LENGTH_PLAN,
+        epoch=epoch,
+        num_processes=num_processes,
+        oversize=over if config.oversize == "drop" else None,
+        weights=weights,
+        consumed=consumed,
     )
     if len(chosen.rows) < num_processes and not chosen.consumed:
         raise PlanError(
             f"{len(chosen.rows)} of {len(values)} rows have a length, fewer than the {num_processes} processes."
         )
-    rng = generator(Purpose.LENGTH_PLAN, config.seed, epoch, chosen.consumed) if config.shuffle else None
-    make = _in_buckets if config.strategy == "bucket" else _one_after_the_other
-    plan = make(values, config, chosen=chosen, num_processes=num_processes, rng=rng)
-    if not plan.num_steps and not chosen.consumed:
-        raise PlanError(
-            f'{len(chosen.rows)} rows do not fill one step of {num_processes} processes under `remainder="drop"`; '
-            'use `remainder="short"` or smaller batches.'
-        )
-    return plan
+    plan = (_in_buckets if config.strategy == "bucket" else _one_after_the_other)(values, config, chosen)
+    return with_steps(plan, config.remainder, chosen)
 
 
 def oversize_rows(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> BoolArray:
@@ -224,22 +199,14 @@ def _limit(config: LengthPlanConfig) -> float:
     return np.inf if config.max_tokens is None else config.max_tokens
 
 
-def _in_buckets(
-    values: npt.NDArray[Any],
-    config: LengthPlanConfig,
-    *,
-    chosen: EpochRows,
-    num_processes: int,
-    rng: np.random.Generator | None,
-) -> EpochPlan:
+def _in_buckets(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: EpochRows) -> EpochPlan:
     """Plan as for buckets of sizes."""
     bounds = length_buckets(values, config)
     settings = BucketPlanConfig(
         batch_size=_batch_sizes(bounds, config) if config.batch_size is None else config.batch_size,
         remainder=config.remainder,
     )
-    ids = np.searchsorted(bounds, values)
-    return plan_lockstep(ids, settings, chosen=chosen, num_processes=num_processes, rng=rng)
+    return plan_lockstep(np.searchsorted(bounds, values), settings, chosen)
 
 
 def _batch_sizes(bounds: npt.NDArray[Any], config: LengthPlanConfig) -> dict[int, int]:
@@ -251,40 +218,22 @@ def _batch_sizes(bounds: npt.NDArray[Any], config: LengthPlanConfig) -> dict[int
     return dict(enumerate(np.maximum(sizes, 1).astype(int).tolist()))
 
 
-def _one_after_the_other(
-    values: npt.NDArray[Any],
-    config: LengthPlanConfig,
-    *,
-    chosen: EpochRows,
-    num_processes: int,
-    rng: np.random.Generator | None,
-) -> EpochPlan:
+def _one_after_the_other(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: EpochRows) -> EpochPlan:
     """Cut the rows, in random order or sorted, into batches, and make steps of neighbouring batches."""
-    rows = shuffled(chosen.rows, rng)
+    rows = chosen.shuffled(chosen.rows)
     if config.strategy == "sorted":
         rows = rows[np.argsort(values[rows], kind="stable")]
     offsets = _cut(values[rows], config)
     if config.remainder == "drop":
-        first, size = _whole_steps(offsets, config, num_processes=num_processes, rng=rng)
+        size = np.diff(offsets)
+        size = size if config.batch_size is None else size[size == config.batch_size]
+        out = chosen.spare(len(size))
+        first, size = np.delete(offsets[: len(size)], out), np.delete(size, out)
     else:
-        rows, offsets = even_batches(rows, offsets, num_processes, rng=rng)
+        rows, offsets = even_batches(rows, offsets, chosen)
         first, size = offsets[:-1], np.diff(offsets)
-    if rng is not None:
-        order = rng.permutation(np.arange(len(size)).reshape(-1, num_processes)).ravel()
-        first, size = first[order], size[order]
-    return unbucketed_plan(rows, first, size, label=MIXED, num_processes=num_processes, chosen=chosen)
-
-
-def _whole_steps(
-    offsets: IntArray, config: LengthPlanConfig, *, num_processes: int, rng: np.random.Generator | None
-) -> tuple[IntArray, IntArray]:
-    """Return first rows and sizes of the batches without an incomplete last one, a multiple of the processes."""
-    size = np.diff(offsets)
-    if config.batch_size is not None:
-        size = size[size == config.batch_size]
-    spare = len(size) % num_processes
-    out = np.arange(len(size))[::-1][:spare] if rng is None else rng.permutation(len(size))[:spare]
-    return np.delete(offsets[: len(size)], out), np.delete(size, out)
+    order = chosen.shuffled(np.arange(len(size)).reshape(-1, chosen.num_processes)).ravel()
+    return unbucketed_plan(rows, first[order], size[order], label=MIXED, chosen=chosen)
 
 
 def _cut(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> IntArray:

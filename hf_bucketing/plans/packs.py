@@ -12,13 +12,13 @@ import numpy.typing as npt
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.cost import CostModel
 from ..errors import PlanError, refuse_old_names
-from ..randomness import Purpose, generator
+from ..randomness import Purpose
+from ..settings import check_at_least, check_literals
 from .assemble import unbucketed_plan
 from .balance import even_batches, longest_first_to_least_loaded, similar_costs_together
 from .bin_packing import Limits, PackStrategy, fill_packs
-from .checks import Oversize, check_at_least_one, check_choices, check_positive, check_processes
 from .epoch import PACKED, EpochPlan
-from .rows import epoch_rows, shuffled
+from .rows import EpochRows, Oversize, PlanConfig, check_positive, epoch_rows
 
 Balance = Literal["none", "cost"]
 
@@ -27,33 +27,8 @@ OLD_NAMES = {"capacity": "max_tokens", "multiple": "strip_length"}
 
 @refuse_old_names(PlanError, **OLD_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackPlanConfig:
-    """Settings of a pack plan.
-
-    Args:
-        max_tokens (`int`): Tokens that one process takes in one step: the limit of memory.
-        max_cost (`float`, *optional*): Largest cost of a pack, in the units of `cost_model`: the limit of time. Packs
-            filled to the same cost take the same time, if `max_tokens` lets them get there.
-        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost` and `balance`.
-        max_samples (`int`, *optional*): Most samples per pack.
-        strip_length (`int`): Tokens per strip; each sample takes whole strips. Give the `strip_length` of the packs.
-        strategy (`str`): How samples, which come in random order, get into packs.
-            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
-            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
-            `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
-            that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
-        open_packs (`int`): Packs held open at once by `"first_fit"`; the fullest is closed when one more is needed.
-        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
-        balance (`"none"` or `"cost"`): Choice of the packs of a step. `"none"`: random ones. `"cost"` without gradient
-            accumulation: packs of similar cost among those of 64 steps (packs filled to one `max_cost` are similar
-            already). `"cost"` with it: the packs of each accumulation window are dealt to the processes, the most
-            expensive first, each to the process with the lowest sum so far.
-        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
-            once per window.
-        oversize (`str`): What happens to a sample that exceeds `max_tokens` or `max_cost` by itself: an `"error"`
-            that names it, an `"own_batch"` (a pack of its own, above the limit), or a counted `"drop"`.
-        shuffle (`bool`): If False, samples and packs keep the order of the rows, as far as `strategy` does.
-        seed (`int`): Seed of all draws, at least 0.
+class PackPlanConfig(PlanConfig):
+    """Settings of a pack plan; [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describes each of them.
 
     Raises:
         PlanError: On a value below 1, an unknown name, a cost option without a cost model, or `balance="cost"` with
@@ -71,14 +46,11 @@ class PackPlanConfig:
     balance: Balance = "none"
     accumulation_steps: int = 1
     oversize: Oversize = "error"
-    shuffle: bool = True
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, strategy=PackStrategy, balance=Balance, oversize=Oversize)
-        check_at_least_one(
-            self, "max_tokens", "open_packs", "window", "max_samples", "strip_length", "accumulation_steps"
-        )
+        check_literals(self, error=PlanError)
+        counts = ("max_tokens", "open_packs", "window", "max_samples", "strip_length", "accumulation_steps")
+        check_at_least(1, self, *counts, error=PlanError)
         check_positive(self, "max_cost")
         if self.cost_model is None and (self.max_cost is not None or self.balance == "cost"):
             raise PlanError(
@@ -128,24 +100,27 @@ def plan_packs(
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons)
         (1, 4, {'rejected': 1})
     """
-    check_processes(num_processes)
     tokens = np.asarray(num_tokens, np.int64)
     spans, oversize = sample_spans(tokens, config, text_tokens=text_tokens)
-    dropped = oversize if config.oversize == "drop" else None
     chosen = epoch_rows(
-        tokens > 0, oversize=dropped, weights=weights, consumed=consumed, seed=config.seed, epoch=epoch
+        tokens > 0,
+        config,
+        Purpose.PACK_PLAN,
+        epoch=epoch,
+        num_processes=num_processes,
+        oversize=oversize if config.oversize == "drop" else None,
+        weights=weights,
+        consumed=consumed,
     )
     if len(chosen.rows) < num_processes and not chosen.consumed:
         raise PlanError(
             f"{len(chosen.rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
             "Look at the counts of the data set's rejection column."
         )
-    rng = generator(Purpose.PACK_PLAN, config.seed, epoch, chosen.consumed) if config.shuffle else None
-    rows, offsets = _packs(shuffled(chosen.rows, rng), spans, oversize, config=config)
-    rows, offsets = even_batches(rows, offsets, num_processes, rng=rng)
-    order = _order(rows, offsets, spans, config=config, num_processes=num_processes, rng=rng)
-    first, sizes = offsets[:-1][order], np.diff(offsets)[order]
-    return unbucketed_plan(rows, first, sizes, label=PACKED, num_processes=num_processes, chosen=chosen)
+    rows, offsets = _packs(chosen.shuffled(chosen.rows), spans, oversize, config=config)
+    rows, offsets = even_batches(rows, offsets, chosen)
+    order = _order(spans[rows], offsets, config, chosen)
+    return unbucketed_plan(rows, offsets[:-1][order], np.diff(offsets)[order], label=PACKED, chosen=chosen)
 
 
 def strip_tokens(num_tokens: IntArray, strip_length: int) -> IntArray:
@@ -217,21 +192,11 @@ def _packs(
     return ordered, np.concatenate([[0], np.cumsum(sizes)])
 
 
-def _order(
-    rows: IntArray,
-    offsets: IntArray,
-    spans: IntArray,
-    *,
-    config: PackPlanConfig,
-    num_processes: int,
-    rng: np.random.Generator | None,
-) -> IntArray:
-    """Return the order of the packs, process by process and step by step."""
-    if rng is None:
-        return np.arange(len(offsets) - 1)
-    if config.balance == "none" or config.cost_model is None or len(offsets) == 1:
-        return rng.permutation(len(offsets) - 1)
-    costs = config.cost_model.pack_cost(spans[rows], offsets)
+def _order(spans: IntArray, offsets: IntArray, config: PackPlanConfig, chosen: EpochRows) -> IntArray:
+    """Return the order of the packs, process by process and step by step; `spans` in the present order."""
+    if chosen.rng is None or config.balance == "none" or config.cost_model is None or len(offsets) == 1:
+        return chosen.shuffled(np.arange(len(offsets) - 1))
+    costs = config.cost_model.pack_cost(spans, offsets)
     if config.accumulation_steps == 1:
-        return similar_costs_together(costs, num_processes, rng=rng)
-    return longest_first_to_least_loaded(costs, num_processes, window=config.accumulation_steps, rng=rng)
+        return similar_costs_together(costs, chosen.num_processes, rng=chosen.rng)
+    return longest_first_to_least_loaded(costs, chosen.num_processes, window=config.accumulation_steps, rng=chosen.rng)

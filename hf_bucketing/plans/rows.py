@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +12,20 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError
 from ..randomness import Purpose, generator
 
+Oversize = Literal["error", "own_batch", "drop"]
+"""What happens to a sample that exceeds a limit by itself: an error, a batch above the limit, or a counted drop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Settings of every plan; its subclasses describe them."""
+
+    shuffle: bool = True
+    seed: int = 0
+
 
 class EpochRows(NamedTuple):
-    """The rows that are left of an epoch.
+    """The rows that are left of an epoch, and what all plans of them share.
 
     Attributes:
         rows (`int64`, shape `(n,)`): Row numbers in rising order; a repeated row occurs several times.
@@ -22,6 +34,8 @@ class EpochRows(NamedTuple):
         consumed (`int`): Number of occurrences seen before.
         seen (`int64`, shape `(k,)`): Different rows among the consumed ones.
         repeats (`bool`): Whether a row may occur more than once.
+        num_processes (`int`): Processes that share the plan, at least 1.
+        rng (`numpy.random.Generator`, *optional*): Source of the order; None keeps the order of the rows.
     """
 
     rows: IntArray
@@ -29,62 +43,69 @@ class EpochRows(NamedTuple):
     consumed: int
     seen: IntArray
     repeats: bool
+    num_processes: int
+    rng: np.random.Generator | None
+
+    def shuffled(self, values: IntArray) -> IntArray:
+        """Return values in random order, or in their own without a generator."""
+        return values if self.rng is None else self.rng.permutation(values)
+
+    def spare(self, count: int) -> IntArray:
+        """Return which of `count` items to drop so that they divide evenly: random ones, or the last ones."""
+        order = np.arange(count)[::-1] if self.rng is None else self.rng.permutation(count)
+        return order[: count % self.num_processes]
 
 
 def epoch_rows(
     usable: BoolArray,
+    config: PlanConfig,
+    purpose: Purpose,
     *,
+    epoch: int,
+    num_processes: int,
     oversize: BoolArray | None = None,
     weights: npt.ArrayLike | None = None,
     consumed: npt.ArrayLike | None = None,
-    seed: int,
-    epoch: int,
 ) -> EpochRows:
-    """Choose the rows of an epoch.
+    """Choose the rows of an epoch: all occurrences but the `consumed` ones; arguments as in the plans.
 
-    Args:
-        usable (`bool`, shape `(n,)`): False for rejected rows.
-        oversize (`bool`, shape `(n,)`, *optional*): True for rows to drop because no batch can hold them.
-        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch, at least 0; see
-            [`occurrences`]. By default 1.
-        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions.
-        seed (`int`): Not negative.
-        epoch (`int`): Not negative.
-
-    Returns:
-        [`EpochRows`]: All occurrences but the consumed ones.
+    `usable` and `oversize`, both of shape `(n,)`, are False for rejected rows, and True for rows to drop because no
+    batch can hold them.
 
     Raises:
-        PlanError: If there are not as many weights as rows, a weight is negative or not finite, or a consumed row
-            does not exist.
+        PlanError: If there is no process, there are not as many weights as rows, a weight is negative or not finite,
+            or a consumed row does not exist.
     """
+    if num_processes < 1:
+        raise PlanError(f"num_processes must be at least 1, got {num_processes}.")
     reasons = {"rejected": len(usable) - int(np.count_nonzero(usable))}
     if oversize is not None:
         reasons["oversize"] = int(np.count_nonzero(usable & oversize))
         usable = usable & ~oversize
-    if weights is None and (consumed is None or not np.size(consumed)):
-        return EpochRows(np.flatnonzero(usable), reasons, 0, np.zeros(0, np.int64), False)
-    counts = usable.astype(np.int64)
-    if weights is not None:
-        counts = np.where(usable, occurrences(_checked(weights, len(usable)), seed=seed, epoch=epoch), 0)
-        reasons["weight"] = int(np.count_nonzero(usable & (counts == 0)))
-    total = int(counts.sum())
     different = np.zeros(0, np.int64)
-    if consumed is not None and np.size(consumed):
-        seen = np.asarray(consumed, np.int64)
-        if seen.min() < 0 or seen.max() >= len(usable):
-            raise PlanError(f"Consumed rows must be from 0 to {len(usable) - 1}, got {seen.min()} to {seen.max()}.")
-        times = np.bincount(seen, minlength=len(usable))
-        different = np.flatnonzero(times)
-        counts = np.maximum(counts - times, 0)
-    repeats = bool(len(counts)) and int(counts.max()) > 1
-    rows = np.repeat(np.arange(len(usable)), counts)
-    return EpochRows(rows, reasons, total - len(rows), different, repeats)
-
-
-def shuffled(values: IntArray, rng: np.random.Generator | None) -> IntArray:
-    """Return values in random order, or in their own without a generator."""
-    return values if rng is None else rng.permutation(values)
+    if weights is None and (consumed is None or not np.size(consumed)):
+        rows, taken, repeats = np.flatnonzero(usable), 0, False
+    else:
+        counts = usable.astype(np.int64)
+        if weights is not None:
+            wanted = occurrences(_checked(weights, len(usable)), seed=config.seed, epoch=epoch)
+            counts = np.where(usable, wanted, 0)
+            reasons["weight"] = int(np.count_nonzero(usable & (counts == 0)))
+        total = int(counts.sum())
+        if consumed is not None and np.size(consumed):
+            seen = np.asarray(consumed, np.int64)
+            if seen.min() < 0 or seen.max() >= len(usable):
+                raise PlanError(
+                    f"Consumed rows must be from 0 to {len(usable) - 1}, got {seen.min()} to {seen.max()}."
+                )
+            times = np.bincount(seen, minlength=len(usable))
+            different = np.flatnonzero(times)
+            counts = np.maximum(counts - times, 0)
+        repeats = bool(len(counts)) and int(counts.max()) > 1
+        rows = np.repeat(np.arange(len(usable)), counts)
+        taken = total - len(rows)
+    rng = generator(purpose, config.seed, epoch, taken) if config.shuffle else None
+    return EpochRows(rows, reasons, taken, different, repeats, num_processes, rng)
 
 
 def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
@@ -134,3 +155,11 @@ def _checked(weights: npt.ArrayLike, num_rows: int) -> FloatArray:
     if len(values) and not (np.isfinite(values).all() and values.min() >= 0):
         raise PlanError("`weights` are occurrences of each row per epoch; they must be finite and at least 0.")
     return values
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Raise PlanError if one of the named settings is not above 0; None is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise PlanError(f"`{name}` must be above 0, got {value}.")

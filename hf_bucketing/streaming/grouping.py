@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..buckets.table import BucketTable
 from ..errors import PlanError, refuse_old_names
 from ..loaders.state import settings
 from ..plans.bin_packing import FirstFit, Limits
+from ..settings import check_at_least
 
 Row = Mapping[str, Any]
 
@@ -72,19 +73,6 @@ class OpenGroups(ABC):
         group.ordinals.append(ordinal)
         self.num_rows += 1
         return group
-
-
-class Grouping(Protocol):
-    """A rule by which rows become batches."""
-
-    def measure(self, row: Row) -> int | None:
-        """Return a row's bucket id, or the tokens that it takes in a pack; None if it is rejected."""
-
-    def start(self) -> OpenGroups:
-        """Return the groups of a worker that has read no row."""
-
-    def settings(self) -> dict[str, object]:
-        """Return all that the batches depend on, by name."""
 
 
 @refuse_old_names(capacity="max_tokens")
@@ -179,7 +167,7 @@ class _BucketGroups(OpenGroups):
 class PackGrouping:
     """Packs: each sample goes into the oldest open pack that has room.
 
-    This is the `"first_fit"` of [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig], for rows as they come.
+    This is the `"first_fit"` of [`PackBatchSampler`][hf_bucketing.PackBatchSampler], for rows as they come.
 
     Args:
         max_tokens (`int`): Tokens per process and step.
@@ -199,10 +187,7 @@ class PackGrouping:
     strip_length: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "open_packs", "max_samples", "strip_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"{name} must be at least 1, got {value}.")
+        check_at_least(1, self, "max_tokens", "open_packs", "max_samples", "strip_length", error=PlanError)
 
     def measure(self, row: Row) -> int | None:
         """Return the tokens that a row takes; None if it was rejected.
@@ -261,6 +246,10 @@ class _PackGroups(OpenGroups):
         groups = [super(_PackGroups, self).flush(number) for number in self.packs.closed]
         self.packs.closed.clear()
         return groups
+
+
+Grouping: TypeAlias = BucketGrouping | PackGrouping
+"""A rule by which rows become batches."""
 
 
 def _size(row: Row) -> Size:

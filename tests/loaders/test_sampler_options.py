@@ -129,7 +129,7 @@ def test_the_collator_gives_a_catch_all_batch_the_base_bucket_as_its_plan_says()
     ({"max_samples": 3}, "`max_samples` goes with"),
     ({"batch_size": None, "max_cost": 9.0, "spec": WAN}, "`max_cost` needs `cost_model`"),
     ({"batch_size": None, "max_tokens": -1, "spec": WAN}, "`max_tokens` must be above 0"),
-    ({"remainder": "cut"}, "`remainder` must be one of short, drop, repeat, catch_all"),
+    ({"remainder": "cut"}, '`remainder` must be one of "short", "drop", "repeat", "catch_all"'),
 ])  # fmt: skip
 def test_impossible_options_are_errors(options, message: str) -> None:
     with pytest.raises(PlanError, match=message):

@@ -158,7 +158,7 @@ def epoch_plan(stop: int, *, num_processes: int):
     (lambda: buckets([]), "data set is empty"),
     (lambda: buckets([0], num_processes=2), "do not fill one step"),
     (lambda: buckets([0], batch_size=0), "at least 1"),
-    (lambda: buckets([0], remainder="cut"), "`remainder` must be one of short, drop"),
+    (lambda: buckets([0], remainder="cut"), '`remainder` must be one of "short", "drop"'),
     (lambda: plan_packs([0, 5], PackPlanConfig(max_tokens=9), epoch=0, num_processes=2), "1 of 2 rows have tokens"),
     (lambda: PackPlanConfig(max_tokens=0), "`max_tokens` must be at least 1"),
     (lambda: PackPlanConfig(max_tokens=9, strategy="magic"), "first_fit"),

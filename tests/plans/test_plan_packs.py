@@ -153,9 +153,9 @@ def test_samples_above_a_limit_get_a_pack_of_their_own_or_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    ({"max_tokens": 9, "strategy": "magic"}, "`strategy` must be one of sequential, first_fit"),
-    ({"max_tokens": 9, "balance": "time"}, "`balance` must be one of none, cost"),
-    ({"max_tokens": 9, "oversize": "cut"}, "`oversize` must be one of error, own_batch, drop"),
+    ({"max_tokens": 9, "strategy": "magic"}, '`strategy` must be one of "sequential", "first_fit"'),
+    ({"max_tokens": 9, "balance": "time"}, '`balance` must be one of "none", "cost"'),
+    ({"max_tokens": 9, "oversize": "cut"}, '`oversize` must be one of "error", "own_batch", "drop"'),
     ({"max_tokens": 9, "window": 0}, "`window` must be at least 1"),
     ({"max_tokens": 9, "max_cost": 0.0, "cost_model": COST}, "`max_cost` must be above 0"),
     ({"max_tokens": 9, "max_cost": 1.0}, "need `cost_model`"),
