@@ -5,25 +5,24 @@ CogVideoX attends to the padding of its text (226 tokens) as encoded: pass the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import (
-    get_1d_rotary_pos_embed,
     get_1d_sincos_pos_embed_from_grid,
     get_3d_rotary_pos_embed,
 )
 
 from ..errors import PackingError
-from ..packing.batch import PackedBatch
+from ..packing.batch import Rows
 from ..packing.context import active_layout
 from ..packing.family import UNLIMITED, Transformer
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, over_grid, position_strips
-from ..packing.strips import token_grid
+from ..packing.positions import axis_coordinates, hook_rotary, over_grid, position_strips
 from .joint import JointFamily, refuse_stale_fusion
+from .patch_embed import rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
@@ -82,14 +81,10 @@ class CogVideoXFamily(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
-        embed, handles = transformer.patch_embed, []
+        embed = transformer.patch_embed
+        handles: list[Any] = []
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
-
-        def pass_rotary(module: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            layout = active_layout()
-            rotary = position_strips(layout, lambda grid: rotary_table(module, grid, base_size, device=layout.device))
-            return args, {**kwargs, "image_rotary_emb": rotary}
 
         def add_table(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             layout = active_layout()
@@ -97,40 +92,28 @@ class CogVideoXFamily(JointFamily):
             return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
 
         if transformer.config.use_rotary_positional_embeddings:
-            handles.append(transformer.register_forward_pre_hook(pass_rotary, with_kwargs=True))
+
+            def rotary(module: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
+                return rotary_table(module, grid, base_size, device=device)
+
+            handles.append(hook_rotary(transformer, rotary))
         if _has_table(transformer):
             handles += [_WithoutTable(embed), embed.register_forward_hook(add_table)]
         return handles
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+    def inputs(self, rows: Rows) -> dict[str, Any]:
         """Put frames before channels."""
-        return {**super().forward_kwargs(batch), "hidden_states": batch.strips.transpose(1, 2)}
+        return {**super().inputs(rows), "hidden_states": rows.latents.transpose(1, 2)}
 
-    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the rotary positions of the samples' size."""
+        if not transformer.config.use_rotary_positional_embeddings:
+            return {}
+        return {"image_rotary_emb": rotary_table(transformer, rows.grid, None, device=rows.latents.device)}
+
+    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
         """Put channels before frames."""
         return output.transpose(1, 2)
-
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one, with the rotary positions of its size."""
-        grid = token_grid(latent, self.patch(transformer), sample=0)
-        rotary = transformer.config.use_rotary_positional_embeddings
-        output: torch.Tensor = transformer(
-            hidden_states=latent.transpose(0, 1)[None],
-            timestep=timestep[None],
-            encoder_hidden_states=text[None],
-            image_rotary_emb=rotary_table(transformer, grid, None, device=latent.device) if rotary else None,
-            **{name: value[None] for name, value in conditioning.items()},
-            return_dict=False,
-        )[0]
-        return output[0].transpose(0, 1)
 
 
 class _WithoutTable:
@@ -170,11 +153,7 @@ def rotary_table(
             for axis, (start, stop) in enumerate(corners, start=1):
                 last = max(base_size[axis] - 1, 1)  # the base size's tokens span start to stop·last/(last + 1)
                 axes[axis] = start + axes[axis] * (stop * last / (last + 1) - start) / last
-        pairs = [
-            get_1d_rotary_pos_embed(part, axis, use_real=True)
-            for part, axis in zip((dim // 4, dim // 8 * 3, dim // 8 * 3), axes, strict=True)
-        ]
-        return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
+        return rotary_tables((dim // 4, dim // 8 * 3, dim // 8 * 3), axes)
     frames, height, width = grid
     crop: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
     if transformer.config.patch_size_t is not None:

@@ -1,8 +1,8 @@
-"""Positions that diffusers' `PatchEmbed` adds to images and frames: Latte, PixArt and SD3."""
+"""Positions as diffusers computes them: rotary tables of a grid, and those that a `PatchEmbed` adds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,31 @@ from torch.utils.hooks import RemovableHandle
 
 from ..packing.context import active_layout
 from ..packing.layout import Grid
-from ..packing.positions import position_strips
+from ..packing.positions import over_grid, position_strips
+
+
+def rotary_tables(
+    dims: Sequence[int],
+    axes: Sequence[torch.Tensor],
+    *,
+    theta: float = 10_000.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, ...]:
+    """Return a sample's cosines and sines, `(t·h·w, Σ dims)` each, of frames, rows and columns side by side.
+
+    Args:
+        dims (sequence of three `int`): Channels of each axis.
+        axes (sequence of `torch.Tensor` of shape `(t,)`, `(h,)` and `(w,)`): Coordinates of each axis.
+        theta (`float`): Base of the frequencies.
+        dtype (`torch.dtype`): Dtype in which frequencies are computed.
+    """
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+
+    pairs = [
+        get_1d_rotary_pos_embed(dim, axis, theta, use_real=True, freqs_dtype=dtype)
+        for dim, axis in zip(dims, axes, strict=True)
+    ]
+    return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
 
 
 def hook_patch_embed(

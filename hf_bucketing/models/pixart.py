@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..packing.batch import PackedBatch
+from ..packing.batch import Rows
 from ..packing.family import UNLIMITED, Family, Transformer
 from ..packing.layout import Grid
 from .patch_embed import hook_patch_embed, sincos_table
@@ -20,6 +20,7 @@ class PixArtFamily(Family):
     """
 
     transformer_class = "PixArtTransformer2DModel"
+    text_by_strip = True
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return one frame."""
@@ -44,43 +45,18 @@ class PixArtFamily(Family):
         """Hook the patch embedding."""
         return [hook_patch_embed(transformer.pos_embed, sincos_table)]
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Pass images as `(strips, channels, height, width)`, and each strip its image's resolution."""
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Pass images as `(rows, channels, height, width)`, and their conditions as one argument."""
         return {
-            "hidden_states": batch.strips[:, :, 0],
-            "timestep": batch.strip_timesteps,
-            "encoder_hidden_states": batch.text_by_strip(),
-            "added_cond_kwargs": _added(
-                {name: batch.per_strip(values) for name, values in batch.conditioning.items()}
-            ),
+            "hidden_states": rows.latents.squeeze(2),
+            "timestep": rows.timesteps,
+            "encoder_hidden_states": rows.text,
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None, **rows.conditioning},
         }
 
-    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
+    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
         """Restore the axis of frames."""
-        return output[:, :, None]
-
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one image."""
-        output: torch.Tensor = transformer(
-            latent[None, :, 0],
-            encoder_hidden_states=text[None],
-            timestep=timestep[None],
-            added_cond_kwargs=_added({name: values[None] for name, values in conditioning.items()}),
-            return_dict=False,
-        )[0]
-        return output[0][:, None]
-
-
-def _added(conditioning: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    return {"resolution": None, "aspect_ratio": None, **conditioning}
+        return output.unsqueeze(2)
 
 
 FAMILY = PixArtFamily()

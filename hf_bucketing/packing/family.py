@@ -11,7 +11,7 @@ import torch
 
 from ..errors import PackingError
 from .attention.dispatch import Backend
-from .batch import PackedBatch
+from .batch import PackedBatch, Rows
 from .layout import Grid, PackedLayout
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor
 from .texts import TextRule
@@ -39,6 +39,10 @@ class Family(ABC):
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
             and attention depends on positions, not on which tokens there are.
+        text_by_strip (`bool`): Whether the model views its text by batch rows, so that a pack's texts are cut into as
+            many; else they are one row.
+        conditioning_by_strip (`bool`): Whether each strip of a pack gets its sample's conditioning; else the model
+            gets a row per sample.
         by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
     """
 
@@ -49,6 +53,8 @@ class Family(ABC):
     shares_texts: ClassVar[bool] = True
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
+    text_by_strip: ClassVar[bool] = False
+    conditioning_by_strip: ClassVar[bool] = True
     by_frame: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -145,17 +151,62 @@ class Family(ABC):
         """
         return layout, pad_text_to
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return the arguments of the transformer's forward: one timestep per strip, all texts in one batch row."""
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Return a pack as batch rows: one per strip, each with its sample's timestep."""
+        conditioning = batch.conditioning
+        if self.conditioning_by_strip:
+            conditioning = {name: batch.per_strip(values) for name, values in conditioning.items()}
+        return Rows(
+            latents=batch.strips,
+            timesteps=batch.strip_timesteps,
+            text=self.text_rows(batch),
+            patch=batch.patch,
+            conditioning=conditioning,
+        )
+
+    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the texts of a pack in batch rows, `(rows, length, text_dim)`."""
+        return batch.text_by_strip() if self.text_by_strip else batch.text[None]
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Return the arguments of the transformer's forward for batch rows, packed or not."""
         return {
-            "hidden_states": batch.strips,
-            "timestep": batch.strip_timesteps,
-            "encoder_hidden_states": batch.text[None],
+            "hidden_states": rows.latents,
+            "timestep": rows.timesteps,
+            "encoder_hidden_states": rows.text,
+            **rows.conditioning,
         }
+
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the arguments that differ without packing, such as positions, which hooks provide in a pack."""
+        return {}
+
+    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
+        """Return the transformer's output as latents `(rows, channels, frames, height, width)` of a token grid."""
+        return output
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Return the arguments of the transformer's forward for a pack."""
+        return self.inputs(self.rows(batch))
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the transformer's output as strips `(num_strips, channels, p_t, p_h, strip_length·p_w)`."""
-        return output
+        return self.latents(output, grid=(1, 1, batch.layout.strip_length), patch=batch.patch)
+
+    def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
+        """Run the unpacked transformer on samples of one size as its pipeline does.
+
+        Args:
+            transformer: A transformer of this family, packing not enabled.
+            rows ([`Rows`]): The samples.
+            wrapped (*optional*): The transformer as accelerate wraps it. By default, the transformer itself.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, out_channels, frames, height, width)`.
+        """
+        kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
+        output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
+        return self.latents(output, grid=rows.grid, patch=rows.patch)
 
     def run_alone(
         self,
@@ -166,26 +217,15 @@ class Family(ABC):
         text: torch.Tensor,
         conditioning: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Run the unpacked transformer on one sample as its pipeline does.
-
-        Args:
-            transformer: A transformer of this family, packing not enabled.
-            latent (`torch.Tensor` of shape `(channels, frames, height, width)`): The sample.
-            timestep (`torch.Tensor` of shape `()`): The sample's timestep.
-            text (`torch.Tensor` of shape `(length, text_dim)`): The sample's text.
-            conditioning (mapping of `str` to `torch.Tensor`): The sample's row of each further tensor.
-
-        Returns:
-            `torch.Tensor` of shape `(out_channels, frames, height, width)`.
-        """
-        output: torch.Tensor = transformer(
-            hidden_states=latent[None],
-            timestep=timestep[None],
-            encoder_hidden_states=text[None],
-            return_dict=False,
-            **{name: values[None] for name, values in conditioning.items()},
-        )[0]
-        return output[0]
+        """Run the unpacked transformer on one sample `(channels, frames, height, width)`; see [`run`]."""
+        rows = Rows(
+            latents=latent[None],
+            timesteps=timestep[None],
+            text=text[None],
+            patch=self.patch(transformer),
+            conditioning={name: values[None] for name, values in conditioning.items()},
+        )
+        return self.run(transformer, rows)[0]
 
 
 def _attentions(transformer: Transformer) -> list[tuple[str, Any]]:

@@ -19,8 +19,8 @@ from .segments import SegmentSpans
 
 Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
 
-Rotary: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | tuple[tuple[torch.Tensor, torch.Tensor], ...]"
-"""Cosines and sines `(strips, strip_length, channels)`, or a pair of them for each equal part of a head's channels."""
+Rotary: TypeAlias = tuple[torch.Tensor, ...]
+"""Cosines and sines `(strips, strip_length, channels)` in turn: a pair for each equal part of a head's channels."""
 
 
 class Keys(NamedTuple):
@@ -124,9 +124,8 @@ class PackedAttnProcessor:
 
     def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Rotate `(N, H, D)`: the two halves of each part of a head's channels against each other."""
-        pairs: Any = (rotary,) if isinstance(rotary[0], torch.Tensor) else rotary
-        parts = zip(tokens.chunk(len(pairs), dim=-1), pairs, strict=True)
-        return torch.cat([rotate_channels(part, tables, halves=True) for part, tables in parts], dim=-1)
+        parts = zip(tokens.chunk(len(rotary) // 2, dim=-1), rotary[::2], rotary[1::2], strict=True)
+        return torch.cat([rotate_channels(part, tables, halves=True) for part, *tables in parts], dim=-1)
 
     def split_heads(self, attn: Any, states: torch.Tensor, norm: Any = None) -> torch.Tensor:
         """Turn `(strips, tokens, H·D)` into `(N, H, D)`, normalised."""
@@ -207,9 +206,7 @@ class PackedJointAttnProcessor:
         return tokens, attn.to_add_out(text) if _has(attn, "to_add_out") else text
 
 
-def rotate_channels(
-    tokens: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], *, halves: bool = False
-) -> torch.Tensor:
+def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, halves: bool = False) -> torch.Tensor:
     """Rotate pairs of channels as diffusers' `apply_rotary_emb` does, in float32.
 
     Args:

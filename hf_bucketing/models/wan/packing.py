@@ -6,18 +6,18 @@ with a text_mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import PackingError
-from ...packing.batch import PackedBatch
-from ...packing.context import active_layout
+from ...packing.batch import PackedBatch, Rows
 from ...packing.family import Family, Transformer
 from ...packing.layout import Grid, PackedLayout
-from ...packing.positions import axis_coordinates, over_grid, position_strips, shape_only
+from ...packing.positions import axis_coordinates, hook_output, shape_only
 from ...packing.processors import Keys, PackedAttnProcessor
+from ..patch_embed import rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
@@ -73,6 +73,7 @@ class WanFamily(Family):
     text_channels = "text_dim"
     text_rule = "keep_padding"
     interpolates = True
+    conditioning_by_strip = False
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""
@@ -94,11 +95,8 @@ class WanFamily(Family):
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `rope` and the embedding of image tokens, which takes a row per sample; attention takes one row."""
 
-        def rotate(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
-            def table(grid: Grid) -> tuple[torch.Tensor, ...]:
-                return _rotary(module, args[0], grid, base_size)
-
-            return position_strips(active_layout(), table)
+        def table(rope: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
+            return _rotary(rope, grid, base_size, device=device)
 
         def pair_frames(module: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
             return _frames(module, args[0])
@@ -106,7 +104,7 @@ class WanFamily(Family):
         def join_samples(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
             return output.flatten(0, 1)[None]
 
-        handles = [transformer.rope.register_forward_hook(rotate)]
+        handles = [hook_output(transformer.rope, table)]
         images = transformer.condition_embedder.image_embedder
         if images is None:
             return handles
@@ -117,27 +115,17 @@ class WanFamily(Family):
         ]
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Add the image tokens, which the models split from exactly 512 text tokens."""
+        """Refuse texts from which the models would split the image tokens wrongly: they expect exactly 512 tokens."""
         if batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
             raise PackingError(
                 f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
             )
-        return {**super().forward_kwargs(batch), **batch.conditioning}
+        return super().forward_kwargs(batch)
 
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one."""
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the image tokens, a row per frame."""
         images = transformer.condition_embedder.image_embedder
-        tokens = {name: _frames(images, values[None]) for name, values in conditioning.items()}
-        output: torch.Tensor = transformer(latent[None], timestep[None], text[None], return_dict=False, **tokens)[0]
-        return output[0]
+        return {name: _frames(images, values) for name, values in rows.conditioning.items()}
 
 
 def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -146,20 +134,15 @@ def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _rotary(
-    rope: WanRotaryPosEmbed, latents: torch.Tensor, grid: Grid, base_size: Grid | None
+    rope: WanRotaryPosEmbed, grid: Grid, base_size: Grid | None, *, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """Return a sample's cosines and sines, `(t·h·w, head_dim)` each."""
     if base_size is None:
         # rope.forward instead of rope(…), which would call the hook again
-        return tuple(table[0, :, 0] for table in rope.forward(shape_only(latents, grid, rope.patch_size)))
-    from diffusers.models.embeddings import get_1d_rotary_pos_embed
-
+        like = torch.empty((), device=device)
+        return tuple(table[0, :, 0] for table in rope.forward(shape_only(like, grid, rope.patch_size)))
     axes = axis_coordinates(grid, base_size, device=rope.freqs_cos.device, dtype=torch.float64)
-    pairs = [
-        get_1d_rotary_pos_embed(dim, axis, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
-        for dim, axis in zip((rope.t_dim, rope.h_dim, rope.w_dim), axes, strict=True)
-    ]
-    return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
+    return rotary_tables((rope.t_dim, rope.h_dim, rope.w_dim), axes, dtype=torch.float64)
 
 
 FAMILY = WanFamily()
