@@ -35,7 +35,7 @@ class TextEmbeddings(NamedTuple):
 
     def pack_kwargs(self) -> dict[str, Any]:
         """Return these embeddings as arguments of [`Packing.pack`][hf_bucketing.packing.Packing]."""
-        return {"text": self.values} if self.mask is None else {"text": self.values, "text_mask": self.mask}
+        return {"text": self.values, "text_mask": self.mask}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +149,18 @@ class Recipe(ABC):
         """Return the lowest and the highest noise level at which the pipeline calls the trained transformer."""
         return 0.0, 1.0
 
-    @abstractmethod
+    @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode `(B, 3, F, H, W)` in [−1, 1] to normalised latents `(B, C, f, h, w)`, the mode of the posterior."""
+        vae = self.pipeline.vae
+        latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
+        mean, std = (torch.as_tensor(values).to(latents).view(1, -1, 1, 1, 1) for values in self.latent_statistics())
+        return (latents - mean) * vae.config.get("scaling_factor", 1.0) / std
+
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Return the mean and the standard deviation of each channel of the VAE's latents."""
+        config = self.pipeline.vae.config
+        return config.latents_mean, config.latents_std
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

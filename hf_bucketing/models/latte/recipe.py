@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...buckets.sizes import LatentSpec
-from ...packing.family import Family
 from ..recipe import Recipe, TextEmbeddings, read_configs
 from .packing import FAMILY
 
@@ -19,11 +16,11 @@ _TOKENS = 120
 class LatteRecipe(Recipe):
     """Recipe of `LattePipeline`; see [`Recipe`]."""
 
-    pipeline_class: ClassVar[str] = "LattePipeline"
-    family: ClassVar[Family] = FAMILY
-    denoises: ClassVar[bool] = True
-    default_sequence_length: ClassVar[int] = _TOKENS
-    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 512),)
+    pipeline_class = "LattePipeline"
+    family = FAMILY
+    denoises = True
+    default_sequence_length = _TOKENS
+    native_sizes = ((512, 512),)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:

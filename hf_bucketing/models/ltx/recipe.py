@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...media.sample import frame_rates
-from ...packing.family import Family
 from ..objectives import Shift
 from ..recipe import Recipe, read_configs
 from ..shift import shift_for_tokens
@@ -21,10 +20,10 @@ from .packing import FAMILY, SCALES
 class LTXRecipe(Recipe):
     """Recipe of `LTXPipeline`; see [`Recipe`]."""
 
-    pipeline_class: ClassVar[str] = "LTXPipeline"
-    family: ClassVar[Family] = FAMILY
-    default_sequence_length: ClassVar[int] = 128
-    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
+    pipeline_class = "LTXPipeline"
+    family = FAMILY
+    default_sequence_length = 128
+    native_sizes = ((512, 704), (480, 704), (768, 1216), (704, 1216))
     """The pipeline's default and the size of its example, and the two large ones of the model card."""
 
     @classmethod
@@ -45,13 +44,9 @@ class LTXRecipe(Recipe):
         config = self.pipeline.scheduler.config
         return _shift_by_size(config) if config.get("use_dynamic_shifting", False) else float(config.get("shift", 1.0))
 
-    @torch.no_grad()
-    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode, and normalise each channel by the VAE's own mean and standard deviation."""
-        vae = self.pipeline.vae
-        latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
-        mean, std = (buffer.view(1, -1, 1, 1, 1).to(latents) for buffer in (vae.latents_mean, vae.latents_std))
-        return (latents - mean) * vae.config.scaling_factor / std
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Return the statistics that the VAE's weights hold."""
+        return self.pipeline.vae.latents_mean, self.pipeline.vae.latents_std
 
     def refusal(self, latents: torch.Tensor, *, fps: torch.Tensor) -> str | None:
         """Refuse stacks of several frame rates, because the model takes one for all."""

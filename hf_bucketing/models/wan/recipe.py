@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-
 from ...buckets.sizes import LatentSpec
-from ...packing.family import Family
 from ..objectives import Shift
 from ..recipe import Recipe, read_configs
 from .packing import FAMILY
@@ -20,10 +15,10 @@ class WanRecipe(Recipe):
     on either side of their `boundary_ratio`; each is trained in a run of its own.
     """
 
-    pipeline_class: ClassVar[str] = "WanPipeline"
-    family: ClassVar[Family] = FAMILY
-    default_sequence_length: ClassVar[int] = 512
-    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((480, 832), (720, 1280))
+    pipeline_class = "WanPipeline"
+    family = FAMILY
+    default_sequence_length = 512
+    native_sizes = ((480, 832), (720, 1280))
     """480p and 720p; Wan 2.2 5B, whose sides are multiples of 32, rounds the latter down to its own 704×1280."""
 
     @classmethod
@@ -47,17 +42,6 @@ class WanRecipe(Recipe):
         if boundary is None:
             return 0.0, 1.0
         return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
-
-    @torch.no_grad()
-    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode, and normalise each channel by the VAE's own mean and standard deviation."""
-        vae = self.pipeline.vae
-        latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
-        mean, std = (
-            torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        return (latents - mean) / std
 
 
 RECIPE = WanRecipe
