@@ -20,9 +20,9 @@ from ..packing.batch import Rows
 from ..packing.context import active_layout
 from ..packing.family import UNLIMITED, Transformer
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, hook_rotary, over_grid, position_strips
+from ..packing.positions import axis_coordinates, over_grid, position_strips
 from .joint import JointFamily, refuse_stale_fusion
-from .patch_embed import rotary_tables
+from .positions import rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
@@ -35,6 +35,7 @@ class CogVideoXFamily(JointFamily):
     text_channels = "text_embed_dim"
     text_rule = "encoded_padding"
     interpolates = True
+    latents_as = "frames_first"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
@@ -79,6 +80,28 @@ class CogVideoXFamily(JointFamily):
                 f"(max_text_seq_length); got {layout.text_lengths}."
             )
 
+    def positions(
+        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tables that its pipeline would pass."""
+        dim, whole = module.config.attention_head_dim, base_grid(module)
+        if base_size is not None:
+            axes = list(axis_coordinates(grid, base_size, device=device))
+            if module.config.patch_size_t is None:
+                corners = zip(*centred(*base_size[1:], whole=whole), strict=True)
+                for axis, (start, stop) in enumerate(corners, start=1):
+                    last = max(base_size[axis] - 1, 1)  # the base size's tokens span start to stop·last/(last + 1)
+                    axes[axis] = start + axes[axis] * (stop * last / (last + 1) - start) / last
+            return rotary_tables((dim // 4, dim // 8 * 3, dim // 8 * 3), axes)
+        frames, height, width = grid
+        crop: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
+        if module.config.patch_size_t is not None:
+            crop = {"crops_coords": None, "grid_type": "slice", "max_size": whole}
+        cosines, sines = get_3d_rotary_pos_embed(
+            embed_dim=dim, grid_size=(height, width), temporal_size=frames, device=device, **crop
+        )
+        return cosines, sines
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
         embed = transformer.patch_embed
@@ -92,28 +115,16 @@ class CogVideoXFamily(JointFamily):
             return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
 
         if transformer.config.use_rotary_positional_embeddings:
-
-            def rotary(module: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
-                return rotary_table(module, grid, base_size, device=device)
-
-            handles.append(hook_rotary(transformer, rotary))
+            handles += super().hook_positions(transformer, base_size)
         if _has_table(transformer):
             handles += [_WithoutTable(embed), embed.register_forward_hook(add_table)]
         return handles
-
-    def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Put frames before channels."""
-        return {**super().inputs(rows), "hidden_states": rows.latents.transpose(1, 2)}
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the rotary positions of the samples' size."""
         if not transformer.config.use_rotary_positional_embeddings:
             return {}
-        return {"image_rotary_emb": rotary_table(transformer, rows.grid, None, device=rows.latents.device)}
-
-    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
-        """Put channels before frames."""
-        return output.transpose(1, 2)
+        return {"image_rotary_emb": self.positions(transformer, rows.grid, None, device=rows.latents.device)}
 
 
 class _WithoutTable:
@@ -139,29 +150,6 @@ def base_grid(transformer: Transformer) -> tuple[int, int]:
     """Return rows and columns of tokens of the model's configured size."""
     config = transformer.config
     return config.sample_height // config.patch_size, config.sample_width // config.patch_size
-
-
-def rotary_table(
-    transformer: Transformer, grid: Grid, base_size: Grid | None, *, device: torch.device | str
-) -> tuple[torch.Tensor, ...]:
-    """Return cosines and sines of a sample, `(t·h·w, head_dim)` each."""
-    dim, whole = transformer.config.attention_head_dim, base_grid(transformer)
-    if base_size is not None:
-        axes = list(axis_coordinates(grid, base_size, device=device))
-        if transformer.config.patch_size_t is None:
-            corners = zip(*centred(*base_size[1:], whole=whole), strict=True)
-            for axis, (start, stop) in enumerate(corners, start=1):
-                last = max(base_size[axis] - 1, 1)  # the base size's tokens span start to stop·last/(last + 1)
-                axes[axis] = start + axes[axis] * (stop * last / (last + 1) - start) / last
-        return rotary_tables((dim // 4, dim // 8 * 3, dim // 8 * 3), axes)
-    frames, height, width = grid
-    crop: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
-    if transformer.config.patch_size_t is not None:
-        crop = {"crops_coords": None, "grid_type": "slice", "max_size": whole}
-    cosines, sines = get_3d_rotary_pos_embed(
-        embed_dim=dim, grid_size=(height, width), temporal_size=frames, device=device, **crop
-    )
-    return cosines, sines
 
 
 def centred(height: int, width: int, *, whole: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -14,8 +14,7 @@ from ..errors import PackingError
 from ..packing.batch import Rows
 from ..packing.family import UNLIMITED, Transformer
 from ..packing.layout import Grid
-from ..packing.positions import axis_coordinates, hook_output, over_grid
-from ..packing.strips import patchify, unpatchify
+from ..packing.positions import axis_coordinates, over_grid
 from .joint import JointFamily
 
 BLOCK = 2
@@ -29,6 +28,8 @@ class FluxFamily(JointFamily):
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
+    latents_as = "tokens"
+    position_module = "pos_embed"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse channel counts that are not a block of four latent pixels."""
@@ -48,32 +49,21 @@ class FluxFamily(JointFamily):
         """Return the block of latent pixels that makes a token."""
         return 1, BLOCK, BLOCK
 
-    def in_channels(self, transformer: Transformer) -> int:
-        """Return the channels of a latent; a token holds those of a whole block."""
-        return int(transformer.config.in_channels) // BLOCK**2
-
-    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `pos_embed`. Text has position zero, which does not rotate, so the processor leaves it alone."""
-
-        def table(embed: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
-            # embed.forward instead of embed(…), which would call the hook again
-            return tuple(embed.forward(_ids(grid, base_size, device=device)))
-
-        return [hook_output(transformer.pos_embed, table)]
+    def positions(
+        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Number tokens by row and column. Text has position zero, which does not rotate: the processor skips it."""
+        # module.forward instead of module(…), which would call the hook again
+        return tuple(module.forward(_ids(grid, base_size, device=device)))
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Flatten each block of latent pixels into a token, channels first; strips get their positions by the hook."""
+        """Number the tokens as the pipelines do; the hook replaces these positions in a pack."""
         return {
             **super().inputs(rows),
-            "hidden_states": patchify(rows.latents, rows.patch).flatten(2),
             "timestep": rows.timesteps / 1000,
             "img_ids": _ids(rows.grid, None, device=rows.latents.device),
             "txt_ids": rows.text.new_zeros(rows.text.shape[1], 3),
         }
-
-    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
-        """Unflatten the channels of each token into a block."""
-        return unpatchify(output.unflatten(2, (-1, *patch)), grid)
 
 
 def _ids(grid: Grid, base_size: Grid | None, *, device: torch.device | str) -> torch.Tensor:

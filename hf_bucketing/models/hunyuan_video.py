@@ -17,9 +17,9 @@ from ..packing.batch import Rows
 from ..packing.context import active_layout
 from ..packing.family import Transformer
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, hook_output
+from ..packing.positions import axis_coordinates
 from .joint import JointFamily
-from .patch_embed import rotary_tables
+from .positions import rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTokenRefiner
@@ -31,6 +31,7 @@ class HunyuanVideoFamily(JointFamily):
     transformer_class = "HunyuanVideoTransformer3DModel"
     text_channels = "text_embed_dim"
     interpolates = True
+    position_module = "rope"
     guidance = 6000.0  # a thousandfold, as its pipeline scales it
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -54,17 +55,20 @@ class HunyuanVideoFamily(JointFamily):
         """Keep the text refiner's own processor, which attends inside one text."""
         return None if name.startswith("context_embedder.") else super().processor(name, backend)
 
+    def positions(
+        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tables as `rope` computes them."""
+        axes = axis_coordinates(grid, base_size, device=device)
+        return rotary_tables(module.rope_dim, axes, theta=module.theta)
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `rope`, and the input and output of the text refiner."""
-
-        def table(rope: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
-            axes = axis_coordinates(grid, base_size, device=device)
-            return rotary_tables(rope.rope_dim, axes, theta=rope.theta)
-
+        """Hook also the input and output of the text refiner."""
+        refiner = transformer.context_embedder
         return [
-            hook_output(transformer.rope, table),
-            transformer.context_embedder.register_forward_pre_hook(_gather_texts),
-            transformer.context_embedder.register_forward_hook(_fill_slots),
+            *super().hook_positions(transformer, base_size),
+            refiner.register_forward_pre_hook(_gather_texts),
+            refiner.register_forward_hook(_fill_slots),
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ..packing.batch import Rows
 from ..packing.family import UNLIMITED, Family, Transformer
 from ..packing.layout import Grid
-from .patch_embed import hook_patch_embed, sincos_table
+from .positions import hook_patch_embed, sincos_table
 
 
 class PixArtFamily(Family):
@@ -21,6 +22,7 @@ class PixArtFamily(Family):
 
     transformer_class = "PixArtTransformer2DModel"
     text_by_strip = True
+    latents_as = "images"
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return one frame."""
@@ -46,17 +48,9 @@ class PixArtFamily(Family):
         return [hook_patch_embed(transformer.pos_embed, sincos_table)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Pass images as `(rows, channels, height, width)`, and their conditions as one argument."""
-        return {
-            "hidden_states": rows.latents.squeeze(2),
-            "timestep": rows.timesteps,
-            "encoder_hidden_states": rows.text,
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None, **rows.conditioning},
-        }
-
-    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
-        """Restore the axis of frames."""
-        return output.unsqueeze(2)
+        """Pass the conditions of images as one argument."""
+        added = {"resolution": None, "aspect_ratio": None, **rows.conditioning}
+        return {**super().inputs(replace(rows, conditioning={})), "added_cond_kwargs": added}
 
 
 FAMILY = PixArtFamily()

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PackingError
-from ..packing.batch import Rows
 from ..packing.family import Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates
 from .joint import JointFamily, refuse_stale_fusion
-from .patch_embed import hook_patch_embed
+from .positions import hook_patch_embed
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import PatchEmbed
@@ -28,6 +27,7 @@ class SD3Family(JointFamily):
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
+    latents_as = "images"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""
@@ -49,14 +49,6 @@ class SD3Family(JointFamily):
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding."""
         return [hook_patch_embed(transformer.pos_embed, lambda embed, grid, _: _table(embed, grid, base_size))]
-
-    def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Drop the axis of frames, because the rows are images."""
-        return {**super().inputs(rows), "hidden_states": rows.latents.squeeze(2)}
-
-    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
-        """Restore the axis of frames."""
-        return output.unsqueeze(2)
 
 
 def _table(embed: PatchEmbed, grid: Grid, base_size: Grid | None) -> torch.Tensor:

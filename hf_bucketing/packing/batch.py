@@ -60,11 +60,6 @@ class PackedBatch:
     patch: Grid
     conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def strip_timesteps(self) -> torch.Tensor:
-        """The timestep of each strip; shape `(num_strips,)`."""
-        return self.per_strip(self.timesteps)
-
     def per_strip(self, values: torch.Tensor) -> torch.Tensor:
         """Repeat per-sample values `(n, …)` for each strip, `(num_strips, …)`; padding gets the last sample's."""
         return values[self.layout.strip_segments]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from contextlib import ExitStack
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
 from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch, Rows
+from .context import keep_scalars_exact
 from .layout import Grid, PackedLayout
+from .positions import hook_output, hook_rotary
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor
+from .strips import patchify, unpatchify
 from .texts import TextRule
 
 Transformer: TypeAlias = Any
@@ -23,7 +27,7 @@ UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
 
 
-class Family(ABC):
+class Family:
     """How the transformers of one diffusers class attend, place their tokens and are called.
 
     A family holds no state; each method is given the transformer. The defaults suit a model that takes latents
@@ -39,6 +43,11 @@ class Family(ABC):
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
             and attention depends on positions, not on which tokens there are.
+        latents_as (`"videos"`, `"images"`, `"frames_first"` or `"tokens"`): How the model takes latents: as
+            `(rows, channels, frames, height, width)`, without frames, with frames before channels, or as
+            `(rows, tokens, channels)`, where a token holds the channels of a patch.
+        position_module (`str`, *optional*): Module of the transformer that makes the rotary tables. By default, its
+            pipeline makes them.
         text_by_strip (`bool`): Whether the model views its text by batch rows, so that a pack's texts are cut into as
             many; else they are one row.
         conditioning_by_strip (`bool`): Whether each strip of a pack gets its sample's conditioning; else the model
@@ -53,6 +62,8 @@ class Family(ABC):
     shares_texts: ClassVar[bool] = True
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
+    latents_as: ClassVar[Literal["videos", "images", "frames_first", "tokens"]] = "videos"
+    position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
     conditioning_by_strip: ClassVar[bool] = True
     by_frame: ClassVar[bool] = False
@@ -90,8 +101,9 @@ class Family(ABC):
         return t, h, w
 
     def in_channels(self, transformer: Transformer) -> int:
-        """Return the channels of a latent."""
-        return int(transformer.config.in_channels)
+        """Return the channels of a latent; where latents are taken as tokens, the model counts those of a patch."""
+        per_patch = math.prod(self.patch(transformer)) if self.latents_as == "tokens" else 1
+        return int(transformer.config.in_channels) // per_patch
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding."""
@@ -109,31 +121,45 @@ class Family(ABC):
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
         return self.processor_class(backend)
 
-    @abstractmethod
-    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Register hooks that give each token its position in its own sample; return their handles.
+    def positions(
+        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Return a sample's rotary tables, cosines and sines in turn, each `(t·h·w, channels)`.
 
         Args:
-            transformer: A transformer of this family.
+            module: The position module, or the transformer where its pipeline makes the tables.
+            grid (`(t, h, w)`): The sample's token grid.
             base_size (`(t, h, w)` or `None`): Token grid to which positions are stretched; `None` for the model's own.
+            device (`torch.device`): Device of the tables.
         """
+        raise NotImplementedError
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Register hooks that give each token its position in its own sample, and return their handles.
+
+        By default, the tables of [`positions`] replace the output of the position module, or are passed to the
+        transformer where there is none.
+        """
+
+        def table(module: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
+            return self.positions(module, grid, base_size, device=device)
+
+        if self.position_module is None:
+            return [hook_rotary(transformer, table)]
+        return [hook_output(getattr(transformer, self.position_module), table)]
 
     def attach(
         self, transformer: Transformer, backend: Backend, *, base_size: Grid | None = None
     ) -> Callable[[], None]:
         """Swap the attention processors and hook the positions; return a function that undoes both."""
-        handles = self.hook_positions(transformer, base_size)
-        originals = {name: module.processor for name, module in _attentions(transformer)}
-        for name, module in _attentions(transformer):
-            module.set_processor(self.processor(name, backend) or originals[name])
-
-        def detach() -> None:
-            for handle in handles:
-                handle.remove()
-            for name, module in _attentions(transformer):
-                module.set_processor(originals[name])
-
-        return detach
+        undo = ExitStack()
+        for handle in (*self.hook_positions(transformer, base_size), keep_scalars_exact(transformer)):
+            undo.callback(handle.remove)
+        for name, module in transformer.named_modules():
+            if hasattr(module, "set_processor"):
+                undo.callback(module.set_processor, module.processor)
+                module.set_processor(self.processor(name, backend) or module.processor)
+        return undo.close
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
@@ -158,7 +184,7 @@ class Family(ABC):
             conditioning = {name: batch.per_strip(values) for name, values in conditioning.items()}
         return Rows(
             latents=batch.strips,
-            timesteps=batch.strip_timesteps,
+            timesteps=batch.per_strip(batch.timesteps),
             text=self.text_rows(batch),
             patch=batch.patch,
             conditioning=conditioning,
@@ -171,7 +197,7 @@ class Family(ABC):
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for batch rows, packed or not."""
         return {
-            "hidden_states": rows.latents,
+            "hidden_states": self._arranged(rows.latents, rows.patch),
             "timestep": rows.timesteps,
             "encoder_hidden_states": rows.text,
             **rows.conditioning,
@@ -181,9 +207,20 @@ class Family(ABC):
         """Return the arguments that differ without packing, such as positions, which hooks provide in a pack."""
         return {}
 
-    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
+    def _arranged(self, latents: torch.Tensor, patch: Grid) -> torch.Tensor:
+        if self.latents_as == "tokens":
+            return patchify(latents, patch).flatten(2)
+        if self.latents_as == "frames_first":
+            return latents.transpose(1, 2)
+        return latents.squeeze(2) if self.latents_as == "images" else latents
+
+    def _restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Return the transformer's output as latents `(rows, channels, frames, height, width)` of a token grid."""
-        return output
+        if self.latents_as == "tokens":
+            return unpatchify(output.unflatten(2, (-1, *patch)), grid)
+        if self.latents_as == "frames_first":
+            return output.transpose(1, 2)
+        return output.unsqueeze(2) if self.latents_as == "images" else output
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for a pack."""
@@ -191,7 +228,7 @@ class Family(ABC):
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the transformer's output as strips `(num_strips, channels, p_t, p_h, strip_length·p_w)`."""
-        return self.latents(output, grid=(1, 1, batch.layout.strip_length), patch=batch.patch)
+        return self._restored(output, (1, 1, batch.layout.strip_length), batch.patch)
 
     def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
         """Run the unpacked transformer on samples of one size as its pipeline does.
@@ -206,7 +243,7 @@ class Family(ABC):
         """
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
         output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
-        return self.latents(output, grid=rows.grid, patch=rows.patch)
+        return self._restored(output, rows.grid, rows.patch)
 
     def run_alone(
         self,
@@ -226,7 +263,3 @@ class Family(ABC):
             conditioning={name: values[None] for name, values in conditioning.items()},
         )
         return self.run(transformer, rows)[0]
-
-
-def _attentions(transformer: Transformer) -> list[tuple[str, Any]]:
-    return [(name, module) for name, module in transformer.named_modules() if hasattr(module, "set_processor")]

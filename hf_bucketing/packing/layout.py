@@ -130,14 +130,12 @@ class PackedLayout:
     @cached_property
     def self_segments(self) -> SegmentSpans:
         """Attention of each sample's tokens to each other."""
-        return SegmentSpans(queries=self.spans, keys=self.spans, num_queries=self.num_tokens, num_keys=self.num_tokens)
+        return SegmentSpans.within(self.spans, self.num_tokens)
 
     @cached_property
     def cross_segments(self) -> SegmentSpans:
         """Attention of each sample's tokens to its own text."""
-        return SegmentSpans(
-            queries=self.spans, keys=self.text_spans, num_queries=self.num_tokens, num_keys=self.num_text_tokens
-        )
+        return self._segments_to(self.text_spans, self.num_text_tokens)
 
     def even_segments(self, num_keys: int) -> SegmentSpans:
         """Return the attention of each sample's tokens to an equal share of `num_keys` keys, such as image tokens.
@@ -147,10 +145,11 @@ class PackedLayout:
         if num_keys not in self._even_segments:
             share = num_keys // len(self)
             keys = tuple((sample * share, (sample + 1) * share) for sample in range(len(self)))
-            self._even_segments[num_keys] = SegmentSpans(
-                queries=self.spans, keys=keys, num_queries=self.num_tokens, num_keys=num_keys
-            )
+            self._even_segments[num_keys] = self._segments_to(keys, num_keys)
         return self._even_segments[num_keys]
+
+    def _segments_to(self, keys: tuple[Span, ...], num_keys: int) -> SegmentSpans:
+        return SegmentSpans(queries=self.spans, keys=keys, num_queries=self.num_tokens, num_keys=num_keys)
 
     @cached_property
     def _even_segments(self) -> dict[int, SegmentSpans]:
@@ -330,7 +329,7 @@ class JointLayout:
             strips=strips,
             order=on_device(order),
             inverse=on_device(np.argsort(order)),
-            segments=SegmentSpans(queries=spans, keys=spans, num_queries=entries, num_keys=entries),
+            segments=SegmentSpans.within(spans, entries),
             text_source=layout.text_index,
             text_target=on_device(np.concatenate(targets)),
             first_strips=on_device(np.array(firsts)),
@@ -387,12 +386,12 @@ def best_text_slots(layout: PackedLayout) -> int:
 
 def _cut_samples(layout: PackedLayout, lengths: Sequence[int]) -> SegmentSpans:
     """Cut the tokens of each sample into segments of its entry in `lengths`, which attend to themselves."""
-    spans = tuple(
+    spans = [
         (first, first + length)
         for (start, stop), length in zip(layout.spans, lengths, strict=True)
         for first in range(start, stop, length)
-    )
-    return SegmentSpans(queries=spans, keys=spans, num_queries=layout.num_tokens, num_keys=layout.num_tokens)
+    ]
+    return SegmentSpans.within(spans, layout.num_tokens)
 
 
 def _ceil_div(count: IntOrArray, size: IntOrArray | int) -> IntOrArray:

@@ -13,10 +13,9 @@ from accelerate.utils import extract_model_from_parallel
 from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch
-from .context import bind_checkpoints, use_layout
+from .context import bind_checkpoints, exact_scalars, exact_timesteps, use_layout
 from .family import Family
 from .layout import Grid, PackedLayout
-from .precision import exact_scalars, exact_timesteps
 from .strips import to_strips, token_grid
 from .texts import apply_text_mask, deduplicate
 from .token_drop import Seed, TokenDrop

@@ -84,7 +84,9 @@ class PackedAttnProcessor:
         _refuse_mixing(attn)
         layout = active_layout()
         if encoder_hidden_states is None:
-            query, key, value = self._project(attn, hidden_states)
+            norms = (attn.norm_q, attn.norm_k, None)
+            parts = zip(project(attn, hidden_states, "to_q", "to_k", "to_v"), norms, strict=True)
+            query, key, value = (self.split_heads(attn, part, norm) for part, norm in parts)
             if image_rotary_emb is not None:
                 query, key = self.rotate(query, image_rotary_emb), self.rotate(key, image_rotary_emb)
             attended = self._attend_to_tokens(query, key, value, layout)
@@ -111,10 +113,7 @@ class PackedAttnProcessor:
         """Return the keys of the texts `(any, tokens, dim)`; the results of several are added up."""
         if getattr(attn, "norm_cross", None):
             text = attn.norm_encoder_hidden_states(text)
-        if getattr(attn, "fused_projections", False):
-            key, value = attn.to_kv(text).chunk(2, dim=-1)
-        else:
-            key, value = attn.to_k(text), attn.to_v(text)
+        key, value = project(attn, text, "to_k", "to_v")
         key, value = self.split_heads(attn, key, attn.norm_k), self.split_heads(attn, value)
         if layout.text_index is None:
             key, value = key[: layout.num_text_tokens], value[: layout.num_text_tokens]
@@ -133,14 +132,6 @@ class PackedAttnProcessor:
             states, norm = norm(states), None
         heads = states.flatten(0, 1).unflatten(1, (attn.heads, -1))
         return heads if norm is None else norm(heads)
-
-    def _project(self, attn: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key, value = _query_key_value(attn, states)
-        return (
-            self.split_heads(attn, query, attn.norm_q),
-            self.split_heads(attn, key, attn.norm_k),
-            self.split_heads(attn, value),
-        )
 
 
 class PackedJointAttnProcessor:
@@ -230,19 +221,27 @@ def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, hal
     return (tokens.float() * cosines + turned.float() * sines).to(tokens.dtype)
 
 
-def _query_key_value(attn: Any, states: torch.Tensor, *, added: bool = False) -> Sequence[torch.Tensor]:
-    """Project tokens, or text by the module's added projections; fused projections are used as such."""
+_FUSED = {
+    ("to_q", "to_k", "to_v"): "to_qkv",
+    ("to_k", "to_v"): "to_kv",
+    ("add_q_proj", "add_k_proj", "add_v_proj"): "to_added_qkv",
+    ("add_k_proj", "add_v_proj"): "to_added_kv",
+}
+
+
+def project(attn: Any, states: torch.Tensor, *names: str) -> Sequence[torch.Tensor]:
+    """Project states by a module's layers of these names, or by the layer into which diffusers fused them."""
     if getattr(attn, "fused_projections", False):
-        fused: torch.Tensor = (attn.to_added_qkv if added else attn.to_qkv)(states)
-        return fused.chunk(3, dim=-1)
-    names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+        fused: torch.Tensor = getattr(attn, _FUSED[names])(states)
+        return fused.chunk(len(names), dim=-1)
     return [getattr(attn, name)(states) for name in names]
 
 
 def _joint_heads(attn: Any, states: torch.Tensor, *, added: bool = False) -> Iterable[torch.Tensor]:
     """Return query, key and value, each of shape `(strips, tokens, H, D)`, normalised by head."""
     norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
-    for part, norm in zip(_query_key_value(attn, states, added=added), (*norms, None), strict=True):
+    names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+    for part, norm in zip(project(attn, states, *names), (*norms, None), strict=True):
         heads = part.unflatten(-1, (attn.heads, -1))
         yield heads if norm is None else norm(heads)
 

@@ -17,7 +17,7 @@ from ...packing.family import UNLIMITED, Family, Transformer
 from ...packing.layout import Grid
 from ...packing.positions import axis_coordinates, position_strips
 from ...packing.processors import PackedAttnProcessor
-from ..patch_embed import hook_patch_embed, sincos_table
+from ..positions import hook_patch_embed, sincos_table
 
 
 class LatteFamily(Family):

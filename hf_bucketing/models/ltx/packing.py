@@ -13,7 +13,6 @@ from ...packing.family import Family, Transformer
 from ...packing.layout import Grid
 from ...packing.positions import axis_coordinates, over_grid, position_strips
 from ...packing.processors import PackedAttnProcessor, rotate_channels
-from ...packing.strips import patchify, unpatchify
 
 SCALES = "rope_interpolation_scale"
 
@@ -38,12 +37,8 @@ class LTXFamily(Family):
     transformer_class = "LTXVideoTransformer3DModel"
     processor_class = PackedLTXVideoAttnProcessor
     interpolates = True
+    latents_as = "tokens"
     text_by_strip = True
-
-    def in_channels(self, transformer: Transformer) -> int:
-        """Return the channels of a latent; the model's configuration counts those of a patch."""
-        p_t, p_h, p_w = self.patch(transformer)
-        return int(transformer.config.in_channels) // (p_t * p_h * p_w)
 
     def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
         """Return seconds per latent frame and pixels per latent row and column."""
@@ -71,24 +66,13 @@ class LTXFamily(Family):
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Pass latents as tokens `(rows, tokens, channels)`, and their grid."""
-        frames, height, width = rows.grid
-        return {
-            **super().inputs(rows),
-            "hidden_states": patchify(rows.latents, rows.patch).flatten(2),
-            "encoder_attention_mask": rows.text_mask,
-            "num_frames": frames,
-            "height": height,
-            "width": width,
-        }
+        """Add the mask of the text, and the grid of the tokens."""
+        grid = dict(zip(("num_frames", "height", "width"), rows.grid, strict=True))
+        return {**super().inputs(rows), "encoder_attention_mask": rows.text_mask, **grid}
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the scales as the model takes them, the same for all rows."""
         return {SCALES: tuple(rows.conditioning[SCALES][0].tolist())}
-
-    def latents(self, output: torch.Tensor, *, grid: Grid, patch: Grid) -> torch.Tensor:
-        """Turn the tokens back into latents."""
-        return unpatchify(output.unflatten(2, (-1, *patch)), grid)
 
 
 FAMILY = LTXFamily()

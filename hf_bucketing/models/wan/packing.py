@@ -7,7 +7,7 @@ with a text_mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,12 +15,9 @@ from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.family import Family, Transformer
 from ...packing.layout import Grid, PackedLayout
-from ...packing.positions import axis_coordinates, hook_output, shape_only
-from ...packing.processors import Keys, PackedAttnProcessor
-from ..patch_embed import rotary_tables
-
-if TYPE_CHECKING:
-    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from ...packing.positions import axis_coordinates, shape_only
+from ...packing.processors import Keys, PackedAttnProcessor, project
+from ..positions import rotary_tables
 
 IMAGE = "encoder_hidden_states_image"
 TEXT_LENGTH = 512
@@ -41,10 +38,7 @@ class PackedWanAttnProcessor(PackedAttnProcessor):
             return super().text_keys(attn, text, layout)
         stored = layout.num_stored_text_tokens
         image, text = text.split([text.shape[1] - stored, stored], 1)
-        if getattr(attn, "fused_projections", False):
-            key, value = attn.to_added_kv(image).chunk(2, dim=-1)
-        else:
-            key, value = attn.add_k_proj(image), attn.add_v_proj(image)
+        key, value = project(attn, image, "add_k_proj", "add_v_proj")
         key, value = self.split_heads(attn, key, attn.norm_added_k), self.split_heads(attn, value)
         return [*super().text_keys(attn, text, layout), Keys(key, value, layout.even_segments(image.shape[1]))]
 
@@ -73,6 +67,7 @@ class WanFamily(Family):
     text_channels = "text_dim"
     text_rule = "keep_padding"
     interpolates = True
+    position_module = "rope"
     conditioning_by_strip = False
 
     def limits(self, transformer: Transformer) -> Grid:
@@ -92,27 +87,27 @@ class WanFamily(Family):
             for name in self.conditioning(transformer)
         }
 
+    def positions(
+        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tables of `rope`, or such tables of stretched coordinates."""
+        if base_size is None:
+            # module.forward instead of module(…), which would call the hook again
+            like = torch.empty((), device=device)
+            return tuple(table[0, :, 0] for table in module.forward(shape_only(like, grid, module.patch_size)))
+        axes = axis_coordinates(grid, base_size, device=module.freqs_cos.device, dtype=torch.float64)
+        return rotary_tables((module.t_dim, module.h_dim, module.w_dim), axes, dtype=torch.float64)
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `rope` and the embedding of image tokens, which takes a row per sample; attention takes one row."""
-
-        def table(rope: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
-            return _rotary(rope, grid, base_size, device=device)
-
-        def pair_frames(module: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
-            return _frames(module, args[0])
-
-        def join_samples(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-            return output.flatten(0, 1)[None]
-
-        handles = [hook_output(transformer.rope, table)]
+        """Hook also the embedding of image tokens, which takes a row per sample; attention takes one row."""
+        handles = super().hook_positions(transformer, base_size)
         images = transformer.condition_embedder.image_embedder
-        if images is None:
-            return handles
-        return [
-            *handles,
-            images.register_forward_pre_hook(pair_frames),
-            images.register_forward_hook(join_samples),
-        ]
+        if images is not None:
+            handles += [
+                images.register_forward_pre_hook(lambda module, args: _frames(module, args[0])),
+                images.register_forward_hook(lambda module, args, output: output.flatten(0, 1)[None]),
+            ]
+        return handles
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Refuse texts from which the models would split the image tokens wrongly: they expect exactly 512 tokens."""
@@ -131,18 +126,6 @@ class WanFamily(Family):
 def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return image tokens `(n, tokens, dim)`, split into a row per frame for models of a first and a last frame."""
     return tokens if embedder.pos_embed is None else tokens.unflatten(1, (2, -1)).flatten(0, 1)
-
-
-def _rotary(
-    rope: WanRotaryPosEmbed, grid: Grid, base_size: Grid | None, *, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Return a sample's cosines and sines, `(t·h·w, head_dim)` each."""
-    if base_size is None:
-        # rope.forward instead of rope(…), which would call the hook again
-        like = torch.empty((), device=device)
-        return tuple(table[0, :, 0] for table in rope.forward(shape_only(like, grid, rope.patch_size)))
-    axes = axis_coordinates(grid, base_size, device=rope.freqs_cos.device, dtype=torch.float64)
-    return rotary_tables((rope.t_dim, rope.h_dim, rope.w_dim), axes, dtype=torch.float64)
 
 
 FAMILY = WanFamily()
