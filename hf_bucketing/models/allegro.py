@@ -13,6 +13,7 @@ from ..packing.batch import Rows
 from ..packing.family import Family, Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates, over_grid
+from ..packing.processors import Rotary
 
 
 class AllegroFamily(Family):
@@ -27,9 +28,7 @@ class AllegroFamily(Family):
         if strip_length == 1:
             raise PackingError("Allegro's blocks do not run strips of one token; use a strip_length of at least 2.")
 
-    def positions(
-        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables of frames, rows and columns that its pipeline would pass, a third of a head's each."""
         axes = axis_coordinates(grid, base_size, device=device)
         cosines, sines = (over_grid(side) for side in zip(*_axis_tables(module.config, axes), strict=True))

@@ -5,7 +5,7 @@ CogVideoX attends to the padding of its text (226 tokens) as encoded: pass the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,10 @@ from diffusers.models.embeddings import (
 from ..errors import PackingError
 from ..packing.batch import Rows
 from ..packing.context import active_layout
-from ..packing.family import UNLIMITED, Transformer
+from ..packing.family import UNLIMITED, Draw, Transformer
 from ..packing.layout import Grid, PackedLayout
 from ..packing.positions import axis_coordinates, over_grid, position_strips
+from ..packing.processors import Rotary
 from .joint import JointFamily, refuse_stale_fusion
 from .positions import rotary_tables
 
@@ -67,9 +68,9 @@ class CogVideoXFamily(JointFamily):
         """Return no limit, because no positions are looked up for a strip."""
         return UNLIMITED
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""
-        return ("ofs",) if transformer.config.ofs_embed_dim else ()
+        return {"ofs": lambda grids: torch.full((len(grids),), 2.0)} if transformer.config.ofs_embed_dim else {}
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse texts that do not have the length of the table of positions."""
@@ -80,9 +81,7 @@ class CogVideoXFamily(JointFamily):
                 f"(max_text_seq_length); got {layout.text_lengths}."
             )
 
-    def positions(
-        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables that its pipeline would pass."""
         dim, whole = module.config.attention_head_dim, base_grid(module)
         if base_size is not None:

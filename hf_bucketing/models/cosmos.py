@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from diffusers.utils import is_torchvision_available
 from ..errors import PackingError
 from ..packing.batch import Rows
 from ..packing.context import active_layout
-from ..packing.family import Family, Transformer
+from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates, over_grid, position_strips, shape_only
 
@@ -49,13 +49,9 @@ class CosmosFamily(Family):
         projected = config.get("use_crossattn_projection")
         return int(config.crossattn_proj_in_channels if projected else config.text_embed_dim)
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the frame rate."""
-        return ("fps",)
-
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Return 24 frames per second for all."""
-        return {"fps": torch.full((len(grids),), 24.0)}
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return the frame rate; drawn as 24 frames per second for all."""
+        return {"fps": lambda grids: torch.full((len(grids),), 24.0)}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `rope` and the learned positions."""

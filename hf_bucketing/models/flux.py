@@ -12,9 +12,10 @@ import torch
 
 from ..errors import PackingError
 from ..packing.batch import Rows
-from ..packing.family import UNLIMITED, Transformer
+from ..packing.family import Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates, over_grid
+from ..packing.processors import Rotary
 from .joint import JointFamily
 
 BLOCK = 2
@@ -28,6 +29,7 @@ class FluxFamily(JointFamily):
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
+    images_only = True
     latents_as = "tokens"
     position_module = "pos_embed"
 
@@ -41,17 +43,11 @@ class FluxFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def limits(self, transformer: Transformer) -> Grid:
-        """Return one frame."""
-        return 1, UNLIMITED, UNLIMITED
-
     def patch(self, transformer: Transformer) -> Grid:
         """Return the block of latent pixels that makes a token."""
         return 1, BLOCK, BLOCK
 
-    def positions(
-        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Number tokens by row and column. Text has position zero, which does not rotate: the processor skips it."""
         # module.forward instead of module(…), which would call the hook again
         return tuple(module.forward(_ids(grid, base_size, device=device)))

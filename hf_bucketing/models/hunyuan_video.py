@@ -18,6 +18,7 @@ from ..packing.context import active_layout
 from ..packing.family import Transformer
 from ..packing.layout import Grid, PackedLayout
 from ..packing.positions import axis_coordinates
+from ..packing.processors import Rotary
 from .joint import JointFamily
 from .positions import rotary_tables
 
@@ -55,9 +56,7 @@ class HunyuanVideoFamily(JointFamily):
         """Keep the text refiner's own processor, which attends inside one text."""
         return None if name.startswith("context_embedder.") else super().processor(name, backend)
 
-    def positions(
-        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables as `rope` computes them."""
         axes = axis_coordinates(grid, base_size, device=device)
         return rotary_tables(module.rope_dim, axes, theta=module.theta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -10,8 +10,8 @@ import torch
 
 from ..errors import PackingError
 from ..packing.batch import PackedBatch
-from ..packing.family import Family, Transformer
-from ..packing.layout import Grid, PackedLayout, best_text_slots
+from ..packing.family import Draw, Family, Transformer
+from ..packing.layout import PackedLayout, best_text_slots
 from ..packing.processors import PackedJointAttnProcessor
 
 
@@ -25,23 +25,18 @@ class JointFamily(Family):
     processor_class = PackedJointAttnProcessor
     guidance: ClassVar[float] = 3.5
 
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Draw pooled text embeddings, and take the pipelines' defaults for the rest."""
-        draws = {
-            "pooled_projections": lambda: torch.randn(len(grids), transformer.config.pooled_projection_dim),
-            "guidance": lambda: torch.full((len(grids),), self.guidance),
-            "ofs": lambda: torch.full((len(grids),), 2.0),
-        }
-        return {name: draws[name]() for name in self.conditioning(transformer)}
-
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and any distilled guidance, `(n,)`."""
-        return ("pooled_projections", *(("guidance",) if transformer.config.get("guidance_embeds") else ()))
+        width = transformer.config.pooled_projection_dim
+        draws: dict[str, Draw] = {"pooled_projections": lambda grids: torch.randn(len(grids), width)}
+        if transformer.config.get("guidance_embeds"):
+            draws["guidance"] = lambda grids: torch.full((len(grids),), self.guidance)
+        return draws
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Raise PackingError if the model cannot run a sample or a text of the pack, such as a video for images."""
         for sample, grid in enumerate(layout.grids):
-            if grid[0] > self.limits(transformer)[0] == 1:  # also where positions are stretched
+            if self.images_only and grid[0] > 1:  # also where positions are stretched
                 raise PackingError(
                     f"Sample {sample} has {grid[0]} latent frames, but {type(transformer).__name__} takes images."
                 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..packing.batch import Rows
-from ..packing.family import UNLIMITED, Family, Transformer
+from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import Grid
 from .positions import hook_patch_embed, sincos_table
 
@@ -22,26 +22,22 @@ class PixArtFamily(Family):
 
     transformer_class = "PixArtTransformer2DModel"
     text_by_strip = True
+    images_only = True
     latents_as = "images"
-
-    def limits(self, transformer: Transformer) -> Grid:
-        """Return one frame."""
-        return 1, UNLIMITED, UNLIMITED
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a caption, or of the attention's text where captions are not projected."""
         return int(transformer.config.caption_channels or transformer.config.cross_attention_dim)
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the conditions of PixArt-α at 1024 pixels: height and width in pixels, and height ÷ width."""
-        return ("resolution", "aspect_ratio") if transformer.use_additional_conditions else ()
-
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Return each image's own conditions, with eight pixels per latent row and column."""
-        if not self.conditioning(transformer):
+        if not transformer.use_additional_conditions:
             return {}
-        sides = torch.tensor([[h, w] for _, h, w in grids]) * 8.0 * transformer.config.patch_size
-        return {"resolution": sides, "aspect_ratio": sides[:, :1] / sides[:, 1:]}
+
+        def sides(grids: Sequence[Grid]) -> torch.Tensor:  # eight pixels per latent row and column
+            return torch.tensor([[h, w] for _, h, w in grids]) * 8.0 * transformer.config.patch_size
+
+        return {"resolution": sides, "aspect_ratio": lambda grids: sides(grids)[:, :1] / sides(grids)[:, 1:]}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding."""

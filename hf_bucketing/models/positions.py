@@ -20,14 +20,7 @@ def rotary_tables(
     theta: float = 10_000.0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
-    """Return a sample's cosines and sines, `(t·h·w, Σ dims)` each, of frames, rows and columns side by side.
-
-    Args:
-        dims (sequence of three `int`): Channels of each axis.
-        axes (sequence of `torch.Tensor` of shape `(t,)`, `(h,)` and `(w,)`): Coordinates of each axis.
-        theta (`float`): Base of the frequencies.
-        dtype (`torch.dtype`): Dtype in which frequencies are computed.
-    """
+    """Return cosines and sines of coordinates `(t,)`, `(h,)` and `(w,)`, side by side: `(t·h·w, Σ dims)` each."""
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
     pairs = [
@@ -40,13 +33,7 @@ def rotary_tables(
 def hook_patch_embed(
     pos_embed: torch.nn.Module, table: Callable[[Any, Grid, torch.device], torch.Tensor]
 ) -> RemovableHandle:
-    """Make a `PatchEmbed` add each sample's own positions to its strips; return the hook's handle.
-
-    Args:
-        pos_embed (`PatchEmbed`): The module.
-        table (callable): Function of the module, a token grid and a device that returns the positions of such a
-            sample, `(t·h·w, dim)`.
-    """
+    """Make a `PatchEmbed` add each sample's own positions, `(t·h·w, dim)`, to its strips; return the handle."""
 
     def embed_strips(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         (positions,) = position_strips(active_layout(), lambda grid: (table(module, grid, output.device),))

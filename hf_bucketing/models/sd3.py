@@ -27,6 +27,7 @@ class SD3Family(JointFamily):
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
+    images_only = True
     latents_as = "images"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

@@ -47,7 +47,7 @@ class PackedBatch:
         strips (`torch.Tensor` of shape `(num_strips, channels, p_t, p_h, strip_length·p_w)`): The latents.
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
         text (`torch.Tensor` of shape `(num_stored_text_tokens, text_dim)`): All texts, one after another. A text that
-            several samples share is stored once (`layout.text_index`) if the model family only attends to it.
+            several samples share is stored once (`layout.text_index`).
         layout ([`PackedLayout`]): Where each sample lies.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further inputs of the model, per sample.

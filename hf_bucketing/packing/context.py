@@ -11,7 +11,7 @@ steps are lost. The models compute the embedding of timesteps in float32, so its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import local
 from typing import Any
 
@@ -66,20 +66,18 @@ def bind_checkpoints(model: torch.nn.Module, layout: PackedLayout) -> Iterator[N
     Such calls come from diffusers' `enable_gradient_checkpointing`, and from the wrappers that FSDP's activation
     checkpointing puts around blocks.
     """
-    attributes: list[tuple[Any, str]] = []
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            attributes.append((module, "_gradient_checkpointing_func"))
-        elif isinstance(module, CheckpointWrapper):
-            attributes.append((module, "checkpoint_fn"))
-    originals = [getattr(module, name) for module, name in attributes]
-    for (module, name), original in zip(attributes, originals, strict=True):
-        setattr(module, name, _bound(original, layout))
-    try:
+    with ExitStack() as undo:
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                name = "_gradient_checkpointing_func"
+            elif isinstance(module, CheckpointWrapper):
+                name = "checkpoint_fn"
+            else:
+                continue
+            original = getattr(module, name)
+            undo.callback(setattr, module, name, original)
+            setattr(module, name, _bound(original, layout))
         yield
-    finally:
-        for (module, name), original in zip(attributes, originals, strict=True):
-            setattr(module, name, original)
 
 
 class _WithLayout:

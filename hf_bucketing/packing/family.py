@@ -16,12 +16,15 @@ from .batch import PackedBatch, Rows
 from .context import keep_scalars_exact
 from .layout import Grid, PackedLayout
 from .positions import hook_output, hook_rotary
-from .processors import PackedAttnProcessor, PackedJointAttnProcessor
+from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
 from .strips import patchify, unpatchify
 from .texts import TextRule
 
 Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
+
+Draw: TypeAlias = Callable[[Sequence[Grid]], torch.Tensor]
+"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`."""
 
 UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
@@ -39,10 +42,10 @@ class Family:
         text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
-        shares_texts (`bool`): Whether samples of one caption can read one copy of it: texts are only ever attended to.
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
             and attention depends on positions, not on which tokens there are.
+        images_only (`bool`): Whether the model takes images, samples of one frame.
         latents_as (`"videos"`, `"images"`, `"frames_first"` or `"tokens"`): How the model takes latents: as
             `(rows, channels, frames, height, width)`, without frames, with frames before channels, or as
             `(rows, tokens, channels)`, where a token holds the channels of a patch.
@@ -59,9 +62,9 @@ class Family:
     processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
     text_channels: ClassVar[str] = "caption_channels"
     text_rule: ClassVar[TextRule] = "masked"
-    shares_texts: ClassVar[bool] = True
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
+    images_only: ClassVar[bool] = False
     latents_as: ClassVar[Literal["videos", "images", "frames_first", "tokens"]] = "videos"
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
@@ -86,7 +89,7 @@ class Family:
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the largest token grid that the model has positions for."""
-        return UNLIMITED, UNLIMITED, UNLIMITED
+        return 1 if self.images_only else UNLIMITED, UNLIMITED, UNLIMITED
 
     def longest_strip(self, transformer: Transformer) -> int:
         """Return the longest strip that the model's positions allow; a strip counts as one row of columns."""
@@ -109,28 +112,23 @@ class Family:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text_channels))
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the names of the per-sample tensors that the transformer's forward needs beside the text."""
-        return ()
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
+        return {}
 
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
-        return {}
+        return {name: draw(grids) for name, draw in self.conditioning(transformer).items()}
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
         return self.processor_class(backend)
 
-    def positions(
-        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return a sample's rotary tables, cosines and sines in turn, each `(t·h·w, channels)`.
 
-        Args:
-            module: The position module, or the transformer where its pipeline makes the tables.
-            grid (`(t, h, w)`): The sample's token grid.
-            base_size (`(t, h, w)` or `None`): Token grid to which positions are stretched; `None` for the model's own.
-            device (`torch.device`): Device of the tables.
+        The module is the position module, or the transformer where its pipeline makes the tables. Positions are
+        stretched to `base_size`, a token grid, unless it is None.
         """
         raise NotImplementedError
 
@@ -141,7 +139,7 @@ class Family:
         transformer where there is none.
         """
 
-        def table(module: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
+        def table(module: Any, grid: Grid, device: torch.device) -> Rotary:
             return self.positions(module, grid, base_size, device=device)
 
         if self.position_module is None:
@@ -165,12 +163,6 @@ class Family:
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
     ) -> tuple[PackedLayout, int | None]:
         """Return the layout with text where this family has it, and the text tokens to pad the pack to, if any.
-
-        Args:
-            transformer: A transformer of this family.
-            layout ([`PackedLayout`]): The pack's layout, without padding and text slots.
-            pad_to (`int`, *optional*): Strips of the padded pack.
-            pad_text_to (`int`, *optional*): Text tokens of the padded pack.
 
         Raises:
             PackingError: If the model cannot run such texts or samples.
@@ -231,15 +223,10 @@ class Family:
         return self._restored(output, (1, 1, batch.layout.strip_length), batch.patch)
 
     def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
-        """Run the unpacked transformer on samples of one size as its pipeline does.
+        """Run the unpacked transformer on samples of one size, as its pipeline does.
 
-        Args:
-            transformer: A transformer of this family, packing not enabled.
-            rows ([`Rows`]): The samples.
-            wrapped (*optional*): The transformer as accelerate wraps it. By default, the transformer itself.
-
-        Returns:
-            `torch.Tensor` of shape `(rows, out_channels, frames, height, width)`.
+        The forward is called on `wrapped`, the transformer as accelerate wraps it, if there is one. The output has
+        shape `(rows, out_channels, frames, height, width)`.
         """
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
         output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]

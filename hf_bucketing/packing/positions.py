@@ -55,15 +55,9 @@ def over_grid(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 def position_strips(
     layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tensor, ...]]
 ) -> tuple[torch.Tensor, ...]:
-    """Lay out position tables as the tokens of a pack lie, with zeros for padding.
+    """Lay out the position tables of each token grid, `(t·h·w, …)`, as the tokens of a pack lie; zeros for padding.
 
-    Args:
-        layout ([`PackedLayout`]): The pack's layout.
-        table (callable): Function of a token grid that returns the tables of such a sample, each `(t·h·w, …)`; called
-            once per distinct grid.
-
-    Returns:
-        `tuple` of `torch.Tensor` of shape `(num_strips, strip_length, …)`: One per table.
+    The results have shape `(num_strips, strip_length, …)`; `table` is called once per distinct grid.
     """
     tables = {grid: table(grid) for grid in dict.fromkeys(layout.grids)}
     by_table = zip(*(tables[grid] for grid in layout.grids), strict=True)

@@ -198,17 +198,10 @@ class PackedJointAttnProcessor:
 
 
 def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, halves: bool = False) -> torch.Tensor:
-    """Rotate pairs of channels as diffusers' `apply_rotary_emb` does, in float32.
+    """Rotate pairs of channels of `(N, H, D)` as diffusers' `apply_rotary_emb` does, in float32.
 
-    Args:
-        tokens (`torch.Tensor` of shape `(N, H, D)`): Queries or keys.
-        tables (`tuple` of two `torch.Tensor` of shape `(strips, strip_length, D)`): Cosines and sines, equal for all
-            heads; of shape `(strips, strip_length, H·D)` where heads differ.
-        halves (`bool`): Whether a channel of the first half and its counterpart in the second make a pair, or two
-            neighbouring channels.
-
-    Returns:
-        `torch.Tensor` of shape `(N, H, D)`.
+    Cosines and sines have shape `(strips, strip_length, D)`, or `(strips, strip_length, H·D)` where heads differ. With
+    `halves`, a channel of the first half and its counterpart in the second make a pair, else two neighbours.
     """
     if halves:
         first, second = tokens.chunk(2, dim=-1)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...packing.batch import Rows
 from ...packing.context import active_layout
-from ...packing.family import Family, Transformer
+from ...packing.family import Draw, Family, Transformer
 from ...packing.layout import Grid
 from ...packing.positions import axis_coordinates, over_grid, position_strips
 from ...packing.processors import PackedAttnProcessor, rotate_channels
@@ -40,13 +40,9 @@ class LTXFamily(Family):
     latents_as = "tokens"
     text_by_strip = True
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return seconds per latent frame and pixels per latent row and column."""
-        return (SCALES,)
-
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Return 24 frames per second and LTX-Video's autoencoder for all."""
-        return {SCALES: torch.tensor([[8 / 24, 32.0, 32.0]]).repeat(len(grids), 1)}
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return seconds per latent frame and pixels per latent row and column, drawn for 24 frames a second."""
+        return {SCALES: lambda grids: torch.tensor([[8 / 24, 32.0, 32.0]]).repeat(len(grids), 1)}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass `rope` each token's own coordinates."""

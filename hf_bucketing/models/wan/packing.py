@@ -6,20 +6,19 @@ with a text_mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
-from ...packing.family import Family, Transformer
+from ...packing.family import Draw, Family, Transformer
 from ...packing.layout import Grid, PackedLayout
 from ...packing.positions import axis_coordinates, shape_only
-from ...packing.processors import Keys, PackedAttnProcessor, project
+from ...packing.processors import Keys, PackedAttnProcessor, Rotary, project
 from ..positions import rotary_tables
 
-IMAGE = "encoder_hidden_states_image"
 TEXT_LENGTH = 512
 """Text tokens that diffusers' image-to-video models expect behind the image tokens."""
 
@@ -75,21 +74,14 @@ class WanFamily(Family):
         longest = int(transformer.rope.max_seq_len)
         return longest, longest, longest
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the image tokens of image-to-video models."""
-        return () if transformer.condition_embedder.image_embedder is None else (IMAGE,)
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return the image tokens of image-to-video models; drawn as many as CLIP ViT-H makes."""
+        if transformer.condition_embedder.image_embedder is None:
+            return {}
+        shape = transformer.config.pos_embed_seq_len or 257, transformer.config.image_dim
+        return {"encoder_hidden_states_image": lambda grids: torch.randn(len(grids), *shape)}
 
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Draw as many image tokens as CLIP ViT-H makes."""
-        tokens = transformer.config.pos_embed_seq_len or 257
-        return {
-            name: torch.randn(len(grids), tokens, transformer.config.image_dim)
-            for name in self.conditioning(transformer)
-        }
-
-    def positions(
-        self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables of `rope`, or such tables of stretched coordinates."""
         if base_size is None:
             # module.forward instead of module(…), which would call the hook again
