@@ -35,19 +35,8 @@ def masked_snr(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor
     """Return the signal-to-noise ratio of each sample of a batch, in dB; a loss is its negative.
 
     `10·log10(Σ target² ÷ Σ (target − output)²)` over the real values; padding does not enter it, even when it is
-    NaN. A small constant keeps silent targets and perfect outputs finite.
-
-    Args:
-        output (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
-        target (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
-        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Real values along the last dimension, from 1 to `T`. By
-            default, `T`.
-
-    Returns:
-        `torch.Tensor` of shape `(B,)`.
-
-    Raises:
-        BucketingError: If shapes differ.
+    NaN. A small constant keeps silent targets and perfect outputs finite. Arguments, shapes and errors are those of
+    [`masked_mse`].
 
     Example:
         A signal of power 100 with an error of power 1:

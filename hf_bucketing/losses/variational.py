@@ -116,36 +116,12 @@ def batch_vlb(
     Raises:
         BucketingError: If the shapes do not fit each other.
     """
-    mean, variance = split_variance(output, noised=noised, clean=clean)
-    dtype = torch.promote_types(output.dtype, torch.float32)
-    mean, variance, noised, clean = (values.to(dtype) for values in (mean, variance, noised, clean))
-    terms = vlb_terms(
-        mean, variance, noised=noised, clean=clean, timesteps=timesteps, posterior=posterior, rescale=rescale
-    )
+    terms = vlb_terms(output, noised=noised, clean=clean, timesteps=timesteps, posterior=posterior, rescale=rescale)
     return terms.flatten(1).mean(1)
 
 
-def split_variance(
-    output: torch.Tensor, *, noised: torch.Tensor, clean: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a model's output `(B, 2·C, …)` into the predictions of the mean and of the variance, `(B, C, …)` each.
-
-    Raises:
-        BucketingError: If the shapes do not fit each other.
-    """
-    expected = (noised.shape[0], 2 * noised.shape[1], *noised.shape[2:])
-    if noised.shape != clean.shape or tuple(output.shape) != expected:
-        raise BucketingError(
-            f"Expected x_t and x_0 of one shape and an output with twice their channels, got {tuple(noised.shape)}, "
-            f"{tuple(clean.shape)} and {tuple(output.shape)}."
-        )
-    mean, variance = output.chunk(2, dim=1)
-    return mean, variance
-
-
 def vlb_terms(
-    mean_output: torch.Tensor,
-    variance_output: torch.Tensor,
+    output: torch.Tensor,
     *,
     noised: torch.Tensor,
     clean: torch.Tensor,
@@ -154,14 +130,22 @@ def vlb_terms(
     rescale: bool,
 ) -> torch.Tensor:
     """Return the terms of the variational bound, one per number of `noised`, in bits; see [`batch_vlb`]."""
+    expected = (noised.shape[0], 2 * noised.shape[1], *noised.shape[2:])
+    if noised.shape != clean.shape or tuple(output.shape) != expected:
+        raise BucketingError(
+            f"Expected x_t and x_0 of one shape and an output with twice their channels, got {tuple(noised.shape)}, "
+            f"{tuple(clean.shape)} and {tuple(output.shape)}."
+        )
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    output, noised, clean = (values.to(dtype) for values in (output, noised, clean))
+    mean_output, log_variance = output.chunk(2, dim=1)
 
     def at(name: str) -> torch.Tensor:
         return posterior.at(name, timesteps, noised)
 
     smallest, largest = at("smallest"), at("largest")
-    log_variance = variance_output
     if posterior.variance_type == "learned_range":
-        fraction = (variance_output + 1) / 2
+        fraction = (log_variance + 1) / 2
         log_variance = fraction * largest + (1 - fraction) * smallest
     predicted = _predicted_clean(mean_output.detach(), noised, at("signal"), at("noise"), posterior.prediction_type)
     mean = at("clean_weight") * predicted + at("noised_weight") * noised

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
 from ..errors import PackingError
-from ..packing.batch import PackedBatch
-from ..packing.context import active_layout
+from ..packing.batch import Rows
 from ..packing.family import Family, Transformer
 from ..packing.layout import Grid
-from ..packing.positions import axis_coordinates, over_grid, position_strips
-from ..packing.strips import token_grid
+from ..packing.positions import axis_coordinates, over_grid
+from ..packing.processors import Rotary
 
 
 class AllegroFamily(Family):
@@ -22,72 +21,35 @@ class AllegroFamily(Family):
 
     transformer_class = "AllegroTransformer3DModel"
     interpolates = True
+    text_by_strip = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse strips of one token, because the model's blocks squeeze an axis of one token away."""
         if strip_length == 1:
             raise PackingError("Allegro's blocks do not run strips of one token; use a strip_length of at least 2.")
 
-    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Pass the transformer the rotary tables that its pipeline would pass."""
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
+        """Return the tables of frames, rows and columns that its pipeline would pass, a third of a head's each."""
+        axes = axis_coordinates(grid, base_size, device=device)
+        cosines, sines = (over_grid(side) for side in zip(*_axis_tables(module.config, axes), strict=True))
+        return tuple(table for pair in zip(cosines, sines, strict=True) for table in pair)
 
-        def add_rotary(module: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            def table(grid: Grid) -> tuple[torch.Tensor, ...]:
-                return _rotary(module.config, grid, base_size, device=module.proj_out.weight.device)
-
-            tables = position_strips(active_layout(), table)
-            rotary = tuple(zip(tables[::2], tables[1::2], strict=True))
-            return args, {**kwargs, "image_rotary_emb": rotary}
-
-        return [transformer.register_forward_pre_hook(add_rotary, with_kwargs=True)]
-
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Cut the texts into one row per strip, as the model views them."""
-        return {**super().forward_kwargs(batch), "encoder_hidden_states": batch.text_by_strip()}
-
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one, with the pipeline's rotary tables."""
-        config, grid = transformer.config, token_grid(latent, self.patch(transformer), sample=0)
-        tables = [
-            _axis_rotary(config, axis, scale)
-            for axis, scale in zip(axis_coordinates(grid, None, device=latent.device), _scales(config), strict=True)
-        ]
-        positions = over_grid([torch.arange(count, device=latent.device) for count in grid])
-        output: torch.Tensor = transformer(
-            latent[None],
-            encoder_hidden_states=text[None],
-            timestep=timestep[None],
-            image_rotary_emb=(tables, [axis[None] for axis in positions]),
-            return_dict=False,
-        )[0]
-        return output[0]
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the pipeline's rotary tables: one per axis, and where each token looks it up."""
+        config, device = transformer.config, rows.latents.device
+        tables = _axis_tables(config, axis_coordinates(rows.grid, None, device=device))
+        positions = over_grid([torch.arange(count, device=device) for count in rows.grid])
+        return {"image_rotary_emb": (tables, [axis[None] for axis in positions])}
 
 
-def _scales(config: Any) -> tuple[float, float, float]:
-    return config.interpolation_scale_t, config.interpolation_scale_h, config.interpolation_scale_w
-
-
-def _axis_rotary(config: Any, coordinates: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of one axis, `(count, head_dim / 3)` each."""
+def _axis_tables(config: Any, axes: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    """Return cosines and sines of each axis, `(count, head_dim / 3)` each."""
+    scales = config.interpolation_scale_t, config.interpolation_scale_h, config.interpolation_scale_w
     dim = config.attention_head_dim // 3
-    cosines, sines = get_1d_rotary_pos_embed(dim, coordinates / scale, use_real=True, repeat_interleave_real=False)
-    return cosines, sines
-
-
-def _rotary(config: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return cosines and sines of frames, of rows, and of columns for each token: six of `(t·h·w, head_dim / 3)`."""
-    axes = axis_coordinates(grid, base_size, device=device)
-    pairs = [_axis_rotary(config, axis, scale) for axis, scale in zip(axes, _scales(config), strict=True)]
-    cosines, sines = (over_grid(side) for side in zip(*pairs, strict=True))
-    return tuple(table for pair in zip(cosines, sines, strict=True) for table in pair)
+    return [
+        get_1d_rotary_pos_embed(dim, axis / scale, use_real=True, repeat_interleave_real=False)
+        for axis, scale in zip(axes, scales, strict=True)
+    ]
 
 
 FAMILY = AllegroFamily()

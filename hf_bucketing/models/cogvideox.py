@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import (
-    get_1d_rotary_pos_embed,
     get_1d_sincos_pos_embed_from_grid,
     get_3d_rotary_pos_embed,
 )
 
 from ..errors import PackingError
-from ..packing.batch import PackedBatch
+from ..packing.batch import Rows
 from ..packing.context import active_layout
-from ..packing.family import UNLIMITED, Transformer
+from ..packing.family import UNLIMITED, Draw, Transformer
 from ..packing.layout import Grid, PackedLayout
 from ..packing.positions import axis_coordinates, over_grid, position_strips
-from ..packing.strips import token_grid
+from ..packing.processors import Rotary
 from .joint import JointFamily, refuse_stale_fusion
+from .positions import rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
@@ -36,6 +36,7 @@ class CogVideoXFamily(JointFamily):
     text_channels = "text_embed_dim"
     text_rule = "encoded_padding"
     interpolates = True
+    latents_as = "frames_first"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
@@ -67,9 +68,9 @@ class CogVideoXFamily(JointFamily):
         """Return no limit, because no positions are looked up for a strip."""
         return UNLIMITED
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""
-        return ("ofs",) if transformer.config.ofs_embed_dim else ()
+        return {"ofs": lambda grids: torch.full((len(grids),), 2.0)} if transformer.config.ofs_embed_dim else {}
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse texts that do not have the length of the table of positions."""
@@ -80,16 +81,32 @@ class CogVideoXFamily(JointFamily):
                 f"(max_text_seq_length); got {layout.text_lengths}."
             )
 
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
+        """Return the tables that its pipeline would pass."""
+        dim, whole = module.config.attention_head_dim, base_grid(module)
+        if base_size is not None:
+            axes = list(axis_coordinates(grid, base_size, device=device))
+            if module.config.patch_size_t is None:
+                corners = zip(*centred(*base_size[1:], whole=whole), strict=True)
+                for axis, (start, stop) in enumerate(corners, start=1):
+                    last = max(base_size[axis] - 1, 1)  # the base size's tokens span start to stop·last/(last + 1)
+                    axes[axis] = start + axes[axis] * (stop * last / (last + 1) - start) / last
+            return rotary_tables((dim // 4, dim // 8 * 3, dim // 8 * 3), axes)
+        frames, height, width = grid
+        crop: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
+        if module.config.patch_size_t is not None:
+            crop = {"crops_coords": None, "grid_type": "slice", "max_size": whole}
+        cosines, sines = get_3d_rotary_pos_embed(
+            embed_dim=dim, grid_size=(height, width), temporal_size=frames, device=device, **crop
+        )
+        return cosines, sines
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
-        embed, handles = transformer.patch_embed, []
+        embed = transformer.patch_embed
+        handles: list[Any] = []
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
-
-        def pass_rotary(module: Transformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            layout = active_layout()
-            rotary = position_strips(layout, lambda grid: rotary_table(module, grid, base_size, device=layout.device))
-            return args, {**kwargs, "image_rotary_emb": rotary}
 
         def add_table(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             layout = active_layout()
@@ -97,40 +114,16 @@ class CogVideoXFamily(JointFamily):
             return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
 
         if transformer.config.use_rotary_positional_embeddings:
-            handles.append(transformer.register_forward_pre_hook(pass_rotary, with_kwargs=True))
+            handles += super().hook_positions(transformer, base_size)
         if _has_table(transformer):
             handles += [_WithoutTable(embed), embed.register_forward_hook(add_table)]
         return handles
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Put frames before channels."""
-        return {**super().forward_kwargs(batch), "hidden_states": batch.strips.transpose(1, 2)}
-
-    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
-        """Put channels before frames."""
-        return output.transpose(1, 2)
-
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one, with the rotary positions of its size."""
-        grid = token_grid(latent, self.patch(transformer), sample=0)
-        rotary = transformer.config.use_rotary_positional_embeddings
-        output: torch.Tensor = transformer(
-            hidden_states=latent.transpose(0, 1)[None],
-            timestep=timestep[None],
-            encoder_hidden_states=text[None],
-            image_rotary_emb=rotary_table(transformer, grid, None, device=latent.device) if rotary else None,
-            **{name: value[None] for name, value in conditioning.items()},
-            return_dict=False,
-        )[0]
-        return output[0].transpose(0, 1)
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the rotary positions of the samples' size."""
+        if not transformer.config.use_rotary_positional_embeddings:
+            return {}
+        return {"image_rotary_emb": self.positions(transformer, rows.grid, None, device=rows.latents.device)}
 
 
 class _WithoutTable:
@@ -156,33 +149,6 @@ def base_grid(transformer: Transformer) -> tuple[int, int]:
     """Return rows and columns of tokens of the model's configured size."""
     config = transformer.config
     return config.sample_height // config.patch_size, config.sample_width // config.patch_size
-
-
-def rotary_table(
-    transformer: Transformer, grid: Grid, base_size: Grid | None, *, device: torch.device | str
-) -> tuple[torch.Tensor, ...]:
-    """Return cosines and sines of a sample, `(t·h·w, head_dim)` each."""
-    dim, whole = transformer.config.attention_head_dim, base_grid(transformer)
-    if base_size is not None:
-        axes = list(axis_coordinates(grid, base_size, device=device))
-        if transformer.config.patch_size_t is None:
-            corners = zip(*centred(*base_size[1:], whole=whole), strict=True)
-            for axis, (start, stop) in enumerate(corners, start=1):
-                last = max(base_size[axis] - 1, 1)  # the base size's tokens span start to stop·last/(last + 1)
-                axes[axis] = start + axes[axis] * (stop * last / (last + 1) - start) / last
-        pairs = [
-            get_1d_rotary_pos_embed(part, axis, use_real=True)
-            for part, axis in zip((dim // 4, dim // 8 * 3, dim // 8 * 3), axes, strict=True)
-        ]
-        return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
-    frames, height, width = grid
-    crop: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
-    if transformer.config.patch_size_t is not None:
-        crop = {"crops_coords": None, "grid_type": "slice", "max_size": whole}
-    cosines, sines = get_3d_rotary_pos_embed(
-        embed_dim=dim, grid_size=(height, width), temporal_size=frames, device=device, **crop
-    )
-    return cosines, sines
 
 
 def centred(height: int, width: int, *, whole: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

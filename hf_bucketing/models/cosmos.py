@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from diffusers.utils import is_torchvision_available
 
 from ..errors import PackingError
-from ..packing.batch import PackedBatch
+from ..packing.batch import Rows
 from ..packing.context import active_layout
-from ..packing.family import Family, Transformer
+from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates, over_grid, position_strips, shape_only
 
@@ -49,13 +49,9 @@ class CosmosFamily(Family):
         projected = config.get("use_crossattn_projection")
         return int(config.crossattn_proj_in_channels if projected else config.text_embed_dim)
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the frame rate."""
-        return ("fps",)
-
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Return 24 frames per second for all."""
-        return {"fps": torch.full((len(grids),), 24.0)}
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return the frame rate; drawn as 24 frames per second for all."""
+        return {"fps": lambda grids: torch.full((len(grids),), 24.0)}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `rope` and the learned positions."""
@@ -85,42 +81,25 @@ class CosmosFamily(Family):
         ]
         return handles if learned is None else [*handles, learned.register_forward_hook(look_up)]
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Add the frame rates and a padding mask of zeros."""
-        mask = batch.strips.new_zeros(1, 1, *batch.strips.shape[3:])
-        return {**super().forward_kwargs(batch), **batch.conditioning, "padding_mask": mask}
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Add a padding mask of zeros."""
+        return {**super().inputs(rows), "padding_mask": rows.latents.new_zeros(1, 1, *rows.latents.shape[3:])}
 
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one, with a padding mask of zeros."""
-        output: torch.Tensor = transformer(
-            latent[None],
-            timestep=timestep[None],
-            encoder_hidden_states=text[None],
-            fps=conditioning["fps"] if conditioning["fps"] else None,
-            padding_mask=latent.new_zeros(1, 1, *latent.shape[2:]),
-            return_dict=False,
-        )[0]
-        return output[0]
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the one frame rate of all rows; none for images."""
+        rate = rows.conditioning["fps"][0]
+        return {"fps": rate if rate else None}
 
 
 def _angles(rope: Any, base_size: Grid | None, rates: torch.Tensor, *, device: torch.device) -> torch.Tensor:
     """Return the angle of each channel of a head, `(strips, strip_length, head_dim)`; frames count in 1/24 seconds."""
-    layout = active_layout()
 
     def table(grid: Grid) -> tuple[torch.Tensor, ...]:
         return over_grid(axis_coordinates(grid, base_size, device=device))
 
-    frames, rows, columns = position_strips(layout, table)
+    frames, rows, columns = position_strips(active_layout(), table)
     rates = torch.where(rates == 0, rope.base_fps, rates).to(device)  # as the model's own forward does without fps
-    frames = frames / rates[layout.strip_segments][:, None] * rope.base_fps
+    frames = frames / rates[:, None] * rope.base_fps
     axes = ((frames, rope.dim_t, rope.t_ntk_factor), (rows, rope.dim_h, rope.h_ntk_factor))
     parts = []
     for coordinates, dim, factor in (*axes, (columns, rope.dim_w, rope.w_ntk_factor)):

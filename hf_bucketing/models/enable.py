@@ -11,7 +11,6 @@ from ..packing.attention.dispatch import resolve_backend
 from ..packing.family import Family
 from ..packing.layout import Grid
 from ..packing.pack import ATTRIBUTE, Packing, packing_of, unwrap
-from ..packing.precision import keep_scalars_exact
 from .registry import family_of
 
 
@@ -58,20 +57,13 @@ def enable_packing(
     family.check(model, strip_length=strip_length)
     _check_positions(model, family, positions, base_size)
     resolved = resolve_backend(backend)
-    detach_family = family.attach(model, resolved, base_size=base_size)
-    handle = keep_scalars_exact(model)
-
-    def detach() -> None:
-        handle.remove()
-        detach_family()
-
     packing = Packing(
         transformer=model,
         family=family,
         strip_length=strip_length,
         backend=resolved,
         base_size=base_size,
-        detach=detach,
+        detach=family.attach(model, resolved, base_size=base_size),
     )
     setattr(model, ATTRIBUTE, packing)
     return packing

@@ -6,27 +6,24 @@ over a whole text and by its mean. That runs once per sample, and the result fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PackingError
 from ..packing.attention.dispatch import Backend
-from ..packing.batch import PackedBatch
+from ..packing.batch import Rows
 from ..packing.context import active_layout
 from ..packing.family import Transformer
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, over_grid, position_strips
+from ..packing.positions import axis_coordinates
+from ..packing.processors import Rotary
 from .joint import JointFamily
+from .positions import rotary_tables
 
 if TYPE_CHECKING:
-    from diffusers.models.transformers.transformer_hunyuan_video import (
-        HunyuanVideoRotaryPosEmbed,
-        HunyuanVideoTokenRefiner,
-    )
+    from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTokenRefiner
 
 
 class HunyuanVideoFamily(JointFamily):
@@ -35,6 +32,7 @@ class HunyuanVideoFamily(JointFamily):
     transformer_class = "HunyuanVideoTransformer3DModel"
     text_channels = "text_embed_dim"
     interpolates = True
+    position_module = "rope"
     guidance = 6000.0  # a thousandfold, as its pipeline scales it
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -47,10 +45,6 @@ class HunyuanVideoFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and the distilled guidance, `(n,)`."""
-        return ("pooled_projections", *(("guidance",) if transformer.config.guidance_embeds else ()))
-
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse empty texts, whose mean is NaN."""
         if min(layout.text_lengths) == 0:
@@ -62,48 +56,24 @@ class HunyuanVideoFamily(JointFamily):
         """Keep the text refiner's own processor, which attends inside one text."""
         return None if name.startswith("context_embedder.") else super().processor(name, backend)
 
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
+        """Return the tables as `rope` computes them."""
+        axes = axis_coordinates(grid, base_size, device=device)
+        return rotary_tables(module.rope_dim, axes, theta=module.theta)
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `rope`, and the input and output of the text refiner."""
-
-        def rotate(rope: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
-            layout = active_layout()
-            return position_strips(layout, lambda grid: _rotary(rope, grid, base_size, device=layout.device))
-
+        """Hook also the input and output of the text refiner."""
+        refiner = transformer.context_embedder
         return [
-            transformer.rope.register_forward_hook(rotate),
-            transformer.context_embedder.register_forward_pre_hook(_gather_texts),
-            transformer.context_embedder.register_forward_hook(_fill_slots),
+            *super().hook_positions(transformer, base_size),
+            refiner.register_forward_pre_hook(_gather_texts),
+            refiner.register_forward_hook(_fill_slots),
         ]
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Add the text mask that the model expects; the layout takes its place."""
-        kwargs = super().forward_kwargs(batch)
-        return {**kwargs, "encoder_attention_mask": torch.ones_like(kwargs["encoder_hidden_states"][..., 0])}
-
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one, whose text has no padding."""
-        conditioning = {**conditioning, "encoder_attention_mask": torch.ones_like(text[:, 0])}
-        return super().run_alone(transformer, latent, timestep=timestep, text=text, conditioning=conditioning)
-
-
-def _rotary(
-    rope: HunyuanVideoRotaryPosEmbed, grid: Grid, base_size: Grid | None, *, device: torch.device | str
-) -> tuple[torch.Tensor, ...]:
-    """Return a sample's cosines and sines as `rope` computes them, `(t·h·w, head_dim)` each."""
-    axes = axis_coordinates(grid, base_size, device=device)
-    pairs = [
-        get_1d_rotary_pos_embed(dim, axis, rope.theta, use_real=True)
-        for dim, axis in zip(rope.rope_dim, axes, strict=True)
-    ]
-    return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Add the text mask that the model expects; in a pack, the layout takes its place."""
+        mask = torch.ones_like(rows.text[..., 0]) if rows.text_mask is None else rows.text_mask
+        return {**super().inputs(rows), "encoder_attention_mask": mask}
 
 
 @torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ..errors import PackingError
 from ..packing.batch import PackedBatch
-from ..packing.family import Family, Transformer
-from ..packing.layout import Grid, PackedLayout, best_text_slots
+from ..packing.family import Draw, Family, Transformer
+from ..packing.layout import PackedLayout, best_text_slots
 from ..packing.processors import PackedJointAttnProcessor
 
 
@@ -25,17 +25,21 @@ class JointFamily(Family):
     processor_class = PackedJointAttnProcessor
     guidance: ClassVar[float] = 3.5
 
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Draw pooled text embeddings, and take the pipelines' defaults for the rest."""
-        draws = {
-            "pooled_projections": lambda: torch.randn(len(grids), transformer.config.pooled_projection_dim),
-            "guidance": lambda: torch.full((len(grids),), self.guidance),
-            "ofs": lambda: torch.full((len(grids),), 2.0),
-        }
-        return {name: draws[name]() for name in self.conditioning(transformer)}
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and any distilled guidance, `(n,)`."""
+        width = transformer.config.pooled_projection_dim
+        draws: dict[str, Draw] = {"pooled_projections": lambda grids: torch.randn(len(grids), width)}
+        if transformer.config.get("guidance_embeds"):
+            draws["guidance"] = lambda grids: torch.full((len(grids),), self.guidance)
+        return draws
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Raise PackingError if the model cannot run a sample or a text of the pack."""
+        """Raise PackingError if the model cannot run a sample or a text of the pack, such as a video for images."""
+        for sample, grid in enumerate(layout.grids):
+            if self.images_only and grid[0] > 1:  # also where positions are stretched
+                raise PackingError(
+                    f"Sample {sample} has {grid[0]} latent frames, but {type(transformer).__name__} takes images."
+                )
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
@@ -51,23 +55,9 @@ class JointFamily(Family):
             )
         return replace(layout, text_slots=pad_text_to // pad_to), None
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Give each strip its sample's timestep and conditioning, and its part of the sample's text."""
-        return {
-            "hidden_states": batch.strips,
-            "timestep": batch.strip_timesteps,
-            "encoder_hidden_states": batch.layout.joint.text_by_strip(batch.text),
-            **{name: batch.per_strip(values) for name, values in batch.conditioning.items()},
-        }
-
-
-def refuse_videos(transformer: Transformer, grids: Sequence[Grid]) -> None:
-    """Refuse samples of more than one frame, for image models."""
-    for sample, grid in enumerate(grids):
-        if grid[0] > 1:
-            raise PackingError(
-                f"Sample {sample} has {grid[0]} latent frames, but {type(transformer).__name__} takes images."
-            )
+    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
+        """Give each strip its part of its sample's text."""
+        return batch.layout.joint.text_by_strip(batch.text)
 
 
 def refuse_stale_fusion(transformer: Transformer) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -39,23 +41,6 @@ class Noised(NamedTuple):
     clean: list[torch.Tensor]
 
 
-class Objective(Protocol):
-    """Adds noise, and scores predictions."""
-
-    @property
-    def num_train_timesteps(self) -> int:
-        """Length of the schedule: the timestep of pure noise, or one more."""
-
-    def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
-        """Add noise to each latent `(C, F, H, W)`; a sample gets the same noise whenever it occurs in an epoch."""
-
-    def losses(self, prediction: torch.Tensor, noised: Noised) -> torch.Tensor:
-        """Return the loss of each sample of a stack `(B, C_out, F, H, W)`: `(B,)`."""
-
-    def packed_losses(self, prediction: torch.Tensor, noised: Noised, pack: PackedBatch) -> torch.Tensor:
-        """Return the loss of each sample of a pack, from the output of `packed_forward`: `(n,)`."""
-
-
 def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
     """Return the generator of one sample's noise and timestep in one epoch.
 
@@ -77,8 +62,58 @@ def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(integer_seed(Purpose.NOISE, seed, epoch, index))
 
 
+class _Losses(NamedTuple):
+    """The losses of stacks or of packs, and what joins separate latents to one stack or pack."""
+
+    join: Callable[[list[torch.Tensor]], torch.Tensor]
+    mse: Callable[..., torch.Tensor]
+    vlb: Callable[..., torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Denoising:
+class Objective(ABC):
+    """Adds noise, and scores predictions.
+
+    Args:
+        seed (`int`): Seed of noise and timesteps, together with epoch and index.
+    """
+
+    seed: int = 0
+
+    @property
+    @abstractmethod
+    def num_train_timesteps(self) -> int:
+        """Length of the schedule: the timestep of pure noise, or one more."""
+
+    def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
+        """Add noise to each latent `(C, F, H, W)`; a sample gets the same noise whenever it occurs in an epoch."""
+        drawn = [
+            self._add_noise(latent, sample_generator(seed=self.seed, epoch=epoch, index=index))
+            for latent, index in zip(latents, indices, strict=True)
+        ]
+        noised, targets, timesteps = map(list, zip(*drawn, strict=True))
+        return Noised(noised, targets, torch.cat(timesteps).to(latents[0].device), list(latents))
+
+    def losses(self, prediction: torch.Tensor, noised: Noised) -> torch.Tensor:
+        """Return the loss of each sample of a stack `(B, C_out, F, H, W)`: `(B,)`."""
+        return self._losses(prediction, noised, _Losses(torch.stack, masked_mse, batch_vlb))
+
+    def packed_losses(self, prediction: torch.Tensor, noised: Noised, pack: PackedBatch) -> torch.Tensor:
+        """Return the loss of each sample of a pack, from the output of `packed_forward`: `(n,)`."""
+        mse, vlb = (partial(loss, layout=pack.layout) for loss in (packed_mse, packed_vlb))
+        return self._losses(prediction, noised, _Losses(pack.pack_like, mse, vlb))
+
+    @abstractmethod
+    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Return the noisy latent, its target, and its timestep `(1,)`."""
+
+    @abstractmethod
+    def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
+        """Return the loss of each sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denoising(Objective):
     """DDPM (Ho et al., 2020) on a discrete schedule, with the hybrid loss for models that predict their variance.
 
     The noisy latent is `√ᾱ_t·x + √(1 − ᾱ_t)·noise`. A model whose output has twice the latent's channels predicts its
@@ -93,54 +128,30 @@ class Denoising:
 
     posterior: GaussianPosterior
     snr_gamma: float | None = None
-    seed: int = 0
 
     @property
     def num_train_timesteps(self) -> int:
         """Steps of the schedule."""
         return self.posterior.num_timesteps
 
-    def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
-        """Add noise to each latent `(C, F, H, W)`."""
-        noised, targets, steps = [], [], []
-        for latent, index in zip(latents, indices, strict=True):
-            generator = sample_generator(seed=self.seed, epoch=epoch, index=index)
-            step = torch.randint(self.posterior.num_timesteps, (1,), generator=generator)
-            noise = torch.randn(latent.shape, generator=generator).to(latent)
-            signal, spread = (self.posterior.at(name, step, latent[None])[0] for name in ("signal", "noise"))
-            noised.append(signal * latent + spread * noise)
-            velocity = signal * noise - spread * latent
-            targets.append({"epsilon": noise, "v_prediction": velocity}.get(self.posterior.prediction_type, latent))
-            steps.append(step)
-        return Noised(noised, targets, torch.cat(steps).to(latents[0].device), list(latents))
+    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        step = torch.randint(self.posterior.num_timesteps, (1,), generator=generator)
+        noise = torch.randn(latent.shape, generator=generator).to(latent)
+        signal, spread = (self.posterior.at(name, step, latent[None])[0] for name in ("signal", "noise"))
+        velocity = signal * noise - spread * latent
+        target = {"epsilon": noise, "v_prediction": velocity}.get(self.posterior.prediction_type, latent)
+        return signal * latent + spread * noise, target, step
 
-    def losses(self, prediction: torch.Tensor, noised: Noised) -> torch.Tensor:
-        """Return the loss of each sample of a stack, `(B,)`."""
-        targets = torch.stack(noised.targets)
+    def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
+        targets = losses.join(noised.targets)
         mean, learns_variance = self._split(prediction, targets)
-        values = masked_mse(mean, targets) * self._weights(noised.timesteps)
+        values = losses.mse(mean, targets) * self._weights(noised.timesteps)
         if not learns_variance:
             return values
-        return values + batch_vlb(
+        return values + losses.vlb(
             prediction,
-            noised=torch.stack(noised.latents),
-            clean=torch.stack(noised.clean),
-            timesteps=noised.timesteps,
-            posterior=self.posterior,
-        )
-
-    def packed_losses(self, prediction: torch.Tensor, noised: Noised, pack: PackedBatch) -> torch.Tensor:
-        """Return the loss of each sample of a pack, `(n,)`."""
-        targets = pack.pack_like(noised.targets)
-        mean, learns_variance = self._split(prediction, targets)
-        values = packed_mse(mean, targets, pack.layout) * self._weights(noised.timesteps)
-        if not learns_variance:
-            return values
-        return values + packed_vlb(
-            prediction,
-            pack.layout,
-            noised=pack.pack_like(noised.latents),
-            clean=pack.pack_like(noised.clean),
+            noised=losses.join(noised.latents),
+            clean=losses.join(noised.clean),
             timesteps=noised.timesteps,
             posterior=self.posterior,
         )
@@ -164,7 +175,7 @@ class Denoising:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlowMatching:
+class FlowMatching(Objective):
     """Rectified flow (Liu et al., 2022; Lipman et al., 2022) with the resolution shift of SD3 (Esser et al., 2024).
 
     The noisy latent is `(1 − σ)·x + σ·noise`, the target `noise − x`, the timestep `σ · num_train_timesteps`.
@@ -185,32 +196,19 @@ class FlowMatching:
     shift: Shift = 1.0
     weighting_scheme: WeightingScheme = "logit_normal"
     sigmas: tuple[float, float] = (0.0, 1.0)
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigmas[0] < self.sigmas[1] <= 1:
             raise BucketingError(f"sigmas must be two ascending noise levels from 0 to 1, got {self.sigmas}.")
 
-    def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
-        """Add noise to each latent `(C, F, H, W)`."""
-        noised, targets, sigmas = [], [], []
-        for latent, index in zip(latents, indices, strict=True):
-            generator = sample_generator(seed=self.seed, epoch=epoch, index=index)
-            sigma = self._draw_sigma(generator, tuple(latent.shape[1:]))
-            noise = torch.randn(latent.shape, generator=generator).to(latent)
-            noised.append((1 - sigma) * latent + sigma * noise)
-            targets.append(noise - latent)
-            sigmas.append(sigma)
-        timesteps = torch.tensor(sigmas, device=latents[0].device, dtype=torch.float32) * self.num_train_timesteps
-        return Noised(noised, targets, timesteps, list(latents))
+    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        sigma = self._draw_sigma(generator, tuple(latent.shape[1:]))
+        noise = torch.randn(latent.shape, generator=generator).to(latent)
+        timestep = torch.tensor([sigma], dtype=torch.float32) * self.num_train_timesteps
+        return (1 - sigma) * latent + sigma * noise, noise - latent, timestep
 
-    def losses(self, prediction: torch.Tensor, noised: Noised) -> torch.Tensor:
-        """Return the mean squared error of each sample of a stack, `(B,)`."""
-        return masked_mse(prediction, torch.stack(noised.targets))
-
-    def packed_losses(self, prediction: torch.Tensor, noised: Noised, pack: PackedBatch) -> torch.Tensor:
-        """Return the mean squared error of each sample of a pack, `(n,)`."""
-        return packed_mse(prediction, pack.pack_like(noised.targets), pack.layout)
+    def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
+        return losses.mse(prediction, losses.join(noised.targets))
 
     def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...]) -> float:
         shift = self.shift(size) if callable(self.shift) else self.shift

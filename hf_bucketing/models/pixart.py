@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..packing.batch import PackedBatch
-from ..packing.family import UNLIMITED, Family, Transformer
+from ..packing.batch import Rows
+from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import Grid
-from .patch_embed import hook_patch_embed, sincos_table
+from .positions import hook_patch_embed, sincos_table
 
 
 class PixArtFamily(Family):
@@ -20,67 +21,32 @@ class PixArtFamily(Family):
     """
 
     transformer_class = "PixArtTransformer2DModel"
-
-    def limits(self, transformer: Transformer) -> Grid:
-        """Return one frame."""
-        return 1, UNLIMITED, UNLIMITED
+    text_by_strip = True
+    images_only = True
+    latents_as = "images"
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a caption, or of the attention's text where captions are not projected."""
         return int(transformer.config.caption_channels or transformer.config.cross_attention_dim)
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the conditions of PixArt-α at 1024 pixels: height and width in pixels, and height ÷ width."""
-        return ("resolution", "aspect_ratio") if transformer.use_additional_conditions else ()
-
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Return each image's own conditions, with eight pixels per latent row and column."""
-        if not self.conditioning(transformer):
+        if not transformer.use_additional_conditions:
             return {}
-        sides = torch.tensor([[h, w] for _, h, w in grids]) * 8.0 * transformer.config.patch_size
-        return {"resolution": sides, "aspect_ratio": sides[:, :1] / sides[:, 1:]}
+
+        def sides(grids: Sequence[Grid]) -> torch.Tensor:  # eight pixels per latent row and column
+            return torch.tensor([[h, w] for _, h, w in grids]) * 8.0 * transformer.config.patch_size
+
+        return {"resolution": sides, "aspect_ratio": lambda grids: sides(grids)[:, :1] / sides(grids)[:, 1:]}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding."""
         return [hook_patch_embed(transformer.pos_embed, sincos_table)]
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Pass images as `(strips, channels, height, width)`, and each strip its image's resolution."""
-        return {
-            "hidden_states": batch.strips[:, :, 0],
-            "timestep": batch.strip_timesteps,
-            "encoder_hidden_states": batch.text_by_strip(),
-            "added_cond_kwargs": _added(
-                {name: batch.per_strip(values) for name, values in batch.conditioning.items()}
-            ),
-        }
-
-    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
-        """Restore the axis of frames."""
-        return output[:, :, None]
-
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one image."""
-        output: torch.Tensor = transformer(
-            latent[None, :, 0],
-            encoder_hidden_states=text[None],
-            timestep=timestep[None],
-            added_cond_kwargs=_added({name: values[None] for name, values in conditioning.items()}),
-            return_dict=False,
-        )[0]
-        return output[0][:, None]
-
-
-def _added(conditioning: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    return {"resolution": None, "aspect_ratio": None, **conditioning}
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Pass the conditions of images as one argument."""
+        added = {"resolution": None, "aspect_ratio": None, **rows.conditioning}
+        return {**super().inputs(replace(rows, conditioning={})), "added_cond_kwargs": added}
 
 
 FAMILY = PixArtFamily()

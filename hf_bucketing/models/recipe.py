@@ -11,7 +11,10 @@ import torch
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
-from .objectives import FlowMatching, Objective, Shift, WeightingScheme
+from ..losses.variational import GaussianPosterior
+from ..packing.batch import Rows
+from ..packing.family import Family
+from .objectives import Denoising, FlowMatching, Objective, Shift, WeightingScheme
 
 
 class TextEmbeddings(NamedTuple):
@@ -32,7 +35,7 @@ class TextEmbeddings(NamedTuple):
 
     def pack_kwargs(self) -> dict[str, Any]:
         """Return these embeddings as arguments of [`Packing.pack`][hf_bucketing.packing.Packing]."""
-        return {"text": self.values} if self.mask is None else {"text": self.values, "text_mask": self.mask}
+        return {"text": self.values, "text_mask": self.mask}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,10 @@ class Recipe(ABC):
 
     pipeline_class: ClassVar[str]
     """Class name in the pipeline's `model_index.json`."""
+    family: ClassVar[Family]
+    """The family of the transformer, which says how it is called."""
+    denoises: ClassVar[bool] = False
+    """Whether the model is trained by denoising on a discrete schedule; else by flow matching."""
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
@@ -102,7 +109,6 @@ class Recipe(ABC):
         self.pipeline.text_encoder.to(device, dtype=dtype)
         self.pipeline.vae.to(device)
 
-    @abstractmethod
     def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
         """Return the training objective that fits the pipeline's scheduler.
 
@@ -115,43 +121,62 @@ class Recipe(ABC):
         Raises:
             BucketingError: If a setting does not apply to this model's objective.
         """
-
-    def flow_matching(
-        self,
-        shift: Shift,
-        *,
-        weighting_scheme: WeightingScheme | None,
-        snr_gamma: float | None,
-        seed: int,
-    ) -> FlowMatching:
-        """Return the objective of flow matching at the noise levels that the trained model serves; see [`objective`].
-
-        Raises:
-            BucketingError: If `snr_gamma` is given, which applies to denoising only.
-        """
+        scheduler = self.pipeline.scheduler
+        if self.denoises:
+            if weighting_scheme is not None:
+                raise BucketingError(
+                    f"`weighting_scheme` draws the noise levels of a flow, but a {self.pipeline_class} is trained by "
+                    "denoising at uniformly drawn timesteps; omit it."
+                )
+            return Denoising(posterior=GaussianPosterior.from_scheduler(scheduler), snr_gamma=snr_gamma, seed=seed)
         if snr_gamma is not None:
             raise BucketingError(
                 f"`snr_gamma` weights denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
             )
-        steps = int(self.pipeline.scheduler.config.num_train_timesteps)
-        scheme = weighting_scheme or "logit_normal"
         return FlowMatching(
-            num_train_timesteps=steps, shift=shift, weighting_scheme=scheme, sigmas=self.sigmas(), seed=seed
+            num_train_timesteps=int(scheduler.config.num_train_timesteps),
+            shift=self.shift(),
+            weighting_scheme=weighting_scheme or "logit_normal",
+            sigmas=self.sigmas(),
+            seed=seed,
         )
+
+    def shift(self) -> Shift:
+        """Return the scheduler's shift of noise levels, for flow matching."""
+        return 1.0
 
     def sigmas(self) -> tuple[float, float]:
         """Return the lowest and the highest noise level at which the pipeline calls the trained transformer."""
         return 0.0, 1.0
 
-    @abstractmethod
+    @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode `(B, 3, F, H, W)` in [−1, 1] to normalised latents `(B, C, f, h, w)`, the mode of the posterior."""
+        vae = self.pipeline.vae
+        latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
+        mean, std = (torch.as_tensor(values).to(latents).view(1, -1, 1, 1, 1) for values in self.latent_statistics())
+        return (latents - mean) * vae.config.get("scaling_factor", 1.0) / std
 
-    @abstractmethod
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Return the mean and the standard deviation of each channel of the VAE's latents."""
+        config = self.pipeline.vae.config
+        return config.latents_mean, config.latents_std
+
+    @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions as the pipeline does."""
+        """Encode captions as the pipeline does, with a mask where the model does not attend to padding."""
+        values, *others = self.pipeline.encode_prompt(
+            captions,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=self.pipeline.text_encoder.device,
+        )
+        return TextEmbeddings(values, others[0] if self.family.text_rule == "masked" else None)
 
-    @abstractmethod
+    def refusal(self, latents: torch.Tensor, *, fps: torch.Tensor) -> str | None:
+        """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""
+        return None
+
     def predict(
         self,
         transformer: torch.nn.Module,
@@ -172,7 +197,21 @@ class Recipe(ABC):
 
         Returns:
             `torch.Tensor` of shape `(B, C_out, f, h, w)`.
+
+        Raises:
+            BucketingError: If the model cannot run these samples as one stack.
         """
+        if reason := self.refusal(latents, fps=fps):
+            raise BucketingError(reason)
+        stack = Rows(
+            latents=latents,
+            timesteps=timesteps,
+            text=text.values,
+            patch=self.family.patch(self.transformer),
+            text_mask=text.mask,
+            conditioning=self.conditioning(fps=fps),
+        )
+        return self.family.run(self.transformer, stack, wrapped=transformer)
 
     def duration(self, frames: int) -> dict[str, int]:
         """Return the argument of the pipeline's call that sets the number of frames."""

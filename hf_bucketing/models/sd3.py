@@ -5,18 +5,16 @@ The pipeline masks no text: pass the embeddings with their padding, as the pipel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import PackingError
-from ..packing.batch import PackedBatch
 from ..packing.family import Transformer
-from ..packing.layout import Grid, PackedLayout
+from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates
-from .joint import JointFamily, refuse_stale_fusion, refuse_videos
-from .patch_embed import hook_patch_embed
+from .joint import JointFamily, refuse_stale_fusion
+from .positions import hook_patch_embed
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import PatchEmbed
@@ -29,6 +27,8 @@ class SD3Family(JointFamily):
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
+    images_only = True
+    latents_as = "images"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""
@@ -47,38 +47,9 @@ class SD3Family(JointFamily):
         side = int(transformer.pos_embed.pos_embed_max_size)
         return 1, side, side
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the pooled text embeddings, `(n, pooled_projection_dim)`."""
-        return ("pooled_projections",)
-
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse videos, also where positions are stretched."""
-        refuse_videos(transformer, layout.grids)
-
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding."""
         return [hook_patch_embed(transformer.pos_embed, lambda embed, grid, _: _table(embed, grid, base_size))]
-
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Drop the axis of frames, because the strips are images."""
-        return {**super().forward_kwargs(batch), "hidden_states": batch.strips.squeeze(2)}
-
-    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
-        """Restore the axis of frames."""
-        return output.unsqueeze(2)
-
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one image."""
-        output = super().run_alone(transformer, latent[:, 0], timestep=timestep, text=text, conditioning=conditioning)
-        return output.unsqueeze(1)
 
 
 def _table(embed: PatchEmbed, grid: Grid, base_size: Grid | None) -> torch.Tensor:

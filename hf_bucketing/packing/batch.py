@@ -14,6 +14,32 @@ from .strips import from_strips, to_strips, token_grid
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The batch rows of one forward: samples of one size, or the strips of a pack, which look like such samples.
+
+    Attributes:
+        latents (`torch.Tensor` of shape `(rows, channels, frames, height, width)`): The samples or strips.
+        timesteps (`torch.Tensor` of shape `(rows,)`): One per row.
+        text (`torch.Tensor` of shape `(rows, length, text_dim)`): One per row; in packs as the model family asks.
+        patch (`tuple` of three `int`): Latent frames, rows and columns per token.
+        text_mask (`torch.Tensor` of shape `(rows, length)`, *optional*): Zero for padding; None where there is none.
+        conditioning (mapping of `str` to `torch.Tensor` of shape `(rows, …)`): Further inputs of the model.
+    """
+
+    latents: torch.Tensor
+    timesteps: torch.Tensor
+    text: torch.Tensor
+    patch: Grid
+    text_mask: torch.Tensor | None = None
+    conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def grid(self) -> Grid:
+        """The token grid `(t, h, w)` of a row."""
+        return token_grid(self.latents[0], self.patch, sample=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """A pack: what one process runs as one sequence.
 
@@ -21,7 +47,7 @@ class PackedBatch:
         strips (`torch.Tensor` of shape `(num_strips, channels, p_t, p_h, strip_length·p_w)`): The latents.
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
         text (`torch.Tensor` of shape `(num_stored_text_tokens, text_dim)`): All texts, one after another. A text that
-            several samples share is stored once (`layout.text_index`) if the model family only attends to it.
+            several samples share is stored once (`layout.text_index`).
         layout ([`PackedLayout`]): Where each sample lies.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further inputs of the model, per sample.
@@ -33,11 +59,6 @@ class PackedBatch:
     layout: PackedLayout
     patch: Grid
     conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def strip_timesteps(self) -> torch.Tensor:
-        """The timestep of each strip; shape `(num_strips,)`."""
-        return self.per_strip(self.timesteps)
 
     def per_strip(self, values: torch.Tensor) -> torch.Tensor:
         """Repeat per-sample values `(n, …)` for each strip, `(num_strips, …)`; padding gets the last sample's."""

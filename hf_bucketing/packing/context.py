@@ -1,19 +1,23 @@
-"""The layout of the pack that is being computed.
+"""What a packed forward carries beside its arguments: the layout of its pack, and exact timesteps.
 
 Gradient checkpointing computes a block again during backward. A layout kept on the module would then belong to another
 pack, so the layout is bound into the checkpointed call and read from a thread-local variable that is set for that call
 alone. It is not a `ContextVar`, at which torch.compile breaks its graph.
+
+FSDP's mixed precision and DeepSpeed cast all inputs of a model to half precision, in which 999 becomes 1000 and half
+steps are lost. The models compute the embedding of timesteps in float32, so its input must still be exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from threading import local
 from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import PackingError
 from .layout import PackedLayout
@@ -21,6 +25,7 @@ from .layout import PackedLayout
 
 class _Active(local):
     layout: PackedLayout | None = None
+    scalars: Mapping[str, torch.Tensor] | None = None
 
 
 _active = _Active()
@@ -61,20 +66,18 @@ def bind_checkpoints(model: torch.nn.Module, layout: PackedLayout) -> Iterator[N
     Such calls come from diffusers' `enable_gradient_checkpointing`, and from the wrappers that FSDP's activation
     checkpointing puts around blocks.
     """
-    attributes: list[tuple[Any, str]] = []
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            attributes.append((module, "_gradient_checkpointing_func"))
-        elif isinstance(module, CheckpointWrapper):
-            attributes.append((module, "checkpoint_fn"))
-    originals = [getattr(module, name) for module, name in attributes]
-    for (module, name), original in zip(attributes, originals, strict=True):
-        setattr(module, name, _bound(original, layout))
-    try:
+    with ExitStack() as undo:
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                name = "_gradient_checkpointing_func"
+            elif isinstance(module, CheckpointWrapper):
+                name = "checkpoint_fn"
+            else:
+                continue
+            original = getattr(module, name)
+            undo.callback(setattr, module, name, original)
+            setattr(module, name, _bound(original, layout))
         yield
-    finally:
-        for (module, name), original in zip(attributes, originals, strict=True):
-            setattr(module, name, original)
 
 
 class _WithLayout:
@@ -96,3 +99,40 @@ def _bound(checkpoint: Any, layout: PackedLayout) -> Callable[..., Any]:
         return checkpoint(_WithLayout(block, layout), *args, **kwargs)
 
     return checkpoint_with_layout
+
+
+def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
+    """Return timesteps in at least float32, in which their embedding is computed.
+
+    Raises:
+        PackingError: If the timesteps are in half precision.
+    """
+    if timesteps.is_floating_point() and timesteps.dtype.itemsize < 4:
+        raise PackingError(f"Timesteps must be whole numbers or at least float32, got {timesteps.dtype}.")
+    return timesteps if timesteps.is_floating_point() else timesteps.float()
+
+
+@contextmanager
+def exact_scalars(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Remember the one-dimensional inputs of a forward, such as timesteps and guidance, inside a `with` block."""
+    before = _active.scalars
+    _active.scalars = {
+        name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.ndim == 1
+    }
+    try:
+        yield
+    finally:
+        _active.scalars = before
+
+
+def keep_scalars_exact(transformer: torch.nn.Module) -> RemovableHandle:
+    """Hook a transformer so that it gets the inputs that [`exact_scalars`] remembers, even if wrappers cast them."""
+
+    def restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        exact = _active.scalars
+        if exact is None:
+            return None
+        restored = {name: value.to(kwargs[name].device) for name, value in exact.items() if name in kwargs}
+        return args, {**kwargs, **restored}
+
+    return transformer.register_forward_pre_hook(restore, with_kwargs=True)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from contextlib import ExitStack
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
 from ..errors import PackingError
 from .attention.dispatch import Backend
-from .batch import PackedBatch
+from .batch import PackedBatch, Rows
+from .context import keep_scalars_exact
 from .layout import Grid, PackedLayout
-from .processors import PackedAttnProcessor, PackedJointAttnProcessor
+from .positions import hook_output, hook_rotary
+from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
+from .strips import patchify, unpatchify
 from .texts import TextRule
 
 Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
 
+Draw: TypeAlias = Callable[[Sequence[Grid]], torch.Tensor]
+"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`."""
+
 UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
 
 
-class Family(ABC):
+class Family:
     """How the transformers of one diffusers class attend, place their tokens and are called.
 
     A family holds no state; each method is given the transformer. The defaults suit a model that takes latents
@@ -35,10 +42,19 @@ class Family(ABC):
         text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
-        shares_texts (`bool`): Whether samples of one caption can read one copy of it: texts are only ever attended to.
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
             and attention depends on positions, not on which tokens there are.
+        images_only (`bool`): Whether the model takes images, samples of one frame.
+        latents_as (`"videos"`, `"images"`, `"frames_first"` or `"tokens"`): How the model takes latents: as
+            `(rows, channels, frames, height, width)`, without frames, with frames before channels, or as
+            `(rows, tokens, channels)`, where a token holds the channels of a patch.
+        position_module (`str`, *optional*): Module of the transformer that makes the rotary tables. By default, its
+            pipeline makes them.
+        text_by_strip (`bool`): Whether the model views its text by batch rows, so that a pack's texts are cut into as
+            many; else they are one row.
+        conditioning_by_strip (`bool`): Whether each strip of a pack gets its sample's conditioning; else the model
+            gets a row per sample.
         by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
     """
 
@@ -46,9 +62,13 @@ class Family(ABC):
     processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
     text_channels: ClassVar[str] = "caption_channels"
     text_rule: ClassVar[TextRule] = "masked"
-    shares_texts: ClassVar[bool] = True
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
+    images_only: ClassVar[bool] = False
+    latents_as: ClassVar[Literal["videos", "images", "frames_first", "tokens"]] = "videos"
+    position_module: ClassVar[str | None] = None
+    text_by_strip: ClassVar[bool] = False
+    conditioning_by_strip: ClassVar[bool] = True
     by_frame: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -69,7 +89,7 @@ class Family(ABC):
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the largest token grid that the model has positions for."""
-        return UNLIMITED, UNLIMITED, UNLIMITED
+        return 1 if self.images_only else UNLIMITED, UNLIMITED, UNLIMITED
 
     def longest_strip(self, transformer: Transformer) -> int:
         """Return the longest strip that the model's positions allow; a strip counts as one row of columns."""
@@ -84,78 +104,133 @@ class Family(ABC):
         return t, h, w
 
     def in_channels(self, transformer: Transformer) -> int:
-        """Return the channels of a latent."""
-        return int(transformer.config.in_channels)
+        """Return the channels of a latent; where latents are taken as tokens, the model counts those of a patch."""
+        per_patch = math.prod(self.patch(transformer)) if self.latents_as == "tokens" else 1
+        return int(transformer.config.in_channels) // per_patch
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text_channels))
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the names of the per-sample tensors that the transformer's forward needs beside the text."""
-        return ()
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
+        return {}
 
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
-        return {}
+        return {name: draw(grids) for name, draw in self.conditioning(transformer).items()}
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
         return self.processor_class(backend)
 
-    @abstractmethod
-    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Register hooks that give each token its position in its own sample; return their handles.
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
+        """Return a sample's rotary tables, cosines and sines in turn, each `(t·h·w, channels)`.
 
-        Args:
-            transformer: A transformer of this family.
-            base_size (`(t, h, w)` or `None`): Token grid to which positions are stretched; `None` for the model's own.
+        The module is the position module, or the transformer where its pipeline makes the tables. Positions are
+        stretched to `base_size`, a token grid, unless it is None.
         """
+        raise NotImplementedError
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Register hooks that give each token its position in its own sample, and return their handles.
+
+        By default, the tables of [`positions`] replace the output of the position module, or are passed to the
+        transformer where there is none.
+        """
+
+        def table(module: Any, grid: Grid, device: torch.device) -> Rotary:
+            return self.positions(module, grid, base_size, device=device)
+
+        if self.position_module is None:
+            return [hook_rotary(transformer, table)]
+        return [hook_output(getattr(transformer, self.position_module), table)]
 
     def attach(
         self, transformer: Transformer, backend: Backend, *, base_size: Grid | None = None
     ) -> Callable[[], None]:
         """Swap the attention processors and hook the positions; return a function that undoes both."""
-        handles = self.hook_positions(transformer, base_size)
-        originals = {name: module.processor for name, module in _attentions(transformer)}
-        for name, module in _attentions(transformer):
-            module.set_processor(self.processor(name, backend) or originals[name])
-
-        def detach() -> None:
-            for handle in handles:
-                handle.remove()
-            for name, module in _attentions(transformer):
-                module.set_processor(originals[name])
-
-        return detach
+        undo = ExitStack()
+        for handle in (*self.hook_positions(transformer, base_size), keep_scalars_exact(transformer)):
+            undo.callback(handle.remove)
+        for name, module in transformer.named_modules():
+            if hasattr(module, "set_processor"):
+                undo.callback(module.set_processor, module.processor)
+                module.set_processor(self.processor(name, backend) or module.processor)
+        return undo.close
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
     ) -> tuple[PackedLayout, int | None]:
         """Return the layout with text where this family has it, and the text tokens to pad the pack to, if any.
 
-        Args:
-            transformer: A transformer of this family.
-            layout ([`PackedLayout`]): The pack's layout, without padding and text slots.
-            pad_to (`int`, *optional*): Strips of the padded pack.
-            pad_text_to (`int`, *optional*): Text tokens of the padded pack.
-
         Raises:
             PackingError: If the model cannot run such texts or samples.
         """
         return layout, pad_text_to
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return the arguments of the transformer's forward: one timestep per strip, all texts in one batch row."""
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Return a pack as batch rows: one per strip, each with its sample's timestep."""
+        conditioning = batch.conditioning
+        if self.conditioning_by_strip:
+            conditioning = {name: batch.per_strip(values) for name, values in conditioning.items()}
+        return Rows(
+            latents=batch.strips,
+            timesteps=batch.per_strip(batch.timesteps),
+            text=self.text_rows(batch),
+            patch=batch.patch,
+            conditioning=conditioning,
+        )
+
+    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the texts of a pack in batch rows, `(rows, length, text_dim)`."""
+        return batch.text_by_strip() if self.text_by_strip else batch.text[None]
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Return the arguments of the transformer's forward for batch rows, packed or not."""
         return {
-            "hidden_states": batch.strips,
-            "timestep": batch.strip_timesteps,
-            "encoder_hidden_states": batch.text[None],
+            "hidden_states": self._arranged(rows.latents, rows.patch),
+            "timestep": rows.timesteps,
+            "encoder_hidden_states": rows.text,
+            **rows.conditioning,
         }
+
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the arguments that differ without packing, such as positions, which hooks provide in a pack."""
+        return {}
+
+    def _arranged(self, latents: torch.Tensor, patch: Grid) -> torch.Tensor:
+        if self.latents_as == "tokens":
+            return patchify(latents, patch).flatten(2)
+        if self.latents_as == "frames_first":
+            return latents.transpose(1, 2)
+        return latents.squeeze(2) if self.latents_as == "images" else latents
+
+    def _restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+        """Return the transformer's output as latents `(rows, channels, frames, height, width)` of a token grid."""
+        if self.latents_as == "tokens":
+            return unpatchify(output.unflatten(2, (-1, *patch)), grid)
+        if self.latents_as == "frames_first":
+            return output.transpose(1, 2)
+        return output.unsqueeze(2) if self.latents_as == "images" else output
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Return the arguments of the transformer's forward for a pack."""
+        return self.inputs(self.rows(batch))
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the transformer's output as strips `(num_strips, channels, p_t, p_h, strip_length·p_w)`."""
-        return output
+        return self._restored(output, (1, 1, batch.layout.strip_length), batch.patch)
+
+    def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
+        """Run the unpacked transformer on samples of one size, as its pipeline does.
+
+        The forward is called on `wrapped`, the transformer as accelerate wraps it, if there is one. The output has
+        shape `(rows, out_channels, frames, height, width)`.
+        """
+        kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
+        output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
+        return self._restored(output, rows.grid, rows.patch)
 
     def run_alone(
         self,
@@ -166,27 +241,12 @@ class Family(ABC):
         text: torch.Tensor,
         conditioning: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Run the unpacked transformer on one sample as its pipeline does.
-
-        Args:
-            transformer: A transformer of this family, packing not enabled.
-            latent (`torch.Tensor` of shape `(channels, frames, height, width)`): The sample.
-            timestep (`torch.Tensor` of shape `()`): The sample's timestep.
-            text (`torch.Tensor` of shape `(length, text_dim)`): The sample's text.
-            conditioning (mapping of `str` to `torch.Tensor`): The sample's row of each further tensor.
-
-        Returns:
-            `torch.Tensor` of shape `(out_channels, frames, height, width)`.
-        """
-        output: torch.Tensor = transformer(
-            hidden_states=latent[None],
-            timestep=timestep[None],
-            encoder_hidden_states=text[None],
-            return_dict=False,
-            **{name: values[None] for name, values in conditioning.items()},
-        )[0]
-        return output[0]
-
-
-def _attentions(transformer: Transformer) -> list[tuple[str, Any]]:
-    return [(name, module) for name, module in transformer.named_modules() if hasattr(module, "set_processor")]
+        """Run the unpacked transformer on one sample `(channels, frames, height, width)`; see [`run`]."""
+        rows = Rows(
+            latents=latent[None],
+            timesteps=timestep[None],
+            text=text[None],
+            patch=self.patch(transformer),
+            conditioning={name: values[None] for name, values in conditioning.items()},
+        )
+        return self.run(transformer, rows)[0]

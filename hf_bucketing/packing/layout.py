@@ -130,31 +130,25 @@ class PackedLayout:
     @cached_property
     def self_segments(self) -> SegmentSpans:
         """Attention of each sample's tokens to each other."""
-        return SegmentSpans(queries=self.spans, keys=self.spans, num_queries=self.num_tokens, num_keys=self.num_tokens)
+        return SegmentSpans.within(self.spans, self.num_tokens)
 
     @cached_property
     def cross_segments(self) -> SegmentSpans:
         """Attention of each sample's tokens to its own text."""
-        return SegmentSpans(
-            queries=self.spans, keys=self.text_spans, num_queries=self.num_tokens, num_keys=self.num_text_tokens
-        )
+        return self._segments_to(self.text_spans, self.num_text_tokens)
 
     def even_segments(self, num_keys: int) -> SegmentSpans:
-        """Return the attention of each sample's tokens to an equal share of `num_keys` keys, such as image tokens.
+        """Return the attention of each sample's tokens to an equal share of `num_keys` keys, such as image tokens."""
 
-        The value is kept for the next layer.
-        """
-        if num_keys not in self._even_segments:
+        def make() -> SegmentSpans:
             share = num_keys // len(self)
             keys = tuple((sample * share, (sample + 1) * share) for sample in range(len(self)))
-            self._even_segments[num_keys] = SegmentSpans(
-                queries=self.spans, keys=keys, num_queries=self.num_tokens, num_keys=num_keys
-            )
-        return self._even_segments[num_keys]
+            return self._segments_to(keys, num_keys)
 
-    @cached_property
-    def _even_segments(self) -> dict[int, SegmentSpans]:
-        return {}
+        return self.self_segments.made(("even", num_keys), make)  # kept for the next layer
+
+    def _segments_to(self, keys: tuple[Span, ...], num_keys: int) -> SegmentSpans:
+        return SegmentSpans(queries=self.spans, keys=keys, num_queries=self.num_tokens, num_keys=num_keys)
 
     @cached_property
     def by_frame(self) -> FrameLayout:
@@ -194,8 +188,8 @@ class PackedLayout:
     def segment_ids(self) -> torch.Tensor:
         """The sample that each token belongs to, −1 for padding; `int64`, shape `(num_tokens,)`."""
         ids = torch.full((self.num_tokens,), -1)
-        for sample, (start, stop) in enumerate(self.spans):
-            ids[start:stop] = sample
+        for sample, span in enumerate(self.spans):
+            ids[slice(*span)] = sample
         return ids.to(self.device)
 
     @cached_property
@@ -206,9 +200,7 @@ class PackedLayout:
     def prepare(self, backend: Backend, *, by_frame: bool = False) -> None:
         """Make what attention derives from this layout on its device; compiled models need it made beforehand.
 
-        Args:
-            backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
-            by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
+        See [`packed_attention`][hf_bucketing.packing.packed_attention] for backends; `by_frame` is the family's.
         """
         segments = [self.by_frame.frames, self.by_frame.spatial_positions] if by_frame else [self.self_segments]
         for one in (*segments, self.joint.segments if self.text_slots else self.cross_segments):
@@ -279,7 +271,6 @@ class JointLayout:
 
     Attributes:
         text_slots (`int`): Text tokens that each strip carries.
-        strip_length (`int`): Tokens that each strip carries.
         strips (`int`): Strips of the pack.
         order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all
             strips followed by their text slots. Padding comes last.
@@ -292,7 +283,6 @@ class JointLayout:
     """
 
     text_slots: int
-    strip_length: int
     strips: int
     order: torch.Tensor
     inverse: torch.Tensor
@@ -326,29 +316,24 @@ class JointLayout:
 
         return cls(
             text_slots=slots,
-            strip_length=layout.strip_length,
             strips=strips,
             order=on_device(order),
             inverse=on_device(np.argsort(order)),
-            segments=SegmentSpans(queries=spans, keys=spans, num_queries=entries, num_keys=entries),
+            segments=SegmentSpans.within(spans, entries),
             text_source=layout.text_index,
             text_target=on_device(np.concatenate(targets)),
             first_strips=on_device(np.array(firsts)),
         )
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Gather tokens and text slots of strips into the sequence `(entries, …)`.
-
-        Args:
-            tokens (`torch.Tensor` of shape `(strips, strip_length, …)`): The strips' tokens.
-            text (`torch.Tensor` of shape `(strips, text_slots, …)`): The strips' text slots.
-        """
+        """Gather tokens `(strips, strip_length, …)` and text slots `(strips, text_slots, …)` into `(entries, …)`."""
         return torch.cat([tokens.flatten(0, 1), text.flatten(0, 1)]).index_select(0, self.order)
 
     def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter a sequence back into tokens and text slots of strips: the inverse of [`gather`]."""
         entries = sequence.index_select(0, self.inverse)
-        tokens, text = entries.split([self.strips * self.strip_length, self.strips * self.text_slots])
+        words = self.strips * self.text_slots
+        tokens, text = entries.split([len(entries) - words, words])
         return tokens.unflatten(0, (self.strips, -1)), text.unflatten(0, (self.strips, -1))
 
     def text_by_strip(self, text: torch.Tensor) -> torch.Tensor:
@@ -387,12 +372,12 @@ def best_text_slots(layout: PackedLayout) -> int:
 
 def _cut_samples(layout: PackedLayout, lengths: Sequence[int]) -> SegmentSpans:
     """Cut the tokens of each sample into segments of its entry in `lengths`, which attend to themselves."""
-    spans = tuple(
+    spans = [
         (first, first + length)
         for (start, stop), length in zip(layout.spans, lengths, strict=True)
         for first in range(start, stop, length)
-    )
-    return SegmentSpans(queries=spans, keys=spans, num_queries=layout.num_tokens, num_keys=layout.num_tokens)
+    ]
+    return SegmentSpans.within(spans, layout.num_tokens)
 
 
 def _ceil_div(count: IntOrArray, size: IntOrArray | int) -> IntOrArray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import BucketingError
-from ..losses.variational import GaussianPosterior, split_variance, vlb_terms
+from ..losses.variational import GaussianPosterior, vlb_terms
 from .layout import PackedLayout
 
 
@@ -61,12 +61,10 @@ def packed_vlb(
     Raises:
         BucketingError: If the shapes do not fit each other or the layout.
     """
-    mean, variance = split_variance(prediction, noised=noised, clean=clean)
-    mean, variance, noised, clean = _real_tokens(mean, variance, noised, clean, layout=layout)
-    by_strip = timesteps.to(mean.device)[layout.strip_segments]
-    terms = vlb_terms(
-        mean, variance, noised=noised, clean=clean, timesteps=by_strip, posterior=posterior, rescale=rescale
-    )
+    (prediction,) = _real_tokens(prediction, layout=layout)
+    noised, clean = _real_tokens(noised, clean, layout=layout)
+    by_strip = timesteps.to(prediction.device)[layout.strip_segments]
+    terms = vlb_terms(prediction, noised=noised, clean=clean, timesteps=by_strip, posterior=posterior, rescale=rescale)
     return _mean_per_sample(terms, layout)
 
 

@@ -13,10 +13,9 @@ from accelerate.utils import extract_model_from_parallel
 from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch
-from .context import bind_checkpoints, use_layout
+from .context import bind_checkpoints, exact_scalars, exact_timesteps, use_layout
 from .family import Family
 from .layout import Grid, PackedLayout
-from .precision import exact_scalars, exact_timesteps
 from .strips import to_strips, token_grid
 from .texts import apply_text_mask, deduplicate
 from .token_drop import Seed, TokenDrop
@@ -95,8 +94,7 @@ class Packing:
         self._check_channels(latents, texts)
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
-        shared = self.family.shares_texts and pad_text_to is None
-        stored, caption_ids = deduplicate(texts) if shared else (texts, None)
+        stored, caption_ids = deduplicate(texts) if pad_text_to is None else (texts, None)
         layout = PackedLayout(
             grids=grids,
             text_lengths=tuple(map(len, texts)),
@@ -148,20 +146,16 @@ class Packing:
     def _check_conditioning(
         self, conditioning: Mapping[str, torch.Tensor], *, count: int
     ) -> Mapping[str, torch.Tensor]:
-        names = self.family.conditioning(self.transformer)
+        names = list(self.family.conditioning(self.transformer))
         if not isinstance(conditioning, Mapping) or not all(torch.is_tensor(one) for one in conditioning.values()):
             raise PackingError(
                 f"`conditioning` must be a mapping of names to tensors of {count} rows, here of "
-                f"{list(names) or 'nothing'}; got {conditioning!r:.200}."
+                f"{names or 'nothing'}; got {conditioning!r:.200}."
             )
-        if (
-            any(not values.ndim for values in conditioning.values())
-            or sorted(conditioning) != sorted(names)
-            or any(len(values) != count for values in conditioning.values())
-        ):
-            got = {name: tuple(values.shape) for name, values in conditioning.items()}
+        got = {name: tuple(values.shape) for name, values in conditioning.items()}
+        if sorted(got) != sorted(names) or any(shape[:1] != (count,) for shape in got.values()):
             raise PackingError(
-                f"This {type(self.transformer).__name__} needs conditioning {list(names) or 'none'}, each with "
+                f"This {type(self.transformer).__name__} needs conditioning {names or 'none'}, each with "
                 f"{count} rows; got {got or 'none'}."
             )
         return conditioning

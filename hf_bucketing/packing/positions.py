@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from .context import active_layout
 from .layout import Grid, PackedLayout
 from .strips import by_strip
+
+Table: TypeAlias = Callable[[Any, Grid, torch.device], tuple[torch.Tensor, ...]]
+"""Function of a hooked module, a token grid and a device: position tables of such a sample, `(t·h·w, …)` each."""
 
 
 def axis_coordinates(
@@ -49,19 +55,33 @@ def over_grid(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 def position_strips(
     layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tensor, ...]]
 ) -> tuple[torch.Tensor, ...]:
-    """Lay out position tables as the tokens of a pack lie, with zeros for padding.
+    """Lay out the position tables of each token grid, `(t·h·w, …)`, as the tokens of a pack lie; zeros for padding.
 
-    Args:
-        layout ([`PackedLayout`]): The pack's layout.
-        table (callable): Function of a token grid that returns the tables of such a sample, each `(t·h·w, …)`; called
-            once per distinct grid.
-
-    Returns:
-        `tuple` of `torch.Tensor` of shape `(num_strips, strip_length, …)`: One per table.
+    The results have shape `(num_strips, strip_length, …)`; `table` is called once per distinct grid.
     """
     tables = {grid: table(grid) for grid in dict.fromkeys(layout.grids)}
     by_table = zip(*(tables[grid] for grid in layout.grids), strict=True)
     return tuple(by_strip(samples, layout) for samples in by_table)
+
+
+def hook_output(module: torch.nn.Module, table: Table) -> RemovableHandle:
+    """Replace a position module's output by tables laid out as the tokens of the pack; return the hook's handle."""
+
+    def replace(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
+        return position_strips(active_layout(), lambda grid: table(module, grid, args[0].device))
+
+    return module.register_forward_hook(replace)
+
+
+def hook_rotary(transformer: torch.nn.Module, table: Table) -> RemovableHandle:
+    """Pass a transformer the rotary tables of the pack's tokens, as its pipeline passes them; return the handle."""
+
+    def add(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        layout = active_layout()
+        rotary = position_strips(layout, lambda grid: table(module, grid, torch.device(layout.device)))
+        return args, {**kwargs, "image_rotary_emb": rotary}
+
+    return transformer.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def shape_only(like: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:

@@ -19,8 +19,8 @@ from .segments import SegmentSpans
 
 Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
 
-Rotary: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | tuple[tuple[torch.Tensor, torch.Tensor], ...]"
-"""Cosines and sines `(strips, strip_length, channels)`, or a pair of them for each equal part of a head's channels."""
+Rotary: TypeAlias = tuple[torch.Tensor, ...]
+"""Cosines and sines `(strips, strip_length, channels)` in turn: a pair for each equal part of a head's channels."""
 
 
 class Keys(NamedTuple):
@@ -84,7 +84,9 @@ class PackedAttnProcessor:
         _refuse_mixing(attn)
         layout = active_layout()
         if encoder_hidden_states is None:
-            query, key, value = self._project(attn, hidden_states)
+            norms = (attn.norm_q, attn.norm_k, None)
+            parts = zip(project(attn, hidden_states, "to_q", "to_k", "to_v"), norms, strict=True)
+            query, key, value = (self.split_heads(attn, part, norm) for part, norm in parts)
             if image_rotary_emb is not None:
                 query, key = self.rotate(query, image_rotary_emb), self.rotate(key, image_rotary_emb)
             attended = self._attend_to_tokens(query, key, value, layout)
@@ -111,10 +113,7 @@ class PackedAttnProcessor:
         """Return the keys of the texts `(any, tokens, dim)`; the results of several are added up."""
         if getattr(attn, "norm_cross", None):
             text = attn.norm_encoder_hidden_states(text)
-        if getattr(attn, "fused_projections", False):
-            key, value = attn.to_kv(text).chunk(2, dim=-1)
-        else:
-            key, value = attn.to_k(text), attn.to_v(text)
+        key, value = project(attn, text, "to_k", "to_v")
         key, value = self.split_heads(attn, key, attn.norm_k), self.split_heads(attn, value)
         if layout.text_index is None:
             key, value = key[: layout.num_text_tokens], value[: layout.num_text_tokens]
@@ -124,9 +123,8 @@ class PackedAttnProcessor:
 
     def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Rotate `(N, H, D)`: the two halves of each part of a head's channels against each other."""
-        pairs: Any = (rotary,) if isinstance(rotary[0], torch.Tensor) else rotary
-        parts = zip(tokens.chunk(len(pairs), dim=-1), pairs, strict=True)
-        return torch.cat([rotate_channels(part, tables, halves=True) for part, tables in parts], dim=-1)
+        parts = zip(tokens.chunk(len(rotary) // 2, dim=-1), rotary[::2], rotary[1::2], strict=True)
+        return torch.cat([rotate_channels(part, tables, halves=True) for part, *tables in parts], dim=-1)
 
     def split_heads(self, attn: Any, states: torch.Tensor, norm: Any = None) -> torch.Tensor:
         """Turn `(strips, tokens, H·D)` into `(N, H, D)`, normalised."""
@@ -134,14 +132,6 @@ class PackedAttnProcessor:
             states, norm = norm(states), None
         heads = states.flatten(0, 1).unflatten(1, (attn.heads, -1))
         return heads if norm is None else norm(heads)
-
-    def _project(self, attn: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key, value = _query_key_value(attn, states)
-        return (
-            self.split_heads(attn, query, attn.norm_q),
-            self.split_heads(attn, key, attn.norm_k),
-            self.split_heads(attn, value),
-        )
 
 
 class PackedJointAttnProcessor:
@@ -207,20 +197,11 @@ class PackedJointAttnProcessor:
         return tokens, attn.to_add_out(text) if _has(attn, "to_add_out") else text
 
 
-def rotate_channels(
-    tokens: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], *, halves: bool = False
-) -> torch.Tensor:
-    """Rotate pairs of channels as diffusers' `apply_rotary_emb` does, in float32.
+def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, halves: bool = False) -> torch.Tensor:
+    """Rotate pairs of channels of `(N, H, D)` as diffusers' `apply_rotary_emb` does, in float32.
 
-    Args:
-        tokens (`torch.Tensor` of shape `(N, H, D)`): Queries or keys.
-        tables (`tuple` of two `torch.Tensor` of shape `(strips, strip_length, D)`): Cosines and sines, equal for all
-            heads; of shape `(strips, strip_length, H·D)` where heads differ.
-        halves (`bool`): Whether a channel of the first half and its counterpart in the second make a pair, or two
-            neighbouring channels.
-
-    Returns:
-        `torch.Tensor` of shape `(N, H, D)`.
+    Cosines and sines have shape `(strips, strip_length, D)`, or `(strips, strip_length, H·D)` where heads differ. With
+    `halves`, a channel of the first half and its counterpart in the second make a pair, else two neighbours.
     """
     if halves:
         first, second = tokens.chunk(2, dim=-1)
@@ -233,19 +214,27 @@ def rotate_channels(
     return (tokens.float() * cosines + turned.float() * sines).to(tokens.dtype)
 
 
-def _query_key_value(attn: Any, states: torch.Tensor, *, added: bool = False) -> Sequence[torch.Tensor]:
-    """Project tokens, or text by the module's added projections; fused projections are used as such."""
+_FUSED = {
+    ("to_q", "to_k", "to_v"): "to_qkv",
+    ("to_k", "to_v"): "to_kv",
+    ("add_q_proj", "add_k_proj", "add_v_proj"): "to_added_qkv",
+    ("add_k_proj", "add_v_proj"): "to_added_kv",
+}
+
+
+def project(attn: Any, states: torch.Tensor, *names: str) -> Sequence[torch.Tensor]:
+    """Project states by a module's layers of these names, or by the layer into which diffusers fused them."""
     if getattr(attn, "fused_projections", False):
-        fused: torch.Tensor = (attn.to_added_qkv if added else attn.to_qkv)(states)
-        return fused.chunk(3, dim=-1)
-    names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+        fused: torch.Tensor = getattr(attn, _FUSED[names])(states)
+        return fused.chunk(len(names), dim=-1)
     return [getattr(attn, name)(states) for name in names]
 
 
 def _joint_heads(attn: Any, states: torch.Tensor, *, added: bool = False) -> Iterable[torch.Tensor]:
     """Return query, key and value, each of shape `(strips, tokens, H, D)`, normalised by head."""
     norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
-    for part, norm in zip(_query_key_value(attn, states, added=added), (*norms, None), strict=True):
+    names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+    for part, norm in zip(project(attn, states, *names), (*norms, None), strict=True):
         heads = part.unflatten(-1, (attn.heads, -1))
         yield heads if norm is None else norm(heads)
 

@@ -1,4 +1,4 @@
-"""Segments of a pack, which say which tokens attend to which: the value that attention backends read."""
+"""The values that attention backends read: segments of a pack, which say which tokens attend to which; settings."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ class VarlenOffsets(NamedTuple):
     key_index: torch.Tensor | None
 
 
+class AttentionOptions(NamedTuple):
+    """Settings of [`packed_attention`][hf_bucketing.packing.packed_attention]."""
+
+    scale: float | None = None
+    dropout: float = 0.0
+    enable_gqa: bool = False
+
+    def for_sdpa(self) -> dict[str, Any]:
+        """Return the arguments of `scaled_dot_product_attention`."""
+        return {"dropout_p": self.dropout, "scale": self.scale, "enable_gqa": self.enable_gqa}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SegmentSpans:
     """Pairs of spans that attend to each other: `query[slice(*queries[i])]` and `key[slice(*keys[i])]`.
@@ -62,6 +74,11 @@ class SegmentSpans:
     keys: tuple[Span, ...]
     num_queries: int
     num_keys: int
+
+    @classmethod
+    def within(cls, spans: Sequence[Span], num_tokens: int) -> SegmentSpans:
+        """Return the attention of the tokens of each span to each other."""
+        return cls(queries=tuple(spans), keys=tuple(spans), num_queries=num_tokens, num_keys=num_tokens)
 
     @cached_property
     def keys_ascend(self) -> bool:

@@ -36,18 +36,18 @@ def token_grid(latent: torch.Tensor, patch: Grid, *, sample: int) -> Grid:
     return t, h, w
 
 
-def patchify(latent: torch.Tensor, patch: Grid) -> torch.Tensor:
-    """Turn a latent `(C, F, H, W)` into tokens `(L, C, p_t, p_h, p_w)`, in the order of a patch embedding."""
+def patchify(latents: torch.Tensor, patch: Grid) -> torch.Tensor:
+    """Turn latents `(…, C, F, H, W)` into tokens `(…, L, C, p_t, p_h, p_w)`, in the order of a patch embedding."""
     p_t, p_h, p_w = patch
-    # (C, t, p_t, h, p_h, w, p_w) -> (t, h, w, C, p_t, p_h, p_w)
-    blocks = latent.unflatten(3, (-1, p_w)).unflatten(2, (-1, p_h)).unflatten(1, (-1, p_t))
-    return blocks.permute(1, 3, 5, 0, 2, 4, 6).flatten(0, 2)
+    # (…, C, t, p_t, h, p_h, w, p_w) -> (…, t, h, w, C, p_t, p_h, p_w)
+    blocks = latents.unflatten(-1, (-1, p_w)).unflatten(-3, (-1, p_h)).unflatten(-5, (-1, p_t))
+    return blocks.movedim((-6, -4, -2), (-7, -6, -5)).flatten(-7, -5)
 
 
 def unpatchify(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Turn tokens `(L, C, p_t, p_h, p_w)` into a latent `(C, F, H, W)`: the inverse of [`patchify`]."""
-    blocks = tokens.unflatten(0, grid).permute(3, 0, 4, 1, 5, 2, 6)
-    return blocks.flatten(5, 6).flatten(3, 4).flatten(1, 2)
+    """Turn tokens `(…, L, C, p_t, p_h, p_w)` into latents `(…, C, F, H, W)`: the inverse of [`patchify`]."""
+    blocks = tokens.unflatten(-5, grid).movedim((-7, -6, -5), (-6, -4, -2))
+    return blocks.flatten(-2, -1).flatten(-3, -2).flatten(-4, -3)
 
 
 def by_strip(samples: Iterable[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
@@ -70,12 +70,8 @@ def kept_tokens(layout: PackedLayout) -> Sequence[torch.Tensor | None]:
 
 def to_strips(latents: Sequence[torch.Tensor], patch: Grid, *, layout: PackedLayout) -> torch.Tensor:
     """Cut latents of shape `(C, F, H, W)` into the strips of a pack, `(R, C, p_t, p_h, S·p_w)`."""
-    return tokens_to_strips(by_strip((patchify(latent, patch) for latent in latents), layout))
-
-
-def tokens_to_strips(tokens: torch.Tensor) -> torch.Tensor:
-    """Turn tokens by strip `(R, S, C, p_t, p_h, p_w)` into strips `(R, C, p_t, p_h, S·p_w)`."""
-    return tokens.permute(0, 2, 3, 4, 1, 5).flatten(4, 5)
+    tokens = by_strip((patchify(latent, patch) for latent in latents), layout)
+    return unpatchify(tokens, (1, 1, layout.strip_length))
 
 
 def strips_to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -89,7 +85,7 @@ def strips_to_tokens(strips: torch.Tensor, layout: PackedLayout) -> torch.Tensor
         raise PackingError(
             f"Expected strips of shape ({count}, channels, p_t, p_h, {length}·p_w), got {tuple(strips.shape)}."
         )
-    return strips.unflatten(4, (length, -1)).permute(0, 4, 1, 2, 3, 5)
+    return patchify(strips, (*strips.shape[2:4], strips.shape[4] // length))
 
 
 def from_strips(strips: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:

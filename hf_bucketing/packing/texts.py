@@ -19,12 +19,7 @@ It leaves padding out of attention, attends to it as zeros, or attends to it as 
 def apply_text_mask(
     rule: TextRule, text: Sequence[torch.Tensor] | torch.Tensor, *, mask: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Return each sample's text, `(length, text_dim)`, with padding as a family's pipeline has it.
-
-    Args:
-        rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): The family's [`TextRule`].
-        text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): The texts.
-        mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for padding. By default, there is no padding.
+    """Return each sample's text, `(length, text_dim)`, with padding, where `mask` is zero, as the pipeline has it.
 
     Raises:
         PackingError: If the mask does not have the text's shape.

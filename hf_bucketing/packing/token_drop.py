@@ -103,15 +103,7 @@ class TokenDrop:
         return [part.tokens * part.kept for part in self._plan(grids, _generators(grids, seeds))]
 
     def kept(self, grids: Sequence[Grid], *, seeds: Sequence[Seed]) -> list[np.ndarray]:
-        """Return the tokens that each sample of a pack keeps, as ascending indices into its grid.
-
-        Args:
-            grids (sequence of `(t, h, w)`): Token grids of the samples of one pack.
-            seeds (sequence of `int`, or of tuples of them): Seed of each sample, such as `(seed, epoch, index)`.
-
-        Raises:
-            PackingError: If a limit cannot be met, or a rate is impossible.
-        """
+        """Return the tokens that each sample of a pack keeps, as ascending indices into its grid; see [`num_kept`]."""
         generators = _generators(grids, seeds)
         plan = self._plan(grids, generators)
         return [

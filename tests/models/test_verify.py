@@ -8,8 +8,7 @@ import torch
 from hf_bucketing import PackingError
 from hf_bucketing.models import VerificationReport, enable_packing, verify_packing
 from hf_bucketing.models.wan import WanFamily
-from hf_bucketing.models.wan import packing as wan
-from hf_bucketing.packing import SegmentSpans, attention
+from hf_bucketing.packing import SegmentSpans, attention, positions
 from tests.conftest import run_script_here
 from tests.models.cases import Samples, make_model
 
@@ -74,8 +73,8 @@ def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_lea
 
 
 def test_wrong_positions_fail_the_outputs_but_leak_nothing(monkeypatch) -> None:
-    original = wan.position_strips
-    monkeypatch.setattr(wan, "position_strips", lambda *args: tuple(part.flip(1) for part in original(*args)))
+    original = positions.position_strips
+    monkeypatch.setattr(positions, "position_strips", lambda *args: tuple(part.flip(1) for part in original(*args)))
     report = verify()
     assert "outputs" in failed(report)
     assert "leak" not in failed(report)

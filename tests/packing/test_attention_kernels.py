@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from hf_bucketing.packing import SegmentSpans, packed_attention
 from hf_bucketing.packing.attention import flex
 from hf_bucketing.packing.attention.dispatch import choose_backend
-from hf_bucketing.packing.attention.options import AttentionOptions
 from hf_bucketing.packing.attention.varlen import attend_by_offsets
+from hf_bucketing.packing.segments import AttentionOptions
 from tests.packing.test_attention import CPU, HEADS, by_hand, gradients, segment_spans, spans_of, tokens_for
 
 varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen kernel")

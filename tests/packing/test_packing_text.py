@@ -10,17 +10,13 @@ from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import PackedLayout, packed_forward
 from tests.models.cases import (
-    CASES,
     FamilyCase,
     Samples,
     assert_same_gradients,
-    each_case,
     each_family,
     gradients,
     largest_difference,
 )
-
-each_sharing = each_case({name: case for name, case in CASES.items() if family_of(case.model()).shares_texts})
 
 
 def padded_with(samples: Samples, value: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +62,7 @@ def test_an_empty_caption_attends_to_no_text(case: FamilyCase) -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-@each_sharing
+@each_family
 def test_a_shared_caption_is_stored_once_and_gets_the_gradients_of_all_its_samples(case: FamilyCase) -> None:
     model, samples = case.model(), Samples(case=case)
     samples.text = [text.clone().requires_grad_() for text in samples.text]
@@ -85,7 +81,7 @@ def test_a_shared_caption_is_stored_once_and_gets_the_gradients_of_all_its_sampl
     assert_same_gradients(expected, actual, 1e-4, without_gradient=case.without_gradient)
 
 
-@each_sharing
+@each_family
 @torch.no_grad()
 def test_one_caption_for_all_samples_may_be_expanded(case: FamilyCase) -> None:
     model, samples = case.model(), Samples(case=case)

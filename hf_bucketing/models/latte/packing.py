@@ -5,19 +5,19 @@ The stock model runs images and videos of exactly `video_length` frames; packed,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid
 
 from ...packing.attention.dispatch import Backend
+from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Family, Transformer
 from ...packing.layout import Grid
 from ...packing.positions import axis_coordinates, position_strips
 from ...packing.processors import PackedAttnProcessor
-from ..patch_embed import hook_patch_embed, sincos_table
+from ..positions import hook_patch_embed, sincos_table
 
 
 class LatteFamily(Family):
@@ -50,20 +50,19 @@ class LatteFamily(Family):
         first = transformer.temporal_transformer_blocks[0]
         return [hook_patch_embed(transformer.pos_embed, sincos_table), first.register_forward_pre_hook(add_frames)]
 
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one, with as many of the model's positions as the sample has frames."""
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the bias of padded text for every frame: the model repeats the text itself, but not its mask."""
+        if rows.text_mask is None:
+            return {}
+        bias = (1 - rows.text_mask[:, None].to(rows.latents.dtype)) * -10_000.0
+        return {"encoder_attention_mask": bias.repeat_interleave(rows.latents.shape[2], dim=0)}
+
+    def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
+        """Run samples of one size, with as many of the model's positions as they have frames."""
         table = transformer.temp_pos_embed
-        transformer.temp_pos_embed = table[:, : latent.shape[1]]
+        transformer.temp_pos_embed = table[:, : rows.latents.shape[2]]
         try:
-            return super().run_alone(transformer, latent, timestep=timestep, text=text, conditioning=conditioning)
+            return super().run(transformer, rows, wrapped=wrapped)
         finally:
             transformer.temp_pos_embed = table
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...buckets.sizes import LatentSpec
-from ...errors import BucketingError
-from ...losses.variational import GaussianPosterior
-from ..objectives import Denoising, Objective, WeightingScheme
 from ..recipe import Recipe, TextEmbeddings, read_configs
+from .packing import FAMILY
 
 _TOKENS = 120
 """Text tokens per caption, which the pipeline fixes."""
@@ -20,9 +16,11 @@ _TOKENS = 120
 class LatteRecipe(Recipe):
     """Recipe of `LattePipeline`; see [`Recipe`]."""
 
-    pipeline_class: ClassVar[str] = "LattePipeline"
-    default_sequence_length: ClassVar[int] = _TOKENS
-    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 512),)
+    pipeline_class = "LattePipeline"
+    family = FAMILY
+    denoises = True
+    default_sequence_length = _TOKENS
+    native_sizes = ((512, 512),)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -31,17 +29,6 @@ class LatteRecipe(Recipe):
         side = transformer["patch_size"]
         return LatentSpec(
             temporal_stride=1, spatial_stride=2 ** (len(vae["block_out_channels"]) - 1), patch=(1, side, side)
-        )
-
-    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
-        """Return denoising on the schedule of the pipeline's scheduler, at uniformly drawn timesteps."""
-        if weighting_scheme is not None:
-            raise BucketingError(
-                "`weighting_scheme` draws the noise levels of a flow, but a LattePipeline is trained by denoising at "
-                "uniformly drawn timesteps; omit it."
-            )
-        return Denoising(
-            posterior=GaussianPosterior.from_scheduler(self.pipeline.scheduler), snr_gamma=snr_gamma, seed=seed
         )
 
     @torch.no_grad()
@@ -72,34 +59,15 @@ class LatteRecipe(Recipe):
         """Return the argument of the pipeline's call, which is named `video_length` in Latte."""
         return {"video_length": frames}
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        latents: torch.Tensor,
-        *,
-        timesteps: torch.Tensor,
-        text: TextEmbeddings,
-        fps: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the transformer, which takes no frame rate.
-
-        Raises:
-            BucketingError: If the samples do not have the one duration that the model can stack.
-        """
+    def refusal(self, latents: torch.Tensor, *, fps: torch.Tensor) -> str | None:
+        """Refuse samples that do not have the one duration that the model can stack."""
         frames, only = latents.shape[2], self.transformer.config.video_length
-        if frames not in (1, only):
-            raise BucketingError(
-                f"Latte runs a stack of {only} frames (its video_length) or of images, not of {frames}; train packs ("
-                f'`batching="pack"`), which have no such limit, or prepare the data set with --bucket_frames 1,{only}.'
-            )
-        assert text.mask is not None, "encode_text makes one"
-        # The model repeats the text for every frame, but not its mask, so pass a bias that is repeated already.
-        bias = (1 - text.mask[:, None].to(latents.dtype)) * -10_000.0
-        bias = bias.repeat_interleave(latents.shape[2], dim=0)
-        output: torch.Tensor = transformer(
-            latents, timesteps, text.values, encoder_attention_mask=bias, return_dict=False
-        )[0]
-        return output
+        if frames in (1, only):
+            return None
+        return (
+            f"Latte runs a stack of {only} frames (its video_length) or of images, not of {frames}; train packs ("
+            f'`batching="pack"`), which have no such limit, or prepare the data set with --bucket_frames 1,{only}.'
+        )
 
 
 RECIPE = LatteRecipe

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...media.sample import frame_rates
-from ..objectives import Objective, Shift, WeightingScheme
-from ..recipe import Recipe, TextEmbeddings, read_configs
+from ..objectives import Shift
+from ..recipe import Recipe, read_configs
 from ..shift import shift_for_tokens
+from .packing import FAMILY, SCALES
 
 
 class LTXRecipe(Recipe):
     """Recipe of `LTXPipeline`; see [`Recipe`]."""
 
-    pipeline_class: ClassVar[str] = "LTXPipeline"
-    default_sequence_length: ClassVar[int] = 128
-    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
+    pipeline_class = "LTXPipeline"
+    family = FAMILY
+    default_sequence_length = 128
+    native_sizes = ((512, 704), (480, 704), (768, 1216), (704, 1216))
     """The pipeline's default and the size of its example, and the two large ones of the model card."""
 
     @classmethod
@@ -37,76 +39,30 @@ class LTXRecipe(Recipe):
             patch=(transformer["patch_size_t"], side, side),
         )
 
-    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
-        """Return flow matching with the scheduler's shift for the number of tokens of each sample."""
+    def shift(self) -> Shift:
+        """Return the scheduler's shift, which may depend on the number of tokens of each sample."""
         config = self.pipeline.scheduler.config
-        dynamic = config.get("use_dynamic_shifting", False)
-        shift = _shift_by_size(config) if dynamic else float(config.get("shift", 1.0))
-        return self.flow_matching(shift, weighting_scheme=weighting_scheme, snr_gamma=snr_gamma, seed=seed)
+        return _shift_by_size(config) if config.get("use_dynamic_shifting", False) else float(config.get("shift", 1.0))
 
-    @torch.no_grad()
-    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode, and normalise each channel by the VAE's own mean and standard deviation."""
-        vae = self.pipeline.vae
-        latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
-        mean, std = (buffer.view(1, -1, 1, 1, 1).to(latents) for buffer in (vae.latents_mean, vae.latents_std))
-        return (latents - mean) * vae.config.scaling_factor / std
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Return the statistics that the VAE's weights hold."""
+        return self.pipeline.vae.latents_mean, self.pipeline.vae.latents_std
 
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions; a mask keeps the model from attending to padding."""
-        values, mask, _, _ = self.pipeline.encode_prompt(
-            captions,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
-        return TextEmbeddings(values, mask)
-
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        latents: torch.Tensor,
-        *,
-        timesteps: torch.Tensor,
-        text: TextEmbeddings,
-        fps: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the transformer on a sequence of tokens.
-
-        Raises:
-            BucketingError: If the frame rates of the stack differ, because the model takes one for all.
-        """
+    def refusal(self, latents: torch.Tensor, *, fps: torch.Tensor) -> str | None:
+        """Refuse stacks of several frame rates, because the model takes one for all."""
         rates = fps.unique()
-        if len(rates) > 1:
-            raise BucketingError(
-                f"LTX takes one frame rate per batch, and this one has {rates.tolist()}. Prepare the data set with a "
-                "--target_fps that all its videos reach, or train packs, which have no such limit."
-            )
-        pipeline, config = self.pipeline, self.transformer.config
-        sides = (config.patch_size, config.patch_size_t)
-        _, _, frames, height, width = latents.shape
-        output: torch.Tensor = transformer(
-            pipeline._pack_latents(latents, *sides),
-            text.values,
-            timesteps,
-            encoder_attention_mask=text.mask,
-            num_frames=frames,
-            height=height,
-            width=width,
-            rope_interpolation_scale=tuple(self._interpolation_scale(fps)[0].tolist()),
-            return_dict=False,
-        )[0]
-        return pipeline._unpack_latents(output, frames, height, width, *sides)
+        if len(rates) == 1:
+            return None
+        return (
+            f"LTX takes one frame rate per batch, and this one has {rates.tolist()}. Prepare the data set with a "
+            "--target_fps that all its videos reach, or train packs, which have no such limit."
+        )
 
     def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the seconds and pixels that a latent covers, as the pipeline computes them."""
-        return {"rope_interpolation_scale": self._interpolation_scale(fps)}
-
-    def _interpolation_scale(self, fps: torch.Tensor) -> torch.Tensor:
-        side = float(self.pipeline.vae_spatial_compression_ratio)
         seconds = self.pipeline.vae_temporal_compression_ratio / frame_rates(fps).double()
-        return torch.stack([seconds, torch.full_like(seconds, side), torch.full_like(seconds, side)], 1)
+        sides = torch.full_like(seconds, float(self.pipeline.vae_spatial_compression_ratio))
+        return {SCALES: torch.stack([seconds, sides, sides], 1)}
 
 
 def _shift_by_size(config: Mapping[str, Any]) -> Shift:

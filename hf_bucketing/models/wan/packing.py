@@ -7,22 +7,18 @@ with a text_mask.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...errors import PackingError
-from ...packing.batch import PackedBatch
-from ...packing.context import active_layout
-from ...packing.family import Family, Transformer
+from ...packing.batch import PackedBatch, Rows
+from ...packing.family import Draw, Family, Transformer
 from ...packing.layout import Grid, PackedLayout
-from ...packing.positions import axis_coordinates, over_grid, position_strips, shape_only
-from ...packing.processors import Keys, PackedAttnProcessor
+from ...packing.positions import axis_coordinates, shape_only
+from ...packing.processors import Keys, PackedAttnProcessor, Rotary, project
+from ..positions import rotary_tables
 
-if TYPE_CHECKING:
-    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-
-IMAGE = "encoder_hidden_states_image"
 TEXT_LENGTH = 512
 """Text tokens that diffusers' image-to-video models expect behind the image tokens."""
 
@@ -41,10 +37,7 @@ class PackedWanAttnProcessor(PackedAttnProcessor):
             return super().text_keys(attn, text, layout)
         stored = layout.num_stored_text_tokens
         image, text = text.split([text.shape[1] - stored, stored], 1)
-        if getattr(attn, "fused_projections", False):
-            key, value = attn.to_added_kv(image).chunk(2, dim=-1)
-        else:
-            key, value = attn.add_k_proj(image), attn.add_v_proj(image)
+        key, value = project(attn, image, "add_k_proj", "add_v_proj")
         key, value = self.split_heads(attn, key, attn.norm_added_k), self.split_heads(attn, value)
         return [*super().text_keys(attn, text, layout), Keys(key, value, layout.even_segments(image.shape[1]))]
 
@@ -73,93 +66,58 @@ class WanFamily(Family):
     text_channels = "text_dim"
     text_rule = "keep_padding"
     interpolates = True
+    position_module = "rope"
+    conditioning_by_strip = False
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""
         longest = int(transformer.rope.max_seq_len)
         return longest, longest, longest
 
-    def conditioning(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the image tokens of image-to-video models."""
-        return () if transformer.condition_embedder.image_embedder is None else (IMAGE,)
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return the image tokens of image-to-video models; drawn as many as CLIP ViT-H makes."""
+        if transformer.condition_embedder.image_embedder is None:
+            return {}
+        shape = transformer.config.pos_embed_seq_len or 257, transformer.config.image_dim
+        return {"encoder_hidden_states_image": lambda grids: torch.randn(len(grids), *shape)}
 
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """Draw as many image tokens as CLIP ViT-H makes."""
-        tokens = transformer.config.pos_embed_seq_len or 257
-        return {
-            name: torch.randn(len(grids), tokens, transformer.config.image_dim)
-            for name in self.conditioning(transformer)
-        }
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
+        """Return the tables of `rope`, or such tables of stretched coordinates."""
+        if base_size is None:
+            # module.forward instead of module(…), which would call the hook again
+            like = torch.empty((), device=device)
+            return tuple(table[0, :, 0] for table in module.forward(shape_only(like, grid, module.patch_size)))
+        axes = axis_coordinates(grid, base_size, device=module.freqs_cos.device, dtype=torch.float64)
+        return rotary_tables((module.t_dim, module.h_dim, module.w_dim), axes, dtype=torch.float64)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `rope` and the embedding of image tokens, which takes a row per sample; attention takes one row."""
-
-        def rotate(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
-            def table(grid: Grid) -> tuple[torch.Tensor, ...]:
-                return _rotary(module, args[0], grid, base_size)
-
-            return position_strips(active_layout(), table)
-
-        def pair_frames(module: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
-            return _frames(module, args[0])
-
-        def join_samples(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-            return output.flatten(0, 1)[None]
-
-        handles = [transformer.rope.register_forward_hook(rotate)]
+        """Hook also the embedding of image tokens, which takes a row per sample; attention takes one row."""
+        handles = super().hook_positions(transformer, base_size)
         images = transformer.condition_embedder.image_embedder
-        if images is None:
-            return handles
-        return [
-            *handles,
-            images.register_forward_pre_hook(pair_frames),
-            images.register_forward_hook(join_samples),
-        ]
+        if images is not None:
+            handles += [
+                images.register_forward_pre_hook(lambda module, args: _frames(module, args[0])),
+                images.register_forward_hook(lambda module, args, output: output.flatten(0, 1)[None]),
+            ]
+        return handles
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Add the image tokens, which the models split from exactly 512 text tokens."""
+        """Refuse texts from which the models would split the image tokens wrongly: they expect exactly 512 tokens."""
         if batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
             raise PackingError(
                 f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
             )
-        return {**super().forward_kwargs(batch), **batch.conditioning}
+        return super().forward_kwargs(batch)
 
-    def run_alone(
-        self,
-        transformer: Transformer,
-        latent: torch.Tensor,
-        *,
-        timestep: torch.Tensor,
-        text: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a batch of one."""
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the image tokens, a row per frame."""
         images = transformer.condition_embedder.image_embedder
-        tokens = {name: _frames(images, values[None]) for name, values in conditioning.items()}
-        output: torch.Tensor = transformer(latent[None], timestep[None], text[None], return_dict=False, **tokens)[0]
-        return output[0]
+        return {name: _frames(images, values) for name, values in rows.conditioning.items()}
 
 
 def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return image tokens `(n, tokens, dim)`, split into a row per frame for models of a first and a last frame."""
     return tokens if embedder.pos_embed is None else tokens.unflatten(1, (2, -1)).flatten(0, 1)
-
-
-def _rotary(
-    rope: WanRotaryPosEmbed, latents: torch.Tensor, grid: Grid, base_size: Grid | None
-) -> tuple[torch.Tensor, ...]:
-    """Return a sample's cosines and sines, `(t·h·w, head_dim)` each."""
-    if base_size is None:
-        # rope.forward instead of rope(…), which would call the hook again
-        return tuple(table[0, :, 0] for table in rope.forward(shape_only(latents, grid, rope.patch_size)))
-    from diffusers.models.embeddings import get_1d_rotary_pos_embed
-
-    axes = axis_coordinates(grid, base_size, device=rope.freqs_cos.device, dtype=torch.float64)
-    pairs = [
-        get_1d_rotary_pos_embed(dim, axis, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
-        for dim, axis in zip((rope.t_dim, rope.h_dim, rope.w_dim), axes, strict=True)
-    ]
-    return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
 
 
 FAMILY = WanFamily()

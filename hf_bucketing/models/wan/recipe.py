@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-
 from ...buckets.sizes import LatentSpec
-from ..objectives import Objective, WeightingScheme
-from ..recipe import Recipe, TextEmbeddings, read_configs
+from ..objectives import Shift
+from ..recipe import Recipe, read_configs
+from .packing import FAMILY
 
 
 class WanRecipe(Recipe):
@@ -18,9 +15,10 @@ class WanRecipe(Recipe):
     on either side of their `boundary_ratio`; each is trained in a run of its own.
     """
 
-    pipeline_class: ClassVar[str] = "WanPipeline"
-    default_sequence_length: ClassVar[int] = 512
-    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((480, 832), (720, 1280))
+    pipeline_class = "WanPipeline"
+    family = FAMILY
+    default_sequence_length = 512
+    native_sizes = ((480, 832), (720, 1280))
     """480p and 720p; Wan 2.2 5B, whose sides are multiples of 32, rounds the latter down to its own 704×1280."""
 
     @classmethod
@@ -33,11 +31,10 @@ class WanRecipe(Recipe):
             patch=tuple(transformer["patch_size"]),
         )
 
-    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
-        """Return flow matching with the shift of the pipeline's scheduler."""
+    def shift(self) -> Shift:
+        """Return the one shift of the pipeline's scheduler."""
         config = self.pipeline.scheduler.config
-        shift = float(config.get("flow_shift") or config.get("shift") or 1.0)
-        return self.flow_matching(shift, weighting_scheme=weighting_scheme, snr_gamma=snr_gamma, seed=seed)
+        return float(config.get("flow_shift") or config.get("shift") or 1.0)
 
     def sigmas(self) -> tuple[float, float]:
         """Return the trained transformer's side of the boundary."""
@@ -45,41 +42,6 @@ class WanRecipe(Recipe):
         if boundary is None:
             return 0.0, 1.0
         return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
-
-    @torch.no_grad()
-    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode, and normalise each channel by the VAE's own mean and standard deviation."""
-        vae = self.pipeline.vae
-        latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
-        mean, std = (
-            torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        return (latents - mean) / std
-
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions, padded with zeros, which the model attends to."""
-        values, _ = self.pipeline.encode_prompt(
-            captions,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
-        return TextEmbeddings(values)
-
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        latents: torch.Tensor,
-        *,
-        timesteps: torch.Tensor,
-        text: TextEmbeddings,
-        fps: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the transformer, which takes no frame rate."""
-        output: torch.Tensor = transformer(latents, timesteps, text.values, return_dict=False)[0]
-        return output
 
 
 RECIPE = WanRecipe

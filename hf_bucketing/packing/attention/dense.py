@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from ...errors import PackingError
 from ...units import format_bytes
-from ..segments import SegmentSpans
-from .options import AttentionOptions
+from ..segments import AttentionOptions, SegmentSpans
 
 MASK_LIMIT = 2 * 2**30
 """Largest mask in bytes; a pair of a query and a key takes one byte."""

@@ -9,17 +9,22 @@ from typing import Literal, get_args
 import torch
 
 from ...errors import PackingError
-from ..segments import SegmentSpans
+from ..segments import AttentionOptions, SegmentSpans
 from .dense import attend_densely, dense_mask
 from .flex import attend_by_blocks, block_mask
 from .grouped import attend_by_segments
-from .options import AttentionOptions
 from .varlen import attend_by_offsets, varlen_kernel
 
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "segments", "dense", "flex", "varlen"]
 
+_BACKENDS = {
+    "segments": attend_by_segments,
+    "dense": attend_densely,
+    "flex": attend_by_blocks,
+    "varlen": attend_by_offsets,
+}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -109,13 +114,7 @@ def packed_attention(
         )
     if not segments.num_keys:
         return _zeros_joined_to(query, key, value)
-    if backend == "segments":
-        return attend_by_segments(query, key, value, segments, options)
-    if backend == "varlen":
-        return attend_by_offsets(query, key, value, segments, options)
-    if backend == "flex":
-        return attend_by_blocks(query, key, value, segments, options)
-    return attend_densely(query, key, value, segments, options)
+    return _BACKENDS[backend](query, key, value, segments, options)
 
 
 def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.device) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..segments import SegmentSpans
-from .options import AttentionOptions
+from ..segments import AttentionOptions, SegmentSpans
 
 BLOCK = 128
 """Queries and keys of a block, FlexAttention's default."""

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..segments import SegmentSpans, Span
-from .options import AttentionOptions
+from ..segments import AttentionOptions, SegmentSpans, Span
 
 
 class Stretch(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Literal, cast
 
 import torch
 
-from ..segments import SegmentSpans
-from .options import AttentionOptions
+from ..segments import AttentionOptions, SegmentSpans
 
 Kernel = Literal["torch", "flash-attn"]
 

@@ -1,8 +1,8 @@
-"""Positions that diffusers' `PatchEmbed` adds to images and frames: Latte, PixArt and SD3."""
+"""Positions as diffusers computes them: rotary tables of a grid, and those that a `PatchEmbed` adds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,19 +10,30 @@ from torch.utils.hooks import RemovableHandle
 
 from ..packing.context import active_layout
 from ..packing.layout import Grid
-from ..packing.positions import position_strips
+from ..packing.positions import over_grid, position_strips
+
+
+def rotary_tables(
+    dims: Sequence[int],
+    axes: Sequence[torch.Tensor],
+    *,
+    theta: float = 10_000.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, ...]:
+    """Return cosines and sines of coordinates `(t,)`, `(h,)` and `(w,)`, side by side: `(t·h·w, Σ dims)` each."""
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+
+    pairs = [
+        get_1d_rotary_pos_embed(dim, axis, theta, use_real=True, freqs_dtype=dtype)
+        for dim, axis in zip(dims, axes, strict=True)
+    ]
+    return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
 
 
 def hook_patch_embed(
     pos_embed: torch.nn.Module, table: Callable[[Any, Grid, torch.device], torch.Tensor]
 ) -> RemovableHandle:
-    """Make a `PatchEmbed` add each sample's own positions to its strips; return the hook's handle.
-
-    Args:
-        pos_embed (`PatchEmbed`): The module.
-        table (callable): Function of the module, a token grid and a device that returns the positions of such a
-            sample, `(t·h·w, dim)`.
-    """
+    """Make a `PatchEmbed` add each sample's own positions, `(t·h·w, dim)`, to its strips; return the handle."""
 
     def embed_strips(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         (positions,) = position_strips(active_layout(), lambda grid: (table(module, grid, output.device),))
