@@ -7,7 +7,11 @@ import uuid
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import pyarrow as pa
 from datasets import Dataset, Image, IterableDataset, Video, concatenate_datasets
+from datasets.fingerprint import Hasher
+from datasets.table import InMemoryTable
 
 from ..errors import ColumnError
 
@@ -49,9 +53,9 @@ def map_columns(
     """Add the columns that a callable computes, or take them from the cache of datasets.
 
     Only the new columns are written, or kept in memory if the data set lies in a read-only folder; the other columns
-    are not copied, however many bytes they hold. Media columns that the callable reads are returned as
-    `Image(decode=False)` or `Video(decode=False)`, that is as paths or bytes: files are decoded once, in the collator,
-    when their target size is known. The data set keeps its format.
+    are not copied, however many bytes they hold, also if rows were shuffled, selected or split. Media columns that the
+    callable reads are returned as `Image(decode=False)` or `Video(decode=False)`, that is as paths or bytes: files are
+    decoded once, in the collator, when their target size is known. The data set keeps its format.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): Rows with the callable's `input_columns`.
@@ -78,7 +82,7 @@ def map_columns(
     elif not _can_cache(dataset):
         reuse = {"keep_in_memory": True}
     new: Dataset = (
-        dataset.with_format("arrow" if function.vectorised else None)
+        dataset.with_format("arrow" if function.vectorised else None, columns=inputs)
         .map(
             function,
             batched=True,
@@ -92,12 +96,31 @@ def map_columns(
         .with_format(None)
     )
     kept = dataset.with_format(None).remove_columns([name for name in function.output_columns if name in columns])
-    mapped: Dataset = concatenate_datasets([kept, new], axis=1, split=dataset.split)
+    mapped = _side_by_side(kept, new)
     caller_format: dict[str, Any] = dataset.format
     if caller_format["type"] is not None or set(caller_format["columns"]) != set(columns):
         shown = [name for name in mapped.column_names if name in caller_format["columns"] or name not in columns]
         mapped.set_format(caller_format["type"], shown, **caller_format["format_kwargs"])
     return mapped
+
+
+def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:
+    """Join columns of the same rows.
+
+    If rows are chosen by indices, `concatenate_datasets` would write all columns anew in their order. Instead, the new
+    columns are put in the order of the stored rows, in memory, with nulls where a stored row is not chosen.
+    """
+    if kept._indices is None:
+        joined: Dataset = concatenate_datasets([kept, new], axis=1, split=kept.split)
+        return joined
+    chosen = kept._indices.column(0).to_numpy()
+    source = np.full(kept.data.num_rows, -1)
+    source[chosen] = np.arange(len(chosen))
+    stored_order = new.data.table.take(pa.array(source, mask=source < 0))
+    stored = [Dataset(kept.data, info=kept.info), Dataset(InMemoryTable(stored_order), info=new.info)]
+    whole = concatenate_datasets(stored, axis=1, split=kept.split)
+    fingerprint = Hasher.hash([kept._fingerprint, new._fingerprint])
+    return Dataset(whole.data, whole.info, kept.split, kept._indices, fingerprint)
 
 
 def undecoded(dataset: AnyDataset, columns: Iterable[str]) -> AnyDataset:

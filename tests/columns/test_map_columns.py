@@ -125,6 +125,28 @@ def test_only_the_new_columns_are_written(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in written) < 20_000
 
 
+@pytest.mark.parametrize("choose", [
+    lambda dataset: dataset.shuffle(seed=1), lambda dataset: dataset.select([5, 1, 1, 30]),
+    lambda dataset: dataset.train_test_split(0.25, seed=0)["train"],
+], ids=["shuffled", "selected", "split"])  # fmt: skip
+def test_the_media_of_chosen_rows_are_not_copied(choose, tmp_path: Path) -> None:
+    media = [{"bytes": bytes([number]) * 100_000, "path": None} for number in range(40)]
+    numbers = list(range(64, 144, 2))
+    whole = sized(width=numbers, height=numbers[::-1], num_frames=[9] * 40).add_column("image", media)
+    whole.save_to_disk(tmp_path / "whole")
+    chosen = choose(Dataset.load_from_disk(tmp_path / "whole"))
+    before = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    mapped = map_columns(chosen, BucketColumns(TABLE, WAN))
+    again = map_columns(mapped, BucketColumns(TABLE, WAN), overwrite=True)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) - before < 100_000
+    expected = map_columns(chosen.flatten_indices(), BucketColumns(TABLE, WAN))
+    for dataset in (mapped, again):
+        assert dataset.features == expected.features
+        assert dataset.with_format(None)[:] == expected.with_format(None)[:]
+        assert dataset.select([2, 0])[:] == expected.select([2, 0])[:]
+    assert mapped._fingerprint == map_columns(chosen, BucketColumns(TABLE, WAN))._fingerprint
+
+
 def test_columns_upon_columns_survive_processes_and_pickling(media_dir: Path) -> None:
     """The second callable reads only what the first one wrote; the table is joined of parts."""
     dataset = load_source(str(media_dir)).dataset
