@@ -15,13 +15,13 @@ class PadCollator:
     """Stack tensors that differ in length along one dimension, and return the length of each.
 
     Called with rows of a data set, or with bare tensors, returns a `dict` of stacked tensors with `lengths` (`int64`,
-    shape `(B,)`) for [`masked_mse`][hf_bucketing.losses.masked_mse] and masks. Columns that are not padded become
-    lists.
+    shape `(B,)`) for [`masked_mse`][hf_bucketing.losses.masked_mse] and masks. Rows that are tuples, such as `(x, y)`,
+    return a tuple that ends with the lengths, or with `columns` a `dict`. What is not padded becomes lists.
 
     Args:
         columns (sequence of `str`, *optional*): Columns to pad, all of one length within a row. Bare tensors get the
-            first name. By default all columns that hold tensors, arrays or lists of numbers; bare tensors are then
-            named `"values"`.
+            first name, the values of a tuple one name each. By default all columns that hold tensors, arrays or lists
+            of numbers; bare tensors are then named `"values"`.
         dim (`int`): Dimension that differs in length, by default the last.
         pad_to_multiple_of (`int`, *optional*): Pad to a multiple of this number, which tensor cores
             prefer.
@@ -62,20 +62,33 @@ class PadCollator:
         self.boundaries = None if boundaries is None else sorted(boundaries)
         self.value = value
 
-    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any] | tuple[Any, ...]:
         """Return the padded batch.
 
         Raises:
             ColumnError: If a row lacks a column, or `columns` was not given and no column holds arrays.
-            BucketingError: If columns differ in length within a row, other dimensions differ between rows, or a sample
-                is longer than the last boundary.
+            BucketingError: If columns differ in length within a row, other dimensions differ between rows, a sample is
+                longer than the last boundary, or a tuple has more or fewer values than `columns` has names.
         """
-        bare = "values" if self.columns is None else self.columns[0]
-        named = [row if isinstance(row, Mapping) else {bare: row} for row in rows]
+        batch = self._pad([self._by_name(row) for row in rows])
+        return batch if self.columns or not isinstance(rows[0], tuple) else tuple(batch.values())
+
+    def _by_name(self, row: Any) -> Mapping[Any, Any]:
+        """Return a row's values by name; those of a tuple by their position if no names were given."""
+        if isinstance(row, Mapping):
+            return row
+        if not isinstance(row, tuple):
+            return {"values" if self.columns is None else self.columns[0]: row}
+        names = range(len(row)) if self.columns is None else self.columns
+        if len(names) != len(row):
+            raise BucketingError(f"A row has {len(row)} values, but `columns` names {len(names)} of them.")
+        return dict(zip(names, row, strict=True))
+
+    def _pad(self, named: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
         columns = self.columns or tuple(name for name in named[0] if any(_is_array(row.get(name)) for row in named))
         if not columns:
             raise ColumnError(f"No column holds tensors, arrays or lists of numbers; there are {sorted(named[0])}.")
-        batch: dict[str, Any] = {name: [row[name] for row in named] for name in named[0] if name not in columns}
+        batch: dict[Any, Any] = {name: [row[name] for row in named] for name in named[0]}
         lengths = None
         for name in columns:
             if any(name not in row for row in named):

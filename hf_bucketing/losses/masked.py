@@ -34,9 +34,9 @@ def masked_mse(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor
 def masked_snr(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Return the signal-to-noise ratio of each sample of a batch, in dB; a loss is its negative.
 
-    `10·log10(Σ target² ÷ Σ (target − output)²)` over the real values; padding does not enter it, even when it is
-    NaN. A small constant keeps silent targets and perfect outputs finite. Arguments, shapes and errors are those of
-    [`masked_mse`].
+    `10·log10(Σ target² ÷ Σ (target − output)²)` over the real values of each channel, that is along the last
+    dimension, and the mean of these over channels. Padding does not enter it, even when it is NaN. A small constant
+    keeps silent targets and perfect outputs finite. Arguments, shapes and errors are those of [`masked_mse`].
 
     Example:
         A signal of power 100 with an error of power 1:
@@ -45,9 +45,10 @@ def masked_snr(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor
         tensor([20.0000])
     """
     output, target, _ = _real(output, target, lengths)
-    signal, noise = (values.square().flatten(1).sum(1) for values in (target, target - output))
+    signal, noise = (values.square().sum(-1) for values in (target, target - output))
     tiny = torch.finfo(signal.dtype).eps
-    return 10 * torch.log10((signal + tiny) / (noise + tiny))
+    ratios = 10 * torch.log10((signal + tiny) / (noise + tiny))
+    return ratios.reshape(len(ratios), -1).mean(1)
 
 
 def _real(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from hf_bucketing import BucketingError, ColumnError
 from hf_bucketing.loaders import PadCollator
@@ -56,6 +57,26 @@ def test_without_names_all_columns_of_numbers_are_padded_and_others_are_lists() 
         PadCollator()([{"name": "a"}])
     with pytest.raises(BucketingError, match=r"PadCollator\(\['wave'\]\)"):
         PadCollator()([{"wave": torch.ones(3), "size": [480, 832]}])
+
+
+def test_rows_of_several_tensors_come_back_as_a_tuple_or_under_the_given_names() -> None:
+    rows = [(torch.ones(2, n), np.full(n, 2.0), f"clip {n}") for n in (3, 1)]
+    x, y, names, lengths = PadCollator(pad_to_multiple_of=4)(rows)
+    assert (tuple(x.shape), tuple(y.shape), names, lengths.tolist()) == (
+        (2, 2, 4),
+        (2, 4),
+        ["clip 3", "clip 1"],
+        [3, 1],
+    )
+    assert y.tolist() == [[2, 2, 2, 0], [2, 0, 0, 0]]
+    named = PadCollator(["noisy", "clean"])([row[:2] for row in rows])
+    assert {name: tuple(value.shape) for name, value in named.items()} == {
+        "noisy": (2, 2, 3), "clean": (2, 3), "lengths": (2,),
+    }  # fmt: skip
+    loader = DataLoader(TensorDataset(torch.ones(4, 5), torch.zeros(4, 5)), batch_size=2, collate_fn=PadCollator())
+    assert [[part.shape[0] for part in batch] for batch in loader] == [[2, 2, 2]] * 2
+    with pytest.raises(BucketingError, match="3 values, but `columns` names 2"):
+        PadCollator(["noisy", "clean"])(rows)
 
 
 @pytest.mark.parametrize(("options", "batch", "error", "message"), [

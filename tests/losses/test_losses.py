@@ -30,7 +30,8 @@ def test_masked_snr_leaves_padding_out_even_when_it_is_nan() -> None:
     output, target = torch.randn(2, 3, 2, 4).unbind(0)
     lengths = torch.tensor([4, 1, 3])
     pairs = [(output[i, :, :n], target[i, :, :n]) for i, n in enumerate(lengths)]
-    expected = [10 * torch.log10(t.square().sum() / (t - o).square().sum()) for o, t in pairs]
+    ratios = [t.square().sum(-1) / (t - o).square().sum(-1) for o, t in pairs]
+    expected = [(10 * torch.log10(ratio)).mean() for ratio in ratios]
     padding = torch.arange(4) >= lengths[:, None, None]
     output = torch.where(padding, torch.nan, output).requires_grad_()
     values = masked_snr(output, target, lengths)
@@ -40,6 +41,13 @@ def test_masked_snr_leaves_padding_out_even_when_it_is_nan() -> None:
     assert (output.grad[padding.expand_as(output)] == 0).all()
     assert torch.isfinite(masked_snr(target, target)).all()
     assert torch.isfinite(masked_snr(target, torch.zeros_like(target))).all()
+
+
+def test_masked_snr_is_taken_per_channel_and_averaged_in_decibels() -> None:
+    """A loud channel does not hide a silent one: 40 dB and 0 dB make 20 dB, while their pooled powers make 37 dB."""
+    target = torch.tensor([[[100.0, 100.0], [1.0, 1.0]]])
+    output = target + torch.ones_like(target)
+    assert float(masked_snr(output, target)) == pytest.approx(20.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(("prediction_type", "expected"), [
