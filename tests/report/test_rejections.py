@@ -13,7 +13,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from PIL import Image
 
-from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, PlanError, Rejection, Size, open_table
+from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, PlanError, Rejection, Size
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import BucketBatchSampler, PackBatchSampler
@@ -94,16 +94,6 @@ def test_a_sampler_is_silent_where_nothing_was_rejected_and_beside_the_main_proc
     assert not caplog.records
     with pytest.raises(PlanError, match="expected 7, got 2"):
         BucketBatchSampler(mapped["bucket_id"], table=TABLE, batch_size=1, num_processes=1, rejection=["none"] * 2)
-
-
-def test_folders_of_earlier_releases_get_the_names_when_they_are_read(mapped: Dataset, tmp_path: Path) -> None:
-    numbers = np.array([0, 3, 1, 0, 2, 3, 4], np.int8)
-    old = mapped.remove_columns("rejection").add_column("rejection", numbers).add_column("file", ["a"] * 7)
-    data = PreparedDataset(dataset=old, table=TABLE, open_table=open_table(WAN), column="file", caption_column=None)
-    data.save(tmp_path / "old")
-    path = tmp_path / "old" / "bucketing.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 3}))
-    assert PreparedDataset.load(tmp_path / "old").dataset["rejection"][:] == LABELS
 
 
 @pytest.fixture(scope="module")

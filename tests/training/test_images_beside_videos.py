@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,7 @@ def prepare(media: Path, pipeline: Path, output: Path, *flags: object, **options
     )
 
 
-def test_a_prepared_folder_keeps_the_choice_and_older_ones_have_none(tmp_path: Path) -> None:
+def test_a_prepared_folder_keeps_the_choice(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"width": [96, 200], "height": [64, 100], "num_frames": [9, 1], "file": ["a", "b"]})
     table = BucketTable(sizes=((9, 64, 96),)).images_at_video_sizes()
     sizes = open_table(WAN).images_at_video_sizes([9], [64], [96], rule=AssignmentRule(max_upscale=1.5)).image_sizes
@@ -55,13 +54,6 @@ def test_a_prepared_folder_keeps_the_choice_and_older_ones_have_none(tmp_path: P
     back = PreparedDataset.load(tmp_path / "data")
     assert (back.table, back.open_table) == (table, prepared.open_table)
     assert back.open_table.fingerprint == prepared.open_table.fingerprint
-    manifest = json.loads((tmp_path / "data" / "bucketing.json").read_text())
-    packed = manifest.pop("open_table")
-    (tmp_path / "data" / "bucketing.json").write_text(json.dumps({**manifest, **packed, "version": 4}))
-    assert PreparedDataset.load(tmp_path / "data").open_table == prepared.open_table
-    del packed["image_sizes"], packed["max_frames"]
-    (tmp_path / "data" / "bucketing.json").write_text(json.dumps({**manifest, **packed, "version": 2}))
-    assert PreparedDataset.load(tmp_path / "data").open_table == open_table(WAN)
 
 
 def test_preparing_puts_images_into_buckets_of_video_sizes_and_leaves_videos(
