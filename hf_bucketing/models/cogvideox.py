@@ -33,6 +33,7 @@ class CogVideoXFamily(JointFamily):
     """Packing of `CogVideoXTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "CogVideoXTransformer3DModel"
+    tested_forwards = ("1d9ec921fa79",)
     text_channels = "text_embed_dim"
     text_rule = "encoded_padding"
     interpolates = True

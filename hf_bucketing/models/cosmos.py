@@ -24,6 +24,7 @@ class CosmosFamily(Family):
     """
 
     transformer_class = "CosmosTransformer3DModel"
+    tested_forwards = ("a451f9478991",)
     text_rule = "keep_padding"
     interpolates = True
 

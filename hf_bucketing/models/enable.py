@@ -12,6 +12,7 @@ from ..packing.family import Family
 from ..packing.layout import Grid
 from ..packing.pack import ATTRIBUTE, Packing, packing_of, unwrap
 from .registry import family_of
+from .stock import warn_of_changes
 
 
 def enable_packing(
@@ -54,6 +55,7 @@ def enable_packing(
         raise PackingError("Packing is already enabled on this transformer; call disable_packing(transformer) first.")
     if strip_length < 1:
         raise PackingError(f"strip_length must be at least 1, got {strip_length}.")
+    warn_of_changes(family)
     family.check(model, strip_length=strip_length)
     _check_positions(model, family, positions, base_size)
     resolved = resolve_backend(backend)

@@ -26,6 +26,7 @@ class FluxFamily(JointFamily):
     """Packing of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "FluxTransformer2DModel"
+    tested_forwards = ("0bde5c7179d8", "53dba489fdb2", "9951f6ffc64f")
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True

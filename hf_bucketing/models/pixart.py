@@ -21,6 +21,7 @@ class PixArtFamily(Family):
     """
 
     transformer_class = "PixArtTransformer2DModel"
+    tested_forwards = ("ad3c44bf6904",)
     text_by_strip = True
     images_only = True
     latents_as = "images"

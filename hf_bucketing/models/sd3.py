@@ -24,6 +24,7 @@ class SD3Family(JointFamily):
     """Packing of `SD3Transformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "SD3Transformer2DModel"
+    tested_forwards = ("ace020eb0242", "124eca013df2")
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True

@@ -38,6 +38,8 @@ class Family:
 
     Attributes:
         transformer_class (`str`): Name of the class in `diffusers`.
+        tested_forwards (`tuple[str, ...]`): Digests of the code of that class and its blocks, in the versions of
+            diffusers that packing was tested with; see `models/stock.py`.
         processor_class (`type`): Packed processor of the attention modules.
         text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
@@ -59,6 +61,7 @@ class Family:
     """
 
     transformer_class: ClassVar[str]
+    tested_forwards: ClassVar[tuple[str, ...]]
     processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
     text_channels: ClassVar[str] = "caption_channels"
     text_rule: ClassVar[TextRule] = "masked"

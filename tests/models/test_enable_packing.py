@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
 from hf_bucketing import PackingError
-from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.registry import family_of
+from hf_bucketing.models import disable_packing, enable_packing, stock
+from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.models.wan import WanFamily
 from hf_bucketing.packing import packed_forward
 from tests.models.cases import CASES, TIMESTEPS, Samples, largest_difference, make_model
@@ -118,3 +121,21 @@ def test_a_foreign_class_of_the_same_name_is_refused() -> None:
     foreign = type("WanTransformer3DModel", (torch.nn.Linear,), {"__module__": "somebody.else"})
     with pytest.raises(PackingError, match=r"know somebody\.else\.WanTransformer3DModel .* this is another class"):
         enable_packing(foreign(1, 1))
+
+
+@pytest.mark.parametrize("family", families().values(), ids=list(families()))
+def test_the_installed_diffusers_runs_each_model_as_packing_was_tested_with(family) -> None:
+    assert stock.stock_digest(family) in family.tested_forwards
+
+
+def test_a_changed_forward_is_said_when_packing_is_enabled(monkeypatch, caplog) -> None:
+    enable_packing(make_model(), strip_length=4)
+    assert not [record for record in caplog.records if record.name == stock.__name__]
+    module = sys.modules[WanTransformer3DModel.__module__]
+    changed = inspect.getsource(module).replace("+ temb.float()", "+ 2 * temb.float()")
+    monkeypatch.setattr(stock.inspect, "getsource", lambda module: changed)
+    stock.stock_digest.cache_clear()
+    enable_packing(make_model(), strip_length=4)
+    stock.stock_digest.cache_clear()
+    (record,) = [record for record in caplog.records if record.name == stock.__name__]
+    assert "runs WanTransformer3DModel in another way" in record.getMessage()

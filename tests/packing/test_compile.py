@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import enable_packing
@@ -84,7 +83,7 @@ def test_kernels_that_run_on_a_gpu_need_no_further_graph_either(backend: str, mo
     monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex.flex_attention)
     monkeypatch.setattr(dispatch, "_refusal", lambda *args: None)
     monkeypatch.setattr("hf_bucketing.models.enable.resolve_backend", lambda backend: backend)
-    monkeypatch.setattr(varlen, "varlen_attn", fake_kernel)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_kernel)
     model, graphs = make_model(num_layers=1), Graphs()
     packing = enable_packing(model, strip_length=4, backend=backend)
     compiled = torch.compile(model, backend=graphs)

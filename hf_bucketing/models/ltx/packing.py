@@ -35,6 +35,7 @@ class LTXFamily(Family):
     """
 
     transformer_class = "LTXVideoTransformer3DModel"
+    tested_forwards = ("3a95e0c2f781",)
     processor_class = PackedLTXVideoAttnProcessor
     interpolates = True
     latents_as = "tokens"

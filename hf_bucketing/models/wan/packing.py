@@ -62,6 +62,7 @@ class WanFamily(Family):
     """
 
     transformer_class = "WanTransformer3DModel"
+    tested_forwards = ("cbdc8a11aa2f", "96f65c99f94a")
     processor_class = PackedWanAttnProcessor
     text_channels = "text_dim"
     text_rule = "keep_padding"
