@@ -23,6 +23,7 @@ CONFIG.read(ROOT / "setup.cfg")
 ALONE = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 TEST_TOOLS = ["pytest", "hypothesis", "psutil"]
 MEDIA_TESTS = ["media/test_media.py", "media/test_video.py", "columns/test_metadata.py"]
+MODEL_TESTS = ["models/test_families.py", "models/test_recipes.py", "packing/test_packing.py"]
 CORE_TESTS = [*MEDIA_TESTS, "buckets/test_sizes.py", "columns/test_map_columns.py", "plans", "test_randomness.py"]
 
 
@@ -73,6 +74,19 @@ def newest(clone: Path) -> Path:
     python = make_venv(clone.parent / "newest", Path(sys.executable))
     (torch,) = re.findall(r"^torch==.+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     pip_install(python, "--editable", f"{clone}[train]", torch, *TEST_TOOLS)
+    return python
+
+
+@pytest.fixture(scope="module")
+def lowest(clone: Path) -> Path:
+    """The running Python with the lowest versions that setup.cfg promises, but for torch, and else those at hand."""
+    python = make_venv(clone.parent / "lowest", Path(sys.executable))
+    (site_packages,) = (clone.parent / "lowest" / "lib").glob("python*/site-packages")
+    (site_packages / "zz_running.pth").write_text(sysconfig.get_path("purelib"))
+    promised = CONFIG["options"]["install_requires"] + CONFIG["options.extras_require"]["train"]
+    bounds = re.findall(r"^([\w-]+)>=([\w.]+)", promised, re.MULTILINE)
+    pip_install(python, *(f"{name}=={version}" for name, version in bounds if name != "torch"))
+    pip_install(python, "--no-deps", "--editable", clone)
     return python
 
 
@@ -206,6 +220,15 @@ def test_the_newest_versions_prepare_and_train(clone: Path, newest: Path, tmp_pa
 
 def test_the_newest_versions_pass_the_core_tests(clone: Path, newest: Path) -> None:
     pass_tests(CORE_TESTS, clone, newest, env=ALONE)
+
+
+def test_the_lowest_versions_pass_the_core_tests(clone: Path, lowest: Path) -> None:
+    """The lowest torch was tried by hand: its wheels on PyPI bring CUDA, three gigabytes."""
+    for name in ("datasets", "diffusers"):
+        (promised,) = re.findall(rf"^{name}>=([\d.]+)", requirement(name))
+        installed = run([lowest, "-c", f"import {name}; print({name}.__version__)"], env=ALONE).stdout
+        assert installed.startswith(promised)
+    pass_tests([*CORE_TESTS, *MODEL_TESTS], clone, lowest, env=ALONE)
 
 
 def pass_tests(names: list[str], clone: Path, python: Path, *, env: dict[str, str]) -> None:

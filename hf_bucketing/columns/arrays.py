@@ -47,7 +47,7 @@ def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:
         column = column.to_numpy(zero_copy_only=False)
     elif isinstance(column, pa.ChunkedArray):
         column = column.to_numpy()
-    elif not isinstance(column, np.ndarray):
+    elif not isinstance(column, np.ndarray) or column.dtype == object:  # as datasets gave missing values before 4.8
         column = np.array([np.nan if value is None else value for value in column])
     if column.dtype.kind not in "iuf":
         raise ColumnError(f"The column {name} must hold numbers, got {column.dtype}; cast it first.")

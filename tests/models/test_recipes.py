@@ -45,14 +45,15 @@ def test_only_the_transformer_is_trained(family: str, recipes) -> None:
 
 
 @families
-def test_latents_have_mean_0_and_deviation_1_and_the_size_that_the_spec_says(family: str, recipes) -> None:
+def test_latents_have_the_mean_the_deviation_and_the_size_that_pipeline_and_spec_say(family: str, recipes) -> None:
     recipe, spec = recipes[family], SPECS[family]
     coarse = torch.rand(4, 3, 3, 6, 6, generator=torch.Generator().manual_seed(0)) * 2 - 1
     clips = torch.nn.functional.interpolate(coarse, size=(FRAMES[family], 64, 96), mode="trilinear")
     latents = recipe.encode_latents(clips)
     assert latents.shape == (4, 4, (FRAMES[family] - 1) // spec.temporal_stride + 1, 8, 12)
-    assert abs(float(latents.mean())) < 0.5
     assert 0.5 < float(latents.std()) < 2
+    if family != "latte":  # an image VAE has a scale, but no mean
+        assert abs(float(latents.mean())) < 0.5
 
 
 def test_ltx_normalises_as_its_pipeline(recipes) -> None:
