@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,9 @@ _FULL_TEXT = re.compile(r"No space left|File too large|quota exceeded|inline_con
 
 PARTIAL = ".partial"
 """Suffix of what is being written, or was when a process was killed."""
+
+_ASIDE = ".replaced"
+"""Suffix of what is being deleted, or was when a process was killed."""
 
 
 @contextmanager
@@ -150,16 +153,33 @@ def complete_folder(path: str | os.PathLike[str], *, marker: str | None = None) 
         with writing(path):
             yield partial
             _flush(partial)
-        # Renaming the earlier folder takes no time; deleting it may, and then a kill would leave neither.
-        earlier = path.with_name(f".{path.name}.replaced")
-        shutil.rmtree(earlier, ignore_errors=True)
-        if path.exists():
-            path.rename(earlier)
+        earlier = _put_aside(path)
         partial.rename(path)
         _flush_entry(path.parent)
         shutil.rmtree(earlier, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_folders(paths: Iterable[Path]) -> None:
+    """Delete folders of one kind, and those of that kind whose deletion a crash cut short.
+
+    A folder that is only half deleted no longer has its name. The kind is the name up to its last hyphen.
+    """
+    for path in paths:
+        kind = path.name.rpartition("-")[0]
+        _put_aside(path)
+        for left in path.parent.glob(f".{kind}-*{_ASIDE}"):
+            shutil.rmtree(left)
+
+
+def _put_aside(path: Path) -> Path:
+    """Rename a folder if there is one, which takes no time; deleting it may, and a crash would leave a part of it."""
+    aside = path.with_name(f".{path.name}{_ASIDE}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if path.exists():
+        path.rename(aside)
+    return aside
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing import BucketingError
-from hf_bucketing.files import complete_file, complete_folder, complete_parts, partial_path
+from hf_bucketing.files import complete_file, complete_folder, complete_parts, partial_path, remove_folders
 
 
 def names(folder: Path) -> list[str]:
@@ -73,6 +74,26 @@ def test_a_folder_replaces_the_earlier_one_and_what_a_killed_writer_left(tmp_pat
         assert names(path) == ["one"]
     assert names(path) == ["two"]
     assert names(tmp_path) == ["data"]
+
+
+def test_a_folder_whose_deletion_is_cut_short_has_lost_its_name_and_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("save-1", "save-2", "other-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove_folders([tmp_path / "save-1"])
+    assert names(tmp_path) == [".save-1.replaced", "other-1", "save-2"]
+    remove_folders([tmp_path / "save-2"])
+    assert names(tmp_path) == ["other-1"]
 
 
 def test_a_folder_without_the_marker_is_not_replaced(tmp_path: Path) -> None:

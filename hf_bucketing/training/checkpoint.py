@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
-from ..files import complete_folder, complete_parts, partial_path
+from ..files import complete_folder, complete_parts, partial_path, remove_folders
 from ..settings import check_at_least
 from .adapters import LORA_WEIGHTS
 
@@ -99,8 +98,7 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
             (partial / PROGRESS).write_text(json.dumps({"layout": LAYOUT, **asdict(progress)}))
             size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     if accelerator.is_main_process:
-        for old in list_checkpoints(folder)[: -limit if limit else 0]:
-            shutil.rmtree(old)
+        remove_folders(list_checkpoints(folder)[: -limit if limit else 0])
         logger.info(f"Saved {final.name} ({size / 2**20:.1f} MiB) in {time.perf_counter() - start:.1f} s")
 
 
