@@ -182,6 +182,11 @@ class BucketBatchSampler(PlannedBatchSampler):
             sizes = np.minimum(sizes, limit // each)
         return dict(zip(present.tolist(), sizes.astype(int).tolist(), strict=True)) or {0: 1}
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+        return len(self.bucket_ids)
+
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_buckets, self.bucket_ids, self.config)
 

@@ -102,6 +102,11 @@ class LengthBatchSampler(PlannedBatchSampler):
         bounds: list[float] = length_buckets(self.lengths, self.config).tolist()
         return bounds
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+        return len(self.lengths)
+
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_lengths, self.lengths, self.config)
 

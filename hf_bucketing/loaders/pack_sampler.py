@@ -111,6 +111,11 @@ class PackBatchSampler(PlannedBatchSampler):
         given = self._num_tokens
         return np.asarray(given(epoch) if callable(given) else given, np.int64)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+        return len(self.num_tokens)
+
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_packs, self.tokens_in(epoch), self.config, text_tokens=self.text_tokens)
 

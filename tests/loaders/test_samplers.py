@@ -165,8 +165,8 @@ def test_check_loader_names_each_way_to_lose_batches() -> None:
     accelerator = Accelerator(cpu=True)
     cases = {
         "Expected a DataLoader with batch_sampler=": DataLoader(range(9), batch_size=3),
-        "plans for 2": loader_of(bucket_sampler(num_processes=2)),
-        "shared among 2": loader_of(bucket_sampler(num_processes=2, process_index=1)),
+        "plans for 2 processes, but its batches are shared among 1": loader_of(bucket_sampler(num_processes=2)),
+        "but the sampler plans for 2": loader_of(bucket_sampler(num_processes=2, process_index=1)),
         "shared among 6": prepare_data_loader(
             loader_of(bucket_sampler(num_processes=3, process_index=0)), num_processes=2, process_index=0
         ),
