@@ -152,6 +152,36 @@ def test_iterating_again_starts_again_and_the_length_stays(num_processes: int, s
     assert (loader.epoch, loader.step, len(loader)) == (1, 0, loader.plan.num_steps)
 
 
+def test_a_validation_loader_under_resume_leaves_the_training_loaders_place_and_random_states(tmp_path) -> None:
+    def start(folder=None):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        loaders = [
+            resume(accelerator, accelerator.prepare(DataLoader(range(47), batch_sampler=make(), collate_fn=list)))
+            for make in (bucket, pack)
+        ]
+        if folder is not None:
+            accelerator.load_state(str(folder))
+        return accelerator, *loaders
+
+    def train(accelerator, training, validation, *, save_at=None):
+        for batch in training:
+            with accelerator.accumulate():
+                yield batch, torch.rand(1).item()
+            if training.step == 3:
+                seen = [(torch.rand(1).item(), rows) for rows in validation]
+                assert len(seen) > 3
+            if training.step == save_at:
+                accelerator.save_state(str(tmp_path / str(save_at)))
+
+    whole = list(train(*start()))
+    for step in (5, 6):  # within a window, and after it
+        list(train(*start(), save_at=step))
+        accelerator, training, validation = start(tmp_path / str(step))
+        assert (training.step, validation.epoch, validation.step) == (step // 3 * 3, 1, 0)
+        assert list(train(accelerator, training, validation)) == whole[step // 3 * 3 :]
+
+
 def test_a_resumable_loader_has_what_the_prepared_one_has() -> None:
     accelerator = Accelerator(cpu=True)
     sampler, rows = make_sampler("bucket"), range(len(IDS))
