@@ -74,8 +74,14 @@ def test_prepared_loaders_advance_the_epoch_by_themselves(make, num_processes: i
 def test_skip_first_batches_stays_in_its_epoch(make, num_processes: int) -> None:
     for process, loader in enumerate(sharded_loaders(make, num_processes)):
         loader.set_epoch(2)
-        wanted = [b.tolist() for b in make(num_processes=num_processes).plan(2).batches(process_index=process)]
-        assert list(skip_first_batches(loader, 3)) == wanted[3:]
+        for epoch in (2, 3, 4):
+            wanted = [b.tolist() for b in make(num_processes=num_processes).plan(epoch).batches(process_index=process)]
+            skipped = skip_first_batches(loader, 3)
+            if epoch == 4:
+                skipped.set_epoch(4)  # as transformers.Trainer does
+            assert list(skipped) == wanted[3:]
+            if epoch == 2:
+                list(loader)  # accelerate counts the epochs that were iterated
 
 
 @samplers
