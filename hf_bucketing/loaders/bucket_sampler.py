@@ -58,6 +58,9 @@ class BucketBatchSampler(PlannedBatchSampler):
             ids, the mixed and catch-all steps last.
         seed (`int`): Seed of all draws, at least 0.
         longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once.
+        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
+            last step then has one row per process, and its last processes repeat rows, which
+            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
         num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
@@ -88,12 +91,17 @@ class BucketBatchSampler(PlannedBatchSampler):
         shuffle: bool = True,
         seed: int = 0,
         longest_first: bool = False,
+        evaluation: bool = False,
         rejection: npt.ArrayLike | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
         super().__init__(
-            weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
+            weights=weights,
+            longest_first=longest_first,
+            evaluation=evaluation,
+            num_processes=num_processes,
+            process_index=process_index,
         )
         ids = whole_column(bucket_ids, np.int64)
         end = len(table) if isinstance(table, BucketTable) else 2**31
@@ -120,6 +128,7 @@ class BucketBatchSampler(PlannedBatchSampler):
             lockstep=lockstep,
             shuffle=shuffle,
             seed=seed,
+            evaluation=evaluation,
         )
 
     def _check_limits(self, batch_size: int | Mapping[int, int] | None, limits: Mapping[str, float | None]) -> None:

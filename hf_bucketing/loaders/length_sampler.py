@@ -55,6 +55,10 @@ class LengthBatchSampler(PlannedBatchSampler):
         seed (`int`): Seed of all draws, at least 0.
         longest_first (`bool`): Start every epoch with its most expensive step (samples × longest), so that a lack of
             memory shows at once.
+        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
+            last step then has one row per process, and its last processes repeat rows, which
+            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Unless
+            `strategy="bucket"`, processes may hold different numbers of samples: gather with `use_gather_object=True`.
         num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
         process_index (`int`, *optional*): Process whose batches are drawn, for plain DDP; see [`PlannedBatchSampler`].
 
@@ -86,11 +90,16 @@ class LengthBatchSampler(PlannedBatchSampler):
         shuffle: bool = True,
         seed: int = 0,
         longest_first: bool = False,
+        evaluation: bool = False,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
         super().__init__(
-            weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
+            weights=weights,
+            longest_first=longest_first,
+            evaluation=evaluation,
+            num_processes=num_processes,
+            process_index=process_index,
         )
         self.lengths = whole_column(lengths)
         self.config = config_from(LengthPlanConfig, locals())

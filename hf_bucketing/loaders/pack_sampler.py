@@ -55,6 +55,10 @@ class PackBatchSampler(PlannedBatchSampler):
         seed (`int`): Seed of all draws, at least 0.
         longest_first (`bool`): Start every epoch with its most expensive step (tokens, or cost with a `cost_model`),
             so that a lack of memory shows at once.
+        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
+            last step then has one row per process, and its last processes repeat rows, which
+            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Processes
+            may hold different numbers of samples: gather with `use_gather_object=True`.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `num_tokens` is a column of that data set.
         num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
@@ -87,12 +91,17 @@ class PackBatchSampler(PlannedBatchSampler):
         shuffle: bool = True,
         seed: int = 0,
         longest_first: bool = False,
+        evaluation: bool = False,
         rejection: npt.ArrayLike | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
         super().__init__(
-            weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
+            weights=weights,
+            longest_first=longest_first,
+            evaluation=evaluation,
+            num_processes=num_processes,
+            process_index=process_index,
         )
         self._num_tokens = num_tokens if callable(num_tokens) else whole_column(num_tokens, np.int64)
         self.text_tokens = whole_column(text_tokens, np.int64)

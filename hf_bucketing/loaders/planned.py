@@ -48,13 +48,14 @@ class PlannedBatchSampler(Sampler[list[int]]):
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences of rows
             per epoch.
         longest_first (`bool`): Start every epoch with its most expensive step.
+        evaluation (`bool`): Whether every row comes exactly once.
         num_processes (`int`, *optional*): Number of processes; by default accelerate's, of a device mesh only the
             data-parallel ranks, else that of torch.distributed.
         process_index (`int`, *optional*): Process whose batches alone are yielded; by default the rank, if
             torch.distributed runs without accelerate.
 
     Raises:
-        PlanError: If `process_index` is not below `num_processes`.
+        PlanError: If `process_index` is not below `num_processes`, or `evaluation` meets `weights` or `longest_first`.
     """
 
     config: BucketPlanConfig | LengthPlanConfig | PackPlanConfig
@@ -64,6 +65,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         *,
         weights: npt.ArrayLike | Mapping[int, float] | None,
         longest_first: bool,
+        evaluation: bool,
         num_processes: int | None,
         process_index: int | None,
     ) -> None:
@@ -71,6 +73,10 @@ class PlannedBatchSampler(Sampler[list[int]]):
             weights if weights is None or isinstance(weights, Mapping) else whole_column(weights, np.float64)
         )
         self.longest_first = longest_first
+        if evaluation and (longest_first or weights is not None):
+            raise PlanError(
+                "`evaluation=True` takes every row once, in order; leave `weights` and `longest_first` out."
+            )
         self._num_processes = num_processes
         self._process_index = process_index
         self._loader: weakref.ref[Any] | None = None
@@ -224,7 +230,11 @@ class PlannedBatchSampler(Sampler[list[int]]):
         loader = current_loader(self)
         if loader is not None:
             self._follow(loader)
-        batches = self.plan().batches(process_index=self.process_index, first_step=self.first_step)
+        plan = self.plan()
+        if loader is not None and self.config.evaluation:
+            # gather_for_metrics keeps so many samples of the last step; 0 means all.
+            loader.remainder = plan.num_processes - plan.repeated if plan.repeated else 0
+        batches = plan.batches(process_index=self.process_index, first_step=self.first_step)
         return (batch.tolist() for batch in batches)
 
     def _follow(self, loader: Any) -> None:
@@ -249,9 +259,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         loader = None if self._loader is None else self._loader()
-        if loader is not None:
-            self.set_epoch(loader.iteration)  # the next one, when its epoch has ended
-        steps = self.plan().num_steps - self.first_step
+        epoch = self.epoch if loader is None else loader.iteration  # the next one, when its epoch has ended
+        steps = self.plan(epoch).num_steps - (self.first_step if epoch == self.epoch else 0)
         return steps if self.process_index is not None else steps * self.num_processes
 
 

@@ -67,7 +67,8 @@ class ResumableLoader(DataLoaderShard):
     the next epoch follows once an iteration has reached the end. A batch counts as finished once it is handed out, so
     save after its step, not before. What was saved inside a window of gradient accumulation continues at the start of
     that window, with its random states, since checkpoints hold no gradients. No global random number is drawn. Several
-    loaders of one accelerator, as for training and validation, each keep their place.
+    loaders of one accelerator, as for training and validation, each keep their place; one whose sampler has
+    `evaluation=True` always starts at the beginning.
 
     `accelerator.skip_first_batches(loader, n)` gives another loader, whose place no checkpoint can hold.
 
@@ -179,7 +180,8 @@ class ResumableLoader(DataLoaderShard):
                 "A checkpoint cannot hold the place of skip_first_batches: iterate the loader that resume() returned, "
                 "which load_state puts in its place."
             )
-        return self.sampler.state_dict(step=self._window.resume_from(self.step))
+        step = 0 if self.sampler.config.evaluation else self._window.resume_from(self.step)
+        return self.sampler.state_dict(step=step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, on any number of processes.

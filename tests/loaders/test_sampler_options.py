@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import typing
 
 import numpy as np
@@ -25,16 +26,16 @@ TOKENS = np.random.default_rng(2).integers(0, 40, 90)
 LENGTHS = np.random.default_rng(1).uniform(1, 9, 90)
 
 
-def bucket_sampler(**options) -> BucketBatchSampler:
-    return BucketBatchSampler(IDS, **{"table": TABLE, "batch_size": 4, "num_processes": 2, **options})
+def bucket_sampler(column=IDS, **options) -> BucketBatchSampler:
+    return BucketBatchSampler(column, **{"table": TABLE, "batch_size": 4, "num_processes": 2, **options})
 
 
-def length_sampler(**options) -> LengthBatchSampler:
-    return LengthBatchSampler(LENGTHS, **{"max_tokens": 30, "num_processes": 2, **options})
+def length_sampler(column=LENGTHS, **options) -> LengthBatchSampler:
+    return LengthBatchSampler(column, **{"max_tokens": 30, "num_processes": 2, **options})
 
 
-def pack_sampler(**options) -> PackBatchSampler:
-    return PackBatchSampler(TOKENS, **{"max_tokens": 60, "num_processes": 2, **options})
+def pack_sampler(column=TOKENS, **options) -> PackBatchSampler:
+    return PackBatchSampler(column, **{"max_tokens": 60, "num_processes": 2, **options})
 
 
 WEIGHTS = np.where(np.arange(90) % 2, 0.5, 2.0)
@@ -190,6 +191,54 @@ def test_without_shuffle_every_epoch_takes_each_row_once_in_the_same_order(make,
     if make is pack_sampler:
         in_order = list(make(shuffle=False, num_processes=num_processes, strategy="sequential"))
         assert [row for pack in in_order for row in pack] == np.flatnonzero(usable).tolist()
+
+
+EVALUATIONS = {
+    bucket_sampler: [{}, {"remainder": "catch_all"}],
+    length_sampler: [{}, {"strategy": "random"}, {"strategy": "sorted", "max_tokens": None, "batch_size": 3}],
+    pack_sampler: [{}, {"strategy": "best_fit_decreasing"}, {"max_samples": 1}],
+}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
+@pytest.mark.parametrize("make", EVALUATIONS)
+def test_evaluation_takes_every_row_once_of_what_gather_for_metrics_keeps(make, num_processes: int) -> None:
+    completed = 0
+    for options, shuffle, count in itertools.product(EVALUATIONS[make], (True, False), (1, 2, 13, 80, 90)):
+        column = {bucket_sampler: np.abs(IDS), length_sampler: LENGTHS, pack_sampler: 1 + TOKENS}[make][:count]
+        steps = []
+        for process in range(num_processes):
+            sampler = make(column=column, evaluation=True, shuffle=shuffle, num_processes=num_processes, **options)
+            loader = prepare_data_loader(
+                DataLoader(range(count), batch_sampler=sampler, collate_fn=list),
+                num_processes=num_processes,
+                process_index=process,
+                put_on_device=False,
+            )
+            steps.append(list(loader))
+            assert len(steps[-1]) == sampler.plan(0).num_steps
+        assert (sampler.plan().dropped, sampler.plan().repeated < num_processes) == (0, True)
+        gathered = [[row for batch in step for row in batch] for step in zip(*steps, strict=True)]
+        if loader.remainder > 0:
+            gathered[-1] = gathered[-1][: loader.remainder]
+            completed += 1
+        assert sorted(row for step in gathered for row in step) == list(range(count))
+        if make is bucket_sampler and count == 90:
+            assert all(len(set(map(len, step))) == 1 for step in zip(*steps, strict=True)), "tensors can be gathered"
+    assert bool(completed) == (num_processes > 1)
+
+
+@pytest.mark.parametrize(("make", "options", "message"), [
+    (bucket_sampler, {"remainder": "drop"}, '`remainder="drop"` out'),
+    (bucket_sampler, {"remainder": "catch_all", "lockstep": False}, "`lockstep=False` drops rows"),
+    (length_sampler, {"remainder": "drop"}, '`remainder="drop"` out'),
+    (length_sampler, {"weights": WEIGHTS}, "leave `weights` and `longest_first` out"),
+    (pack_sampler, {"oversize": "drop"}, '`oversize="drop"` out'),
+    (pack_sampler, {"longest_first": True}, "leave `weights` and `longest_first` out"),
+])  # fmt: skip
+def test_evaluation_refuses_what_would_leave_rows_out_or_repeat_them(make, options, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make(evaluation=True, **options)
 
 
 @pytest.mark.parametrize("make", VARIANTS)

@@ -66,6 +66,7 @@ def test_prepared_loaders_advance_the_epoch_by_themselves(make, num_processes: i
     for process, loader in enumerate(sharded_loaders(make, num_processes)):
         for epoch in range(3):
             plan = make(num_processes=num_processes).plan(epoch)
+            assert len(loader) == plan.num_steps, "before an epoch, its own steps"
             assert list(loader) == [batch.tolist() for batch in plan.batches(process_index=process)]
 
 
