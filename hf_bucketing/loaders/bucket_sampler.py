@@ -63,8 +63,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
-        num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
-        process_index (`int`, *optional*): Process whose batches are drawn, for plain DDP; see [`PlannedBatchSampler`].
+        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose batches alone are drawn; by default as in [`PlannedBatchSampler`].
 
     Raises:
         PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, an id is not

@@ -59,8 +59,8 @@ class LengthBatchSampler(PlannedBatchSampler):
             last step then has one row per process, and its last processes repeat rows, which
             `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Unless
             `strategy="bucket"`, processes may hold different numbers of samples: gather with `use_gather_object=True`.
-        num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
-        process_index (`int`, *optional*): Process whose batches are drawn, for plain DDP; see [`PlannedBatchSampler`].
+        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose batches alone are drawn; by default as in [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `LengthPlanConfig` refuses, or if a sample exceeds `max_tokens` and

@@ -61,8 +61,8 @@ class PackBatchSampler(PlannedBatchSampler):
             may hold different numbers of samples: gather with `use_gather_object=True`.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `num_tokens` is a column of that data set.
-        num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
-        process_index (`int`, *optional*): Process whose packs are drawn, for plain DDP; see [`PlannedBatchSampler`].
+        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose packs alone are drawn; by default as in [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `PackPlanConfig` refuses, or if a row exceeds a limit and `oversize="error"`; the

@@ -100,3 +100,8 @@ def _rows(output: Path, process: int) -> list[list[int]]:
 @pytest.mark.slow
 def test_a_transformers_trainer_resumes_in_the_epoch_that_it_left(tmp_path: Path) -> None:
     launch_script(WORKER.parent / "trainer_worker.py", tmp_path)
+
+
+@pytest.mark.slow
+def test_samplers_follow_torch_distributed_accelerate_and_its_device_mesh() -> None:
+    launch_script(WORKER.parent / "processes_worker.py", num_processes=4)

@@ -189,6 +189,20 @@ def test_check_loader_names_each_way_to_lose_batches() -> None:
         check_loader(dispatch, dispatch.prepare(loader_of(bucket_sampler())))
 
 
+def test_the_sampler_itself_refuses_a_loader_that_would_lose_rows() -> None:
+    dispatch = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    with pytest.raises(PlanError, match="set dispatch_batches=False"):
+        list(dispatch.prepare(loader_of(bucket_sampler())))
+    accelerator = Accelerator(cpu=True)
+    short = accelerator.prepare(DataLoader(range(9), batch_sampler=bucket_sampler()))
+    for refused in (list, lambda loader: check_loader(accelerator, loader)):
+        with pytest.raises(PlanError, match="data set has 9 rows, but the sampler was made for 107"):
+            refused(short)
+    other = prepare_data_loader(loader_of(bucket_sampler(num_processes=3)), num_processes=2, process_index=0)
+    with pytest.raises(PlanError, match="plans for 3 processes, but its batches are shared among 2"):
+        list(other)
+
+
 @pytest.mark.parametrize("make", [
     lambda rows: BucketBatchSampler(rows["ids"], table=TABLE, batch_size=4, weights=rows["weights"], num_processes=1),
     lambda rows: PackBatchSampler(rows["tokens"], max_tokens=150, text_tokens=rows["text"], num_processes=1),
