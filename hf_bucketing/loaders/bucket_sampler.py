@@ -64,7 +64,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
         num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
-        process_index (`int`, *optional*): Process whose batches alone are drawn; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, an id is not
@@ -117,7 +117,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         self.table = table
         self.cost_model = cost_model
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
-        warn_of_rejected(bucket_ids, has_bucket(ids), rejection=rejection, process_index=process_index)
+        warn_of_rejected(bucket_ids, has_bucket(ids), rejection=rejection, process_index=self.process_index)
         limits = {"max_tokens": max_tokens, "max_cost": max_cost, "max_samples": max_samples}
         self._check_limits(batch_size, limits)
         base = self._base() if remainder == "catch_all" else None

@@ -60,7 +60,7 @@ class LengthBatchSampler(PlannedBatchSampler):
             `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Unless
             `strategy="bucket"`, processes may hold different numbers of samples: gather with `use_gather_object=True`.
         num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
-        process_index (`int`, *optional*): Process whose batches alone are drawn; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `LengthPlanConfig` refuses, or if a sample exceeds `max_tokens` and

@@ -62,7 +62,7 @@ class PackBatchSampler(PlannedBatchSampler):
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `num_tokens` is a column of that data set.
         num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
-        process_index (`int`, *optional*): Process whose packs alone are drawn; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose packs alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `PackPlanConfig` refuses, or if a row exceeds a limit and `oversize="error"`; the
@@ -108,7 +108,7 @@ class PackBatchSampler(PlannedBatchSampler):
         self.config = config_from(PackPlanConfig, locals())
         first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
-        warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=process_index)
+        warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=self.process_index)
 
     @property
     def num_tokens(self) -> IntArray:
