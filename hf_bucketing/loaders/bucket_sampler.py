@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import FloatArray, IntArray, whole_column
 from ..buckets.assignment import has_bucket
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
@@ -18,7 +18,7 @@ from ..errors import PlanError, refuse_old_names
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
-from .planned import PlannedBatchSampler, warn_of_rejected, whole_column
+from .planned import PlannedBatchSampler, warn_of_rejected
 
 
 @refuse_old_names(PlanError, tail="remainder", capacity="max_tokens, or max_cost with a cost_model,")

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import FloatArray, IntArray, whole_column
 from ..errors import PlanError, refuse_old_names
 from ..plans.epoch import EpochPlan
 from ..plans.lengths import (
@@ -22,7 +22,7 @@ from ..plans.lengths import (
     plan_lengths,
 )
 from ..plans.rows import Oversize
-from .planned import PlannedBatchSampler, config_from, whole_column
+from .planned import PlannedBatchSampler, config_from
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)

@@ -8,14 +8,14 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import FloatArray, IntArray, whole_column
 from ..buckets.cost import CostModel
 from ..errors import PlanError, refuse_old_names
 from ..plans.bin_packing import PackStrategy
 from ..plans.epoch import EpochPlan
 from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
 from ..plans.rows import Oversize
-from .planned import PlannedBatchSampler, config_from, warn_of_rejected, whole_column
+from .planned import PlannedBatchSampler, config_from, warn_of_rejected
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)

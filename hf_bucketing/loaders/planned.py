@@ -15,7 +15,7 @@ from datasets import Dataset
 from datasets.arrow_dataset import Column
 from torch.utils.data import Sampler
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
@@ -95,7 +95,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
     @property
     def process_index(self) -> int | None:
         """Process whose batches alone are yielded; None if accelerate shares them out, or there is one process."""
-        if self._process_index is not None:
+        if self._process_index is not None or PartialState._shared_state:
             return self._process_index
         running, rank = process_group()
         return rank if running == self.num_processes else None
@@ -278,11 +278,6 @@ def _empty_plan(num_processes: int, *, consumed: int) -> EpochPlan:
 def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
     """Return the settings of a plan, each from the sampler's argument of the same name."""
     return kind(**{field.name: arguments[field.name] for field in fields(kind)})  # type: ignore[arg-type]
-
-
-def whole_column(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
-    """Return values as an array; a `datasets.Column` is sliced, since numpy would read it row by row."""
-    return np.asarray(values[:] if isinstance(values, Column) else values, dtype)
 
 
 def warn_of_rejected(

@@ -11,11 +11,17 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
-from datasets.arrow_dataset import Column
 from torch.utils.data import DataLoader
 
-from hf_bucketing import BucketTable, LatentSpec, PlanError, Size
-from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler, check_loader
+from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
+from hf_bucketing.buckets.assignment import count_rejections
+from hf_bucketing.loaders import (
+    BucketBatchSampler,
+    LengthBatchSampler,
+    PackBatchSampler,
+    RandomResize,
+    check_loader,
+)
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -208,11 +214,21 @@ def test_the_sampler_itself_refuses_a_loader_that_would_lose_rows() -> None:
     lambda rows: PackBatchSampler(rows["tokens"], max_tokens=150, text_tokens=rows["text"], num_processes=1),
     lambda rows: LengthBatchSampler(rows["tokens"], batch_size=4, num_processes=1),
 ], ids=["bucket", "pack", "length"])  # fmt: skip
-def test_columns_of_a_data_set_are_read_as_a_whole_and_not_row_by_row(make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_read_columns_of_a_data_set_as_a_whole(make, columns_read_whole) -> None:
     rows = Dataset.from_dict({"ids": IDS, "tokens": TOKENS, "text": [1] * len(IDS), "weights": [1.0] * len(IDS)})
-    read, get = [], Column.__getitem__
-    monkeypatch.setattr(Column, "__getitem__", lambda column, key: read.append(key) or get(column, key))
     plan = make(rows).plan(0)
-    assert plan.kept
-    assert read
-    assert all(isinstance(key, slice) for key in read)
+    assert plan.summary(num_tokens=rows["tokens"], costs=rows["weights"])["kept"]
+    assert columns_read_whole
+
+
+def test_tables_and_random_sizes_read_columns_of_a_data_set_as_a_whole(columns_read_whole) -> None:
+    sizes = {"num_frames": [1, 9], "height": [64, 64], "width": [128, 64]}
+    rows = Dataset.from_dict({**sizes, "index": [0, 1], "bucket_id": [1, 2], "rejection": ["", "aspect"]})
+    for table in (TABLE, open_table(WAN)):
+        ids = table.assign(*(rows[name] for name in sizes)).bucket_id
+        assert ids.tolist() == table.assign(*sizes.values()).bucket_id.tolist()
+    assert TABLE.num_tokens(rows["bucket_id"], spec=WAN).tolist() == [32, 48]
+    assert count_rejections(rows["rejection"]) == {"aspect": 1}
+    counter = RandomResize(spec=WAN).token_counter(**{name: rows[name] for name in (*sizes, "index")})
+    assert counter(0).min() > 0
+    assert len(columns_read_whole) == 12
