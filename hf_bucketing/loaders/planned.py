@@ -152,6 +152,9 @@ class PlannedBatchSampler(Sampler[list[int]]):
     def total_steps(self, epochs: int) -> int:
         """Return the steps of epochs 0 to `epochs - 1` together; the number of steps differs between epochs.
 
+        For transformers.Trainer, which takes all epochs to be as long as the first, see
+        [`EqualEpochs`][hf_bucketing.loaders.EqualEpochs].
+
         Raises:
             PlanError: If an epoch cannot be planned.
         """

@@ -98,7 +98,7 @@ def _rows(output: Path, process: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_transformers_trainer_resumes_in_the_epoch_that_it_left(tmp_path: Path) -> None:
+def test_a_transformers_trainer_takes_every_step_and_resumes_in_the_epoch_that_it_left(tmp_path: Path) -> None:
     launch_script(WORKER.parent / "trainer_worker.py", tmp_path)
 
 

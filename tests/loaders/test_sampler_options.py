@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, Subset
 
 from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
 from hf_bucketing.buckets.cost import CostModel
-from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, LengthBatchSampler, PackBatchSampler, PadCollator
+from hf_bucketing.loaders import (
+    BucketBatchSampler,
+    BucketCollator,
+    EqualEpochs,
+    LengthBatchSampler,
+    PackBatchSampler,
+    PadCollator,
+)
 from hf_bucketing.plans import BucketPlanConfig, LengthPlanConfig, PackPlanConfig
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 192)), base=0)
@@ -246,6 +253,36 @@ def test_total_steps_add_up_the_plans_of_all_epochs(make) -> None:
     sampler = make(weights=WEIGHTS)
     assert sampler.total_steps(epochs=3) == sum(sampler.plan(epoch).num_steps for epoch in range(3))
     assert sampler.total_steps(epochs=0) == 0
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_equal_epochs_are_those_of_a_sampler_cut_anew(make, num_processes: int) -> None:
+    options = {"weights": WEIGHTS + 0.3, "num_processes": num_processes, "longest_first": make is not bucket_sampler}
+    whole = [batch.tolist() for epoch in range(4) for batch in make(**options).plan(epoch).batches()]
+    sampler, cut = EqualEpochs(make(**options)), []
+    steps = make(**options).plan(0).num_steps
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert sampler.plan().num_steps == steps
+        cut += list(sampler)
+    assert cut == whole[: len(cut)]
+    saved = sampler.state_dict(step=2)
+    again = EqualEpochs(make(**options))
+    again.load_state_dict(saved)
+    assert list(again) == cut[(2 * steps + 2) * num_processes :]
+    with pytest.raises(PlanError, match="The saved state does not fit"):
+        make(**options).load_state_dict(saved)
+    elsewhere = EqualEpochs(make(**{**options, "num_processes": 3}))
+    elsewhere.load_state_dict(saved)
+    with pytest.raises(PlanError, match="as many processes as before"):
+        list(elsewhere)
+
+
+def test_equal_epochs_refuse_what_cannot_be_cut() -> None:
+    for sampler in (bucket_sampler(evaluation=True), PackBatchSampler(lambda epoch: TOKENS, max_tokens=60)):
+        with pytest.raises(PlanError, match="cannot cut"):
+            EqualEpochs(sampler)
 
 
 def test_an_unknown_option_is_an_error() -> None:
