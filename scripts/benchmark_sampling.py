@@ -79,19 +79,27 @@ def seconds_per_draw(column: np.ndarray, draws: int) -> float:
 
 
 def measure_buckets(rows: int, runs: int, draws: int) -> dict[str, float]:
+    from datasets import Dataset
+
     from hf_bucketing import novelai_ladder
     from hf_bucketing.loaders import BucketBatchSampler
+
+    def make_sampler() -> BucketBatchSampler:
+        return BucketBatchSampler(dataset["bucket_id"], table=table, batch_size=BATCH_SIZE, num_processes=1)
 
     column = bucket_column(rows)
     (planned,) = seconds_of(lambda: plan_of_buckets(column), runs=runs)
     _, memory = in_fresh_process(bucket_plan_cost, rows=rows, num_processes=1)
-    sampler = BucketBatchSampler(column, table=novelai_ladder(), batch_size=BATCH_SIZE, num_processes=1)
+    dataset, table = Dataset.from_dict({"bucket_id": column}), novelai_ladder()
+    (made,) = seconds_of(make_sampler, runs=runs)
+    sampler = make_sampler()
     sampler.plan()
     first, iterated = seconds_of(lambda: next(iter(sampler)), lambda: sum(map(len, sampler)), runs=runs)
     draw = seconds_per_draw(column, draws)
     batches_per_s = sampler.plan().num_batches / (planned.median + iterated.median)
     return {
         "bucket_rows": rows,
+        "bucket_sampler_from_column_s": made.median,
         "bucket_plan_s": planned.median,
         "bucket_plan_spread_s": planned.spread,
         "bucket_plan_extra_memory_mb": memory,

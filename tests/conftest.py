@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
@@ -80,6 +80,18 @@ def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.T
         *("--target_fps", 8, "--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25"),
     )
     return folder
+
+
+@pytest.fixture
+def columns_read_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Record how columns of data sets are read; fail if one is read row by row, which takes seconds per million."""
+    from datasets.arrow_dataset import Column
+
+    read, get, each = [], Column.__getitem__, Column.__iter__
+    monkeypatch.setattr(Column, "__getitem__", lambda column, key: read.append(key) or get(column, key))
+    monkeypatch.setattr(Column, "__iter__", lambda column: read.append(0) or each(column))
+    yield read
+    assert not [key for key in read if isinstance(key, int)]
 
 
 def run_script(name: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:

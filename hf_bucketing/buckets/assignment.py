@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .arrays import BoolArray, FloatArray, IntArray
+from .arrays import BoolArray, FloatArray, IntArray, whole_column
 from .sizes import Size
 
 Metric = Literal["log", "linear"]
@@ -128,7 +128,7 @@ def has_bucket(bucket_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
 
 def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
     """Return columns of frames, heights and widths as `int64` arrays of one length."""
-    arrays = tuple(np.atleast_1d(np.asarray(column, np.int64)) for column in columns)
+    arrays = tuple(np.atleast_1d(whole_column(column, np.int64)) for column in columns)
     if len({array.shape for array in arrays}) != 1:
         raise BucketingError(f"frames, heights and widths must be equally long, got {[a.shape for a in arrays]}.")
     return arrays
@@ -156,7 +156,7 @@ def count_rejections(rejection: npt.ArrayLike) -> dict[str, int]:
         >>> count_rejections(["too_small", "none", "aspect", "too_small"])
         {'aspect': 1, 'too_small': 2}
     """
-    values = np.asarray(rejection)
+    values = whole_column(rejection)
     counts = (
         (reason.label, int(np.count_nonzero(values == (reason.label if values.dtype.kind in "UO" else reason))))
         for reason in Rejection

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .arrays import FloatArray, IntArray
+from .arrays import FloatArray, IntArray, whole_column
 from .assignment import (
     REJECTED_BUCKET,
     Assignment,
@@ -143,13 +143,13 @@ class OpenTable:
         """
         if spec != self.spec:
             raise BucketingError(f"The open table was made for {self.spec}, not for {spec}.")
-        ids = np.asarray(bucket_ids, np.int64)
+        ids = whole_column(bucket_ids, np.int64)
         t, h, w = _grid_of_id(ids)
         return np.where(has_bucket(ids), t * h * w, 0)
 
     def cut(self, frames: npt.ArrayLike) -> IntArray:
         """Return the frames that each sample keeps; shape as given."""
-        count = np.asarray(frames, np.int64)
+        count = whole_column(frames, np.int64)
         return count if self.max_frames is None else np.minimum(count, self.max_frames)
 
     def assign(self, frames: npt.ArrayLike, heights: npt.ArrayLike, widths: npt.ArrayLike) -> Assignment:

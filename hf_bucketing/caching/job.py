@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm.auto import tqdm
 
+from ..buckets.arrays import whole_column
 from ..buckets.assignment import Rejection
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
@@ -60,7 +61,7 @@ def cache_dataset(
     if not state.is_main_process:
         return None, counts
     keys = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)["latents_key"]
-    dataset = _with_keys(prepared.dataset, np.array(keys), column_array(rows, "bucket_id"))
+    dataset = _with_keys(prepared.dataset, whole_column(keys), column_array(rows, "bucket_id"))
     if text is not None:
         dataset = map_columns(dataset, text, overwrite=True)
     info = CacheInfo(

@@ -3,6 +3,7 @@
 from .bucket_sampler import BucketBatchSampler
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
+from .equal_epochs import EqualEpochs
 from .faults import FaultRule, Replacements
 from .length_sampler import LengthBatchSampler
 from .pack_sampler import PackBatchSampler
@@ -15,6 +16,7 @@ from .workers import worker_options
 __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
+    "EqualEpochs",
     "FaultRule",
     "LengthBatchSampler",
     "PackBatchSampler",

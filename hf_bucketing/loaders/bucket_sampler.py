@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import FloatArray, IntArray, whole_column
 from ..buckets.assignment import has_bucket
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
@@ -18,7 +18,7 @@ from ..errors import PlanError, refuse_old_names
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
-from .planned import PlannedBatchSampler, warn_of_rejected, whole_column
+from .planned import PlannedBatchSampler, warn_of_rejected
 
 
 @refuse_old_names(PlanError, tail="remainder", capacity="max_tokens, or max_cost with a cost_model,")
@@ -58,10 +58,13 @@ class BucketBatchSampler(PlannedBatchSampler):
             ids, the mixed and catch-all steps last.
         seed (`int`): Seed of all draws, at least 0.
         longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once.
+        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
+            last step then has one row per process, and its last processes repeat rows, which
+            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
-        num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
-        process_index (`int`, *optional*): Process whose batches are drawn, for plain DDP; see [`PlannedBatchSampler`].
+        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, an id is not
@@ -88,12 +91,17 @@ class BucketBatchSampler(PlannedBatchSampler):
         shuffle: bool = True,
         seed: int = 0,
         longest_first: bool = False,
+        evaluation: bool = False,
         rejection: npt.ArrayLike | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
         super().__init__(
-            weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
+            weights=weights,
+            longest_first=longest_first,
+            evaluation=evaluation,
+            num_processes=num_processes,
+            process_index=process_index,
         )
         ids = whole_column(bucket_ids, np.int64)
         end = len(table) if isinstance(table, BucketTable) else 2**31
@@ -109,7 +117,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         self.table = table
         self.cost_model = cost_model
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
-        warn_of_rejected(bucket_ids, has_bucket(ids), rejection=rejection, process_index=process_index)
+        warn_of_rejected(bucket_ids, has_bucket(ids), rejection=rejection, process_index=self.process_index)
         limits = {"max_tokens": max_tokens, "max_cost": max_cost, "max_samples": max_samples}
         self._check_limits(batch_size, limits)
         base = self._base() if remainder == "catch_all" else None
@@ -120,6 +128,7 @@ class BucketBatchSampler(PlannedBatchSampler):
             lockstep=lockstep,
             shuffle=shuffle,
             seed=seed,
+            evaluation=evaluation,
         )
 
     def _check_limits(self, batch_size: int | Mapping[int, int] | None, limits: Mapping[str, float | None]) -> None:
@@ -181,6 +190,11 @@ class BucketBatchSampler(PlannedBatchSampler):
                 )
             sizes = np.minimum(sizes, limit // each)
         return dict(zip(present.tolist(), sizes.astype(int).tolist(), strict=True)) or {0: 1}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+        return len(self.bucket_ids)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_buckets, self.bucket_ids, self.config)

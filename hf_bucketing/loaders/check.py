@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from torch.utils.data import DataLoader
 
 from ..errors import PlanError
+from .host import check_host, data_parallel_size, samplers_of
 from .planned import PlannedBatchSampler
 
 
@@ -21,12 +21,12 @@ def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
 
     Raises:
         PlanError: Under `dispatch_batches`, `split_batches` or, without [`resume`][hf_bucketing.loaders.resume],
-            `use_stateful_dataloader`; for a loader without a planned sampler or whose sampler has a `batch_size`; for
-            one that is not sharded although several processes run, or is sharded twice.
+            `use_stateful_dataloader`; for a loader without a planned sampler, whose sampler has a `batch_size`, or
+            whose data set has another length; for one not sharded although several processes run, or sharded twice.
     """
     if accelerator.split_batches:
         raise PlanError("split_batches cuts planned batches apart; leave it out of DataLoaderConfiguration.")
-    if isinstance(loader, DataLoaderDispatcher) or accelerator.dispatch_batches:
+    if accelerator.dispatch_batches:
         raise PlanError("dispatch_batches joins batches of different sizes; set dispatch_batches=False.")
     if getattr(loader, "use_stateful_dataloader", False):
         raise PlanError(
@@ -41,17 +41,13 @@ def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
             f"The sampler has batch_size={batch_size}, by which accelerate drops each group of batches that "
             "holds a shorter one, up to 92 % of the data; delete the attribute."
         )
-    shards = 1
-    outer: Any = loader.batch_sampler
-    while outer is not sampler:
-        shards *= outer.num_processes if isinstance(outer, BatchSamplerShard) else 1
-        outer = outer.batch_sampler
-    sharded = shards if sampler.process_index is None else shards * sampler.num_processes
-    if sharded != accelerator.num_processes or sampler.num_processes != accelerator.num_processes:
+    planned = sampler.num_processes
+    check_host(loader, num_rows=sampler.num_rows, num_processes=planned, process_index=sampler.process_index)
+    running = data_parallel_size(accelerator.num_processes)
+    if planned != running:
         raise PlanError(
-            f"{accelerator.num_processes} processes run, but the sampler plans for {sampler.num_processes} and its "
-            f"batches are shared among {sharded}: prepare the loader once, without process_index, and let "
-            "num_processes be accelerate's."
+            f"{running} processes take different batches, but the sampler plans for {planned}; let num_processes be "
+            "accelerate's."
         )
 
 
@@ -61,9 +57,7 @@ def planned_sampler(loader: DataLoader[Any]) -> PlannedBatchSampler:
     Raises:
         PlanError: If the loader has none.
     """
-    sampler: Any = loader.batch_sampler
-    while not isinstance(sampler, PlannedBatchSampler) and hasattr(sampler, "batch_sampler"):
-        sampler = sampler.batch_sampler
+    sampler = samplers_of(loader)[-1]
     if not isinstance(sampler, PlannedBatchSampler):
         raise PlanError(
             f"Expected a DataLoader with batch_sampler=BucketBatchSampler(…) or PackBatchSampler(…), got "

@@ -66,7 +66,7 @@ class MediaCollator:
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose views are drawn; needed with a `seed`, before the loader is iterated."""
+        """Choose the epoch whose views are drawn with a `seed`; a sampler in a prepared loader does it by itself."""
         self._epoch.fill_(epoch)
 
     def target(self, rows: Sequence[Row]) -> list[Size]:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import FloatArray, IntArray, whole_column
 from ..errors import PlanError, refuse_old_names
 from ..plans.epoch import EpochPlan
 from ..plans.lengths import (
@@ -22,7 +22,7 @@ from ..plans.lengths import (
     plan_lengths,
 )
 from ..plans.rows import Oversize
-from .planned import PlannedBatchSampler, config_from, whole_column
+from .planned import PlannedBatchSampler, config_from
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
@@ -55,8 +55,12 @@ class LengthBatchSampler(PlannedBatchSampler):
         seed (`int`): Seed of all draws, at least 0.
         longest_first (`bool`): Start every epoch with its most expensive step (samples × longest), so that a lack of
             memory shows at once.
-        num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
-        process_index (`int`, *optional*): Process whose batches are drawn, for plain DDP; see [`PlannedBatchSampler`].
+        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
+            last step then has one row per process, and its last processes repeat rows, which
+            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Unless
+            `strategy="bucket"`, processes may hold different numbers of samples: gather with `use_gather_object=True`.
+        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `LengthPlanConfig` refuses, or if a sample exceeds `max_tokens` and
@@ -86,11 +90,16 @@ class LengthBatchSampler(PlannedBatchSampler):
         shuffle: bool = True,
         seed: int = 0,
         longest_first: bool = False,
+        evaluation: bool = False,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
         super().__init__(
-            weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
+            weights=weights,
+            longest_first=longest_first,
+            evaluation=evaluation,
+            num_processes=num_processes,
+            process_index=process_index,
         )
         self.lengths = whole_column(lengths)
         self.config = config_from(LengthPlanConfig, locals())
@@ -101,6 +110,11 @@ class LengthBatchSampler(PlannedBatchSampler):
         """Upper bound of each bucket, included: the lengths to pad to for static shapes; whole if the lengths are."""
         bounds: list[float] = length_buckets(self.lengths, self.config).tolist()
         return bounds
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+        return len(self.lengths)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_lengths, self.lengths, self.config)

@@ -8,14 +8,14 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import FloatArray, IntArray, whole_column
 from ..buckets.cost import CostModel
 from ..errors import PlanError, refuse_old_names
 from ..plans.bin_packing import PackStrategy
 from ..plans.epoch import EpochPlan
 from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
 from ..plans.rows import Oversize
-from .planned import PlannedBatchSampler, config_from, warn_of_rejected, whole_column
+from .planned import PlannedBatchSampler, config_from, warn_of_rejected
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
@@ -55,10 +55,14 @@ class PackBatchSampler(PlannedBatchSampler):
         seed (`int`): Seed of all draws, at least 0.
         longest_first (`bool`): Start every epoch with its most expensive step (tokens, or cost with a `cost_model`),
             so that a lack of memory shows at once.
+        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
+            last step then has one row per process, and its last processes repeat rows, which
+            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Processes
+            may hold different numbers of samples: gather with `use_gather_object=True`.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `num_tokens` is a column of that data set.
-        num_processes (`int`, *optional*): Number of processes; by default that of accelerate.
-        process_index (`int`, *optional*): Process whose packs are drawn, for plain DDP; see [`PlannedBatchSampler`].
+        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
+        process_index (`int`, *optional*): Process whose packs alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `PackPlanConfig` refuses, or if a row exceeds a limit and `oversize="error"`; the
@@ -87,19 +91,24 @@ class PackBatchSampler(PlannedBatchSampler):
         shuffle: bool = True,
         seed: int = 0,
         longest_first: bool = False,
+        evaluation: bool = False,
         rejection: npt.ArrayLike | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
         super().__init__(
-            weights=weights, longest_first=longest_first, num_processes=num_processes, process_index=process_index
+            weights=weights,
+            longest_first=longest_first,
+            evaluation=evaluation,
+            num_processes=num_processes,
+            process_index=process_index,
         )
         self._num_tokens = num_tokens if callable(num_tokens) else whole_column(num_tokens, np.int64)
         self.text_tokens = whole_column(text_tokens, np.int64)
         self.config = config_from(PackPlanConfig, locals())
         first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
-        warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=process_index)
+        warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=self.process_index)
 
     @property
     def num_tokens(self) -> IntArray:
@@ -110,6 +119,11 @@ class PackBatchSampler(PlannedBatchSampler):
         """Return the tokens of each row in an epoch, shape `(n,)`."""
         given = self._num_tokens
         return np.asarray(given(epoch) if callable(given) else given, np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+        return len(self.num_tokens)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_packs, self.tokens_in(epoch), self.config, text_tokens=self.text_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -14,10 +15,11 @@ from datasets import Dataset
 from datasets.arrow_dataset import Column
 from torch.utils.data import Sampler
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
+from .host import check_host, current_loader, process_group, skipped_by
 from .state import VERSION, check_state, describe, settings
 
 Config = TypeVar("Config")
@@ -31,24 +33,29 @@ Legs = tuple[tuple[int, int], ...]
 class PlannedBatchSampler(Sampler[list[int]]):
     """Yield the batches of an epoch plan, in the form that accelerate shards.
 
-    Without `process_index`, the batches of all processes come interleaved, a multiple of `num_processes` in all, for
-    `accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))`. With it, only that process's batches come, for
-    plain DDP, and the loader must not be prepared.
+    Under accelerate, the batches of all processes come interleaved, a multiple of `num_processes` in all, for
+    `accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))`. Under plain DDP only this process's batches
+    come, and the loader must not be prepared (Lightning: `Trainer(use_distributed_sampler=False)`).
+
+    A prepared loader tells the sampler the epoch whenever it is iterated, also inside `skip_first_batches`, and the
+    sampler tells the collator. The sampler refuses a loader that would lose batches.
 
     There is no `batch_size` attribute on purpose: with one, accelerate drops every group that holds a short batch.
 
-    A subclass sets `config`, and defines `_planner`, `_sample_costs` and `_columns`.
+    A subclass sets `config`, and defines `num_rows`, `_planner`, `_sample_costs` and `_columns`.
 
     Args:
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences of rows
             per epoch.
         longest_first (`bool`): Start every epoch with its most expensive step.
-        num_processes (`int`, *optional*): Number of processes; by default that of accelerate's `PartialState` if it
-            exists, else 1.
-        process_index (`int`, *optional*): Process whose batches alone are yielded.
+        evaluation (`bool`): Whether every row comes exactly once.
+        num_processes (`int`, *optional*): Number of processes; by default accelerate's, of a device mesh only the
+            data-parallel ranks, else that of torch.distributed.
+        process_index (`int`, *optional*): Process whose batches alone are yielded; by default the rank, if
+            torch.distributed runs without accelerate.
 
     Raises:
-        PlanError: If `process_index` is not below `num_processes`.
+        PlanError: If `process_index` is not below `num_processes`, or `evaluation` meets `weights` or `longest_first`.
     """
 
     config: BucketPlanConfig | LengthPlanConfig | PackPlanConfig
@@ -58,6 +65,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         *,
         weights: npt.ArrayLike | Mapping[int, float] | None,
         longest_first: bool,
+        evaluation: bool,
         num_processes: int | None,
         process_index: int | None,
     ) -> None:
@@ -65,8 +73,13 @@ class PlannedBatchSampler(Sampler[list[int]]):
             weights if weights is None or isinstance(weights, Mapping) else whole_column(weights, np.float64)
         )
         self.longest_first = longest_first
+        if evaluation and (longest_first or weights is not None):
+            raise PlanError(
+                "`evaluation=True` takes every row once, in order; leave `weights` and `longest_first` out."
+            )
         self._num_processes = num_processes
-        self.process_index = process_index
+        self._process_index = process_index
+        self._loader: weakref.ref[Any] | None = None
         self.epoch = 0
         self._legs: Legs = ()
         self._cached: tuple[tuple[int, int, Legs], EpochPlan] | None = None
@@ -77,9 +90,15 @@ class PlannedBatchSampler(Sampler[list[int]]):
     @property
     def num_processes(self) -> int:
         """Processes that share the batches."""
-        if self._num_processes is not None:
-            return self._num_processes
-        return PartialState().num_processes if PartialState._shared_state else 1
+        return process_group()[0] if self._num_processes is None else self._num_processes
+
+    @property
+    def process_index(self) -> int | None:
+        """Process whose batches alone are yielded; None if accelerate shares them out, or there is one process."""
+        if self._process_index is not None or PartialState._shared_state:
+            return self._process_index
+        running, rank = process_group()
+        return rank if running == self.num_processes else None
 
     @property
     def sampler(self) -> PlannedBatchSampler:
@@ -133,6 +152,9 @@ class PlannedBatchSampler(Sampler[list[int]]):
     def total_steps(self, epochs: int) -> int:
         """Return the steps of epochs 0 to `epochs - 1` together; the number of steps differs between epochs.
 
+        For transformers.Trainer, which takes all epochs to be as long as the first, see
+        [`EqualEpochs`][hf_bucketing.loaders.EqualEpochs].
+
         Raises:
             PlanError: If an epoch cannot be planned.
         """
@@ -146,12 +168,18 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """Return the cost of each sample of a plan, in the order of `plan.indices`."""
         raise NotImplementedError
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+        raise NotImplementedError
+
     def _columns(self) -> Mapping[str, object]:
         """Return the columns and tables that the plan depends on, by name."""
         raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; the present epoch again changes nothing."""
+        self._loader = None
         if epoch != self.epoch:
             self.epoch, self._legs = epoch, ()
 
@@ -190,6 +218,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """
         seed, fingerprint = self._fingerprint()
         check_state(state, fingerprint=fingerprint, seed=seed)
+        self._loader = None
         self.epoch = int(state["epoch"])
         self._legs = tuple((int(processes), int(steps)) for processes, steps in state["consumed"])
 
@@ -201,11 +230,40 @@ class PlannedBatchSampler(Sampler[list[int]]):
         return self._described
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self.plan().batches(process_index=self.process_index, first_step=self.first_step)
-        yield from (batch.tolist() for batch in batches)
+        loader = current_loader(self)
+        if loader is not None:
+            self._follow(loader)
+        plan = self.plan()
+        if loader is not None and self.config.evaluation:
+            # gather_for_metrics keeps so many samples of the last step; 0 means all.
+            loader.remainder = plan.num_processes - plan.repeated if plan.repeated else 0
+        batches = plan.batches(process_index=self.process_index, first_step=self.first_step)
+        return (batch.tolist() for batch in batches)
+
+    def _follow(self, loader: Any) -> None:
+        """Take the epoch from a loader of accelerate that begins to draw, and tell it to the collator.
+
+        Raises:
+            PlanError: If it would lose batches.
+        """
+        check_host(loader, num_rows=self.num_rows, num_processes=self.num_processes, process_index=self.process_index)
+        self.set_epoch(loader.iteration)
+        if self.first_step and (skipped := skipped_by(loader)):
+            raise PlanError(
+                f"The sampler resumes at step {self.first_step}, and skip_first_batches would leave out {skipped} "
+                "more: iterate the loader itself, whose place was loaded."
+            )
+        if hasattr(loader.collate_fn, "set_epoch"):
+            loader.collate_fn.set_epoch(self.epoch)
+        self._loader = weakref.ref(loader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loader": None}
 
     def __len__(self) -> int:
-        steps = self.plan().num_steps - self.first_step
+        loader = None if self._loader is None else self._loader()
+        epoch = self.epoch if loader is None else loader.iteration  # the next one, when its epoch has ended
+        steps = self.plan(epoch).num_steps - (self.first_step if epoch == self.epoch else 0)
         return steps if self.process_index is not None else steps * self.num_processes
 
 
@@ -223,11 +281,6 @@ def _empty_plan(num_processes: int, *, consumed: int) -> EpochPlan:
 def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
     """Return the settings of a plan, each from the sampler's argument of the same name."""
     return kind(**{field.name: arguments[field.name] for field in fields(kind)})  # type: ignore[arg-type]
-
-
-def whole_column(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
-    """Return values as an array; a `datasets.Column` is sliced, since numpy would read it row by row."""
-    return np.asarray(values[:] if isinstance(values, Column) else values, dtype)
 
 
 def warn_of_rejected(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import IntArray
+from ..buckets.arrays import IntArray, whole_column
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
 from ..randomness import Purpose, generator
@@ -63,10 +63,10 @@ class RandomResize:
 
         Rows with a side below 1 have no size and get 0 tokens. The arguments are the data set's columns.
         """
-        columns = [np.asarray(column, np.int64) for column in (num_frames, height, width)]
+        columns = [whole_column(column, np.int64) for column in (num_frames, height, width)]
         usable = np.minimum.reduce(columns) >= 1
         frames, heights, widths = (np.where(usable, column, 1) for column in columns)
-        indices = np.asarray(index, np.int64)
+        indices = whole_column(index, np.int64)
 
         def count(epoch: int) -> IntArray:
             drawn = self._sides(heights, widths, indices=indices, epoch=epoch)

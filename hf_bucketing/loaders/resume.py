@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch.utils.data import DataLoader
 
 from ..buckets.arrays import IntArray
-from ..errors import BucketingError
+from ..errors import BucketingError, PlanError
 from ..plans.epoch import EpochPlan
 from ..randomness import Purpose, integer_seed
 from .check import check_loader, planned_sampler
+from .host import current_loader, samplers_of
+from .planned import PlannedBatchSampler
 from .window import AccumulationWindow
 
 
@@ -57,12 +60,17 @@ def resume(accelerator: Accelerator, loader: DataLoader[Any]) -> ResumableLoader
     return ResumableLoader(accelerator, loader)
 
 
-class ResumableLoader:
-    """A prepared loader that knows its place: iterating starts there, and checkpoints hold it.
+class ResumableLoader(DataLoaderShard):
+    """A prepared loader that knows its place, so that checkpoints hold it.
 
-    A batch counts as finished once it is handed out, so save after its step, not before. What was saved inside a
-    window of gradient accumulation continues at the start of that window, with its random states, since checkpoints
-    hold no gradients. Each epoch is announced to the collator (`set_epoch`), and no global random number is drawn.
+    In all else it is that loader: each `iter()` yields the whole epoch, or what was left of it when it was loaded, and
+    the next epoch follows once an iteration has reached the end. A batch counts as finished once it is handed out, so
+    save after its step, not before. What was saved inside a window of gradient accumulation continues at the start of
+    that window, with its random states, since checkpoints hold no gradients. No global random number is drawn. Several
+    loaders of one accelerator, as for training and validation, each keep their place; one whose sampler has
+    `evaluation=True` always starts at the beginning.
+
+    `accelerator.skip_first_batches(loader, n)` gives another loader, whose place no checkpoint can hold.
 
     Args:
         accelerator (`Accelerator`): See [`resume`].
@@ -73,23 +81,23 @@ class ResumableLoader:
     """
 
     def __init__(self, accelerator: Accelerator, loader: DataLoader[Any]) -> None:
-        if getattr(loader, "use_stateful_dataloader", False):
+        stateful = getattr(loader, "use_stateful_dataloader", False)
+        if stateful:
             # Its own state counts what was drawn, all processes write it to one file, and prepare() has begun to draw.
             loader.use_stateful_dataloader = False
-            self._reset: Any = loader.load_state_dict  # type: ignore[attr-defined]
-        else:
-            self._reset = None
         check_loader(accelerator, loader)
+        if not isinstance(loader, DataLoaderShard):
+            raise PlanError("Only a prepared loader can be resumed: pass what accelerator.prepare(loader) returns.")
+        self.__dict__.update(loader.__dict__)
         self.accelerator = accelerator
-        self.loader = loader
-        self.sampler = planned_sampler(loader)
+        self.sampler: PlannedBatchSampler = planned_sampler(loader)
         self.step = self.sampler.first_step
+        self._drew_ahead = stateful
         self._window = AccumulationWindow(accelerator, self.step)
         self._generator: torch.Generator | None = None
-        if getattr(loader, "generator", None) is None:
+        if self.base_dataloader.generator is None:
             # An iterator draws a seed for its workers; from torch's own state, a resumed run would draw once more.
-            self._generator = torch.Generator()
-            getattr(loader, "base_dataloader", loader).generator = self._generator
+            self._generator = self.base_dataloader.generator = torch.Generator()
         accelerator.register_for_checkpointing(self)
 
     @property
@@ -117,23 +125,26 @@ class ResumableLoader:
             self._window.start, self._window.start + self.accelerator.gradient_accumulation_steps
         )
 
+    def rows_of_step(self, step: int) -> IntArray:
+        """Return the rows that this process takes in a step of `plan`."""
+        shards = [outer for outer in samplers_of(self) if isinstance(outer, BatchSamplerShard)]
+        process = shards[0].process_index if shards else self.sampler.process_index or 0
+        return self.plan.batch(step * self.plan.num_processes + process)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate, from its start; the present one again changes nothing."""
         if epoch != self.epoch:
             self.step = self._window.start = 0
-        self.loader.set_epoch(epoch)  # type: ignore[attr-defined]
-        collator: Any = self.loader.collate_fn
-        if hasattr(collator, "set_epoch"):
-            collator.set_epoch(epoch)
+        super().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        self.sampler.load_state_dict(self.sampler.state_dict(step=self.step))
         self.set_epoch(self.epoch)
-        if self._reset is not None:
-            self._reset({})  # what prepare() drew
-            self._reset = None
+        if self._drew_ahead:
+            self.base_dataloader.load_state_dict({})
+            self._drew_ahead = False
         if self._generator is not None:
-            self._generator.manual_seed(integer_seed(Purpose.LOADER, self.sampler.state_dict()["seed"], self.epoch))
+            self._generator.manual_seed(integer_seed(Purpose.LOADER, self.sampler.config.seed, self.epoch))
+        self.step = self._window.start = self.sampler.first_step
         for batch in self._batches():
             self._window.enter(self.step)
             self.step += 1
@@ -143,14 +154,14 @@ class ResumableLoader:
     def _batches(self) -> Iterator[Any]:
         """Yield the loader's batches; say which process, step and rows it was when a worker dies or hangs."""
         try:
-            yield from self.loader
+            yield from super().__iter__()
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise
             process = self.accelerator.process_index
             # accelerate draws one batch ahead of the one at hand.
             ahead = range(self.step, min(self.step + 2, self.plan.num_steps))
-            rows = [self.plan.batch(step * self.plan.num_processes + process).tolist() for step in ahead]
+            rows = [self.rows_of_step(step).tolist() for step in ahead]
             happened = str(error).rstrip(".")
             raise BucketingError(
                 f"Process {process} got no batch after step {self.step} of epoch {self.epoch}: {happened}. The worker "
@@ -158,13 +169,19 @@ class ResumableLoader:
                 "that takes all memory or hangs, raise the loader's `timeout`, or lower `num_workers`."
             ) from error
 
-    def __len__(self) -> int:
-        """Return the steps that are left of the epoch."""
-        return self.plan.num_steps - self.step
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values, the same on every process; see `PlannedBatchSampler.state_dict`."""
-        return self.sampler.state_dict(step=self._window.resume_from(self.step))
+        """Return the place as JSON values, the same on every process; see `PlannedBatchSampler.state_dict`.
+
+        Raises:
+            PlanError: If another loader, such as that of `skip_first_batches`, draws from the same sampler.
+        """
+        if current_loader(self.sampler) not in (None, self):
+            raise PlanError(
+                "A checkpoint cannot hold the place of skip_first_batches: iterate the loader that resume() returned, "
+                "which load_state puts in its place."
+            )
+        step = 0 if self.sampler.config.evaluation else self._window.resume_from(self.step)
+        return self.sampler.state_dict(step=step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, on any number of processes.
@@ -173,5 +190,5 @@ class ResumableLoader:
             PlanError: If the rows, the table, the settings or the seed differ.
         """
         self.sampler.load_state_dict(state)
-        self.step = self.sampler.first_step
+        self.iteration, self.step = self.epoch, self.sampler.first_step
         self._window.restore(self.step)

@@ -17,7 +17,8 @@ class AccumulationWindow(Generic[Place]):
     """Remember the place and the random states with which the present window of gradient accumulation began.
 
     A window that was not finished starts again, since no checkpoint holds gradients. Its dropout has to as well, but
-    accelerate saves the random states of the moment; these are saved beside them.
+    accelerate saves the random states of the moment; these are saved beside them. Each loader of an accelerator has
+    its own place, and all share the random states.
 
     Args:
         accelerator (`Accelerator`): Its `save_state` and `load_state` are followed.
@@ -27,17 +28,14 @@ class AccumulationWindow(Generic[Place]):
     def __init__(self, accelerator: Accelerator, start: Place) -> None:
         self.accelerator = accelerator
         self.start = start
-        self._states: dict[str, Any] | None = None
-        self._loaded: Path | None = None
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(Path(folder)))
-        accelerator.register_load_state_pre_hook(lambda models, folder: self._find(Path(folder)))
+        self._random = _RandomStates.of(accelerator)
 
     def enter(self, place: Place) -> None:
         """Begin a window at a place, unless the present one continues; call it before each batch is handed out."""
         if self.accelerator.sync_gradients:
             self.start = place
             if self.accelerator.gradient_accumulation_steps > 1:
-                self._states = _random_states()
+                self._random.states = _random_states()
 
     def resume_from(self, place: Place) -> Place:
         """Return the place to save: `place` between two windows, else the start of the present one."""
@@ -49,13 +47,35 @@ class AccumulationWindow(Generic[Place]):
         # accelerate keeps its place in the accumulation window in a file per process: absent where there are more
         # processes than before, and wrong for a window that starts again.
         self.accelerator.step = 0
+        self._random.restore()
+
+
+class _RandomStates:
+    """Save the random states of the start of an accelerator's window, and load them."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.states: dict[str, Any] | None = None
+        self._loaded: Path | None = None
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(Path(folder)))
+        accelerator.register_load_state_pre_hook(lambda models, folder: self._find(Path(folder)))
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> _RandomStates:
+        """Return those of an accelerator, the same for all its loaders."""
+        if not hasattr(accelerator, "_window_random_states"):
+            accelerator._window_random_states = cls(accelerator)
+        states: _RandomStates = accelerator._window_random_states
+        return states
+
+    def restore(self) -> None:
         if self._loaded is not None and self._loaded.is_file():
             _set_random_states(torch.load(self._loaded, weights_only=False))
         self._loaded = None
 
     def _save(self, folder: Path) -> None:
-        if self._states is not None and not self.accelerator.sync_gradients:
-            torch.save(self._states, self._file(folder))
+        if self.states is not None and not self.accelerator.sync_gradients:
+            torch.save(self.states, self._file(folder))
         else:
             self._file(folder).unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..buckets.arrays import IntArray
 from ..errors import PlanError
 from .deal import CATCH_ALL, Steps, ranges
-from .epoch import EpochPlan
+from .epoch import MIXED, EpochPlan
 from .rows import EpochRows
 
 _CHUNK = 2**22
@@ -71,7 +71,7 @@ def unbucketed_plan(rows: IntArray, first: IntArray, sizes: IntArray, *, label: 
     """Make a plan of the batches `rows[first : first + size]`, all with the same label."""
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     labels = np.full(len(sizes), label, np.int32)
-    return counted_plan(take_segments(rows, first, sizes), offsets, labels, chosen=chosen)
+    return counted_plan(take_segments(rows, first, sizes), offsets, labels, chosen=chosen, rest=label)
 
 
 def counted_plan(
@@ -81,11 +81,18 @@ def counted_plan(
     *,
     chosen: EpochRows,
     filled: int = 0,
+    rest: int = MIXED,
 ) -> EpochPlan:
     """Make a plan and count what it keeps, repeats and drops; rows without another reason are the `remainder`.
 
-    `filled` of the indices repeat a row only to complete a batch.
+    `filled` of the indices repeat a row only to complete a batch. For evaluation, the remainder makes one more step of
+    one row per process, labelled `rest`, in which the last processes repeat what the first ones have.
     """
+    if chosen.evaluation and len(left := np.setdiff1d(chosen.rows, indices, assume_unique=True)):
+        filled = chosen.num_processes - len(left)
+        indices = np.concatenate([indices, np.resize(left, chosen.num_processes)])
+        offsets = np.concatenate([offsets, offsets[-1] + 1 + np.arange(chosen.num_processes)])
+        labels = np.concatenate([labels, np.full(chosen.num_processes, rest)])
     reasons = {**chosen.drop_reasons, "remainder": len(chosen.rows) - (len(indices) - filled)}
     repeats = filled > 0 or chosen.repeats
     return EpochPlan(

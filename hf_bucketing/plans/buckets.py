@@ -16,7 +16,7 @@ from ..settings import check_literals
 from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
 from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order
 from .epoch import EpochPlan
-from .rows import EpochRows, PlanConfig, epoch_rows
+from .rows import EpochRows, PlanConfig, check_evaluation, epoch_rows
 
 Weights = npt.ArrayLike | Mapping[int, float]
 
@@ -44,6 +44,7 @@ class BucketPlanConfig(PlanConfig):
         if not sizes or min(sizes) < 1:
             raise PlanError(f"Every `batch_size` must be at least 1, got {self.batch_size!r}.")
         check_literals(self, error=PlanError)
+        check_evaluation(self)
         if self.remainder == "catch_all" and self.base is None:
             raise PlanError('`remainder="catch_all"` needs `base`, the bucket whose size the mixed batches get.')
         if not self.lockstep and self.remainder != "catch_all":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import FloatArray, IntArray, whole_column
 from ..errors import PlanError, refuse_old_names
 
 MIXED = -2
@@ -130,12 +130,12 @@ class EpochPlan:
             return counts
         sizes = np.diff(self.offsets)
         if num_tokens is not None:
-            tokens = np.asarray(num_tokens)[self.indices]
+            tokens = whole_column(num_tokens)[self.indices]
             longest = np.maximum.reduceat(tokens, self.offsets[:-1])
             computed = (longest * sizes).sum() if max_tokens is None else max_tokens * self.num_batches
             counts["padding"] = 1 - float(tokens.sum() / computed)
         if costs is not None or num_tokens is not None:
-            each = np.asarray(num_tokens if costs is None else costs, np.float64)[self.indices]
+            each = whole_column(num_tokens if costs is None else costs, np.float64)[self.indices]
             if max_tokens is None:
                 each = np.repeat(np.maximum.reduceat(each, self.offsets[:-1]), sizes)
             counts.update(self._cost_summary(each))

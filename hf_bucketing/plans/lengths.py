@@ -20,7 +20,7 @@ from .balance import even_batches
 from .buckets import BucketPlanConfig, plan_lockstep
 from .deal import Remainder
 from .epoch import MIXED, EpochPlan
-from .rows import EpochRows, Oversize, PlanConfig, check_positive, epoch_rows
+from .rows import EpochRows, Oversize, PlanConfig, check_evaluation, check_positive, epoch_rows
 
 LengthStrategy = Literal["bucket", "random", "sorted"]
 LengthRemainder = Literal["short", "drop"]
@@ -54,6 +54,7 @@ class LengthPlanConfig(PlanConfig):
         if self.remainder not in get_args(LengthRemainder) and self.remainder in get_args(Remainder):
             raise PlanError(f'`remainder="{self.remainder}"` is for buckets of sizes; lengths take "short" or "drop".')
         check_literals(self, error=PlanError)
+        check_evaluation(self)
         if (self.batch_size is None) == (self.max_tokens is None):
             raise PlanError("Give either `batch_size` or `max_tokens`.")
         if self.batch_size is not None and self.max_samples is not None:
@@ -141,7 +142,7 @@ def plan_lengths(
         weights=weights,
         consumed=consumed,
     )
-    if len(chosen.rows) < num_processes and not chosen.consumed:
+    if len(chosen.rows) < (1 if config.evaluation else num_processes) and not chosen.consumed:
         raise PlanError(
             f"{len(chosen.rows)} of {len(values)} rows have a length, fewer than the {num_processes} processes."
         )

@@ -18,7 +18,7 @@ from .assemble import unbucketed_plan
 from .balance import even_batches, longest_first_to_least_loaded, similar_costs_together
 from .bin_packing import Limits, PackStrategy, fill_packs
 from .epoch import PACKED, EpochPlan
-from .rows import EpochRows, Oversize, PlanConfig, check_positive, epoch_rows
+from .rows import EpochRows, Oversize, PlanConfig, check_evaluation, check_positive, epoch_rows
 
 Balance = Literal["none", "cost"]
 
@@ -49,6 +49,7 @@ class PackPlanConfig(PlanConfig):
 
     def __post_init__(self) -> None:
         check_literals(self, error=PlanError)
+        check_evaluation(self)
         counts = ("max_tokens", "open_packs", "window", "max_samples", "strip_length", "accumulation_steps")
         check_at_least(1, self, *counts, error=PlanError)
         check_positive(self, "max_cost")
@@ -112,7 +113,7 @@ def plan_packs(
         weights=weights,
         consumed=consumed,
     )
-    if len(chosen.rows) < num_processes and not chosen.consumed:
+    if len(chosen.rows) < (1 if config.evaluation else num_processes) and not chosen.consumed:
         raise PlanError(
             f"{len(chosen.rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
             "Look at the counts of the data set's rejection column."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ class PlanConfig:
 
     shuffle: bool = True
     seed: int = 0
+    evaluation: bool = False
 
 
 class EpochRows(NamedTuple):
@@ -36,6 +37,7 @@ class EpochRows(NamedTuple):
         repeats (`bool`): Whether a row may occur more than once.
         num_processes (`int`): Processes that share the plan, at least 1.
         rng (`numpy.random.Generator`, *optional*): Source of the order; None keeps the order of the rows.
+        evaluation (`bool`): Whether rows that do not divide evenly make one more step, which repeats some of them.
     """
 
     rows: IntArray
@@ -45,6 +47,7 @@ class EpochRows(NamedTuple):
     repeats: bool
     num_processes: int
     rng: np.random.Generator | None
+    evaluation: bool = False
 
     def shuffled(self, values: IntArray) -> IntArray:
         """Return values in random order, or in their own without a generator."""
@@ -105,7 +108,7 @@ def epoch_rows(
         rows = np.repeat(np.arange(len(usable)), counts)
         taken = total - len(rows)
     rng = generator(purpose, config.seed, epoch, taken) if config.shuffle else None
-    return EpochRows(rows, reasons, taken, different, repeats, num_processes, rng)
+    return EpochRows(rows, reasons, taken, different, repeats, num_processes, rng, config.evaluation)
 
 
 def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
@@ -155,6 +158,15 @@ def _checked(weights: npt.ArrayLike, num_rows: int) -> FloatArray:
     if len(values) and not (np.isfinite(values).all() and values.min() >= 0):
         raise PlanError("`weights` are occurrences of each row per epoch; they must be finite and at least 0.")
     return values
+
+
+def check_evaluation(config: Any) -> None:
+    """Raise PlanError if a plan for evaluation would leave rows out or repeat them."""
+    for name in ("remainder", "oversize"):
+        if config.evaluation and getattr(config, name, None) in ("drop", "repeat"):
+            raise PlanError(f'`evaluation=True` takes every row once; leave `{name}="{getattr(config, name)}"` out.')
+    if config.evaluation and not getattr(config, "lockstep", True):
+        raise PlanError("`lockstep=False` drops rows, of which `evaluation=True` takes every one; leave one out.")
 
 
 def check_positive(config: object, *names: str) -> None:

@@ -10,6 +10,7 @@ from textwrap import fill
 import numpy as np
 import numpy.typing as npt
 
+from ..buckets.arrays import whole_column
 from ..buckets.assignment import AssignmentRule, Rejection, count_rejections
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
@@ -198,7 +199,7 @@ def describe_assignment(
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
     """
     sizes = read_sizes(SizeColumns(columns["num_frames"], columns["height"], columns["width"]))
-    ids, rejection = np.asarray(columns["bucket_id"], np.int32), np.asarray(columns["rejection"])
+    ids, rejection = whole_column(columns["bucket_id"], np.int32), whole_column(columns["rejection"])
     targets = assigned_targets(sizes, ids, rejection, table=table, spec=spec)
     by_bucket = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
     used, starts = np.unique(ids[by_bucket], return_index=True)

@@ -216,7 +216,7 @@ class Trainer:
             self.log.write_plan(epoch, self.loader.plan.summary())
         for batch in self.loader:
             step = self.loader.step - 1
-            rows = self.loader.plan.batch(step * self.accelerator.num_processes + self.accelerator.process_index)
+            rows = self.loader.rows_of_step(step)
             tokens = self.data.tokens_of(rows, epoch=epoch)
             whole = self.data.loss_weights(self.loader.rows_in_window, epoch=epoch).sum()
             weights = (self.data.loss_weights(rows, epoch=epoch) / whole).to(self.accelerator.device)

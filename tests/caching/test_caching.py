@@ -130,7 +130,9 @@ def test_missing_corrupt_and_rejected_entries_name_their_row(prepared, pipeline_
         collator([row])
 
 
-def test_a_prepared_folder_remembers_its_cache_and_may_move_with_it(prepared, pipeline_dir, tmp_path: Path) -> None:
+def test_a_prepared_folder_remembers_its_cache_and_may_move_with_it(
+    prepared, pipeline_dir, tmp_path: Path, columns_read_whole
+) -> None:
     keyed = cached(first(prepared, 1), load_recipe(pipeline_dir), tmp_path / "here" / "cache", views=RANDOM, seed=2)
     keyed.save(tmp_path / "here" / "cached")
     (tmp_path / "here").rename(tmp_path / "there")

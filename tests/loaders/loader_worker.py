@@ -96,11 +96,11 @@ class Run(NamedTuple):
     def shorten_timeout(self) -> None:
         """Replace the loader's timeout when both workers have made a batch, so that a slow start never exceeds it."""
         if self.timeout_once_started is not None and self.loader.step == 2:
-            self.loader.loader.base_dataloader._iterator._timeout = self.timeout_once_started
+            self.loader.base_dataloader._iterator._timeout = self.timeout_once_started
 
     def stop_workers(self) -> None:
         """Stop the workers now: garbage collection ends their queues first, and waits five seconds for each."""
-        self.loader.loader.base_dataloader._iterator = None
+        self.loader.base_dataloader._iterator = None
 
 
 def check_every_step(output: Path, **options: Any) -> None:

@@ -228,7 +228,7 @@ def test_other_errors_of_the_loader_pass_unchanged() -> None:
         raise RuntimeError("out of memory")
 
     accelerator = Accelerator(cpu=True)
-    loader = resume(accelerator, accelerator.prepare(DataLoader(range(99), batch_sampler=make_sampler("pack"),
+    loader = resume(accelerator, accelerator.prepare(DataLoader(range(47), batch_sampler=make_sampler("pack"),
                                                                 collate_fn=collate)))  # fmt: skip
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
         list(loader)

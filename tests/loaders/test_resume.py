@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,9 +103,9 @@ def test_batches_that_workers_drew_ahead_are_not_lost(num_processes: int, persis
                 break
         other = resumable(bucket, num_processes, 0, **options)
         other.load_state_dict(loader.state_dict())
-        loader.loader.base_dataloader._iterator = None  # its workers stop
+        loader.base_dataloader._iterator = None  # its workers stop
         loader = other
-    loader.loader.base_dataloader._iterator = None
+    loader.base_dataloader._iterator = None
     assert seen == wanted
 
 
@@ -134,6 +135,83 @@ def test_a_window_of_accumulation_that_was_not_finished_starts_again() -> None:
             break
 
 
+@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_iterating_again_starts_again_and_the_length_stays(num_processes: int, stateful: bool) -> None:
+    loader = resumable(bucket, num_processes, 0, stateful=stateful)
+    whole = [batch.tolist() for batch in loader.plan.batches(process_index=0)]
+    assert next(iter(loader)) == next(iter(loader)) == whole[0]
+    assert [batch for batch, _ in zip(loader, range(2), strict=False)] == whole[:2]
+    state = loader.state_dict()
+    assert state["consumed"] == [[num_processes, loader.step]], "what was handed out counts as finished"
+    assert [(batch, len(loader)) for batch in loader] == [(batch, len(whole)) for batch in whole]
+    loader.load_state_dict(state)
+    rest = whole[state["consumed"][0][1] :]
+    assert next(iter(loader)) == rest[0]
+    assert [(batch, len(loader)) for batch in loader] == [(batch, len(rest)) for batch in rest]
+    assert (loader.epoch, loader.step, len(loader)) == (1, 0, loader.plan.num_steps)
+
+
+def test_a_validation_loader_under_resume_leaves_the_training_loaders_place_and_random_states(tmp_path) -> None:
+    def start(folder=None):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        loaders = [
+            resume(accelerator, accelerator.prepare(DataLoader(range(47), batch_sampler=make(), collate_fn=list)))
+            for make in (bucket, pack)
+        ]
+        if folder is not None:
+            accelerator.load_state(str(folder))
+        return accelerator, *loaders
+
+    def train(accelerator, training, validation, *, save_at=None):
+        for batch in training:
+            with accelerator.accumulate():
+                yield batch, torch.rand(1).item()
+            if training.step == 3:
+                seen = [(torch.rand(1).item(), rows) for rows in validation]
+                assert len(seen) > 3
+            if training.step == save_at:
+                accelerator.save_state(str(tmp_path / str(save_at)))
+
+    whole = list(train(*start()))
+    for step in (5, 6):  # within a window, and after it
+        list(train(*start(), save_at=step))
+        accelerator, training, validation = start(tmp_path / str(step))
+        assert (training.step, validation.epoch, validation.step) == (step // 3 * 3, 1, 0)
+        assert list(train(accelerator, training, validation)) == whole[step // 3 * 3 :]
+
+
+def test_a_resumable_loader_has_what_the_prepared_one_has() -> None:
+    accelerator = Accelerator(cpu=True)
+    sampler, rows = make_sampler("bucket"), range(len(IDS))
+    prepared = accelerator.prepare(DataLoader(rows, batch_sampler=sampler, collate_fn=torch.tensor, timeout=0))
+    loader = resume(accelerator, prepared)
+    for name in ("dataset", "batch_sampler", "collate_fn", "num_workers", "timeout", "pin_memory", "device"):
+        assert getattr(loader, name) is getattr(prepared, name)
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader, DataLoaderShard)
+    ends = [accelerator.gradient_state.end_of_dataloader for _ in loader]
+    assert ends == [False] * (len(ends) - 1) + [True]
+    with pytest.raises(PlanError, match="Only a prepared loader"):
+        resume(accelerator, DataLoader(rows, batch_sampler=sampler))
+
+
+def test_skip_first_batches_of_a_resumable_loader_keeps_its_epoch_and_is_never_saved() -> None:
+    loader = resumable(bucket, 2, 1)
+    for epoch in (0, 2):
+        loader.set_epoch(epoch)
+        wanted = [batch.tolist() for batch in loader.plan.batches(process_index=1)]
+        assert list(skip_first_batches(loader, 3)) == wanted[3:]
+    skipped = skip_first_batches(loader, 3)
+    for _ in skipped:
+        with pytest.raises(PlanError, match="cannot hold the place of skip_first_batches"):
+            loader.state_dict()
+    loader.load_state_dict({**loader.state_dict(), "consumed": [[2, 4]]})
+    with pytest.raises(PlanError, match="resumes at step 4, and skip_first_batches would leave out 3 more"):
+        list(skip_first_batches(loader, 3))
+
+
 def test_each_epoch_reaches_the_collator() -> None:
     class Collator:
         def set_epoch(self, epoch: int) -> None:
@@ -143,8 +221,15 @@ def test_each_epoch_reaches_the_collator() -> None:
             return self.epoch
 
     loader = resumable(bucket, 1, 0)
-    loader.loader.base_dataloader.collate_fn = Collator()
+    loader.base_dataloader.collate_fn = Collator()
     assert [set(loader) for _ in range(3)] == [{0}, {1}, {2}]
+    plain = prepare_data_loader(
+        DataLoader(range(len(IDS)), batch_sampler=bucket(num_processes=2), collate_fn=Collator()),
+        num_processes=2,
+        process_index=1,
+    )
+    plain.set_epoch(4)
+    assert (set(plain), set(plain)) == ({4}, {5}), "without resume as well"
 
 
 @samplers

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import launch as launch_script
 from tests.conftest import run
 from tests.loaders.loader_worker import IDS
 
@@ -94,3 +95,13 @@ def test_real_runs_on_two_three_one_and_four_processes_share_one_epoch(tmp_path:
 def _rows(output: Path, process: int) -> list[list[int]]:
     log = output / f"log-{process}.jsonl"
     return [json.loads(line)[2] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+@pytest.mark.slow
+def test_a_transformers_trainer_takes_every_step_and_resumes_in_the_epoch_that_it_left(tmp_path: Path) -> None:
+    launch_script(WORKER.parent / "trainer_worker.py", tmp_path)
+
+
+@pytest.mark.slow
+def test_samplers_follow_torch_distributed_accelerate_and_its_device_mesh() -> None:
+    launch_script(WORKER.parent / "processes_worker.py", num_processes=4)

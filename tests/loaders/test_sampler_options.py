@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import typing
 
 import numpy as np
@@ -14,7 +15,14 @@ from torch.utils.data import DataLoader, Subset
 
 from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
 from hf_bucketing.buckets.cost import CostModel
-from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, LengthBatchSampler, PackBatchSampler, PadCollator
+from hf_bucketing.loaders import (
+    BucketBatchSampler,
+    BucketCollator,
+    EqualEpochs,
+    LengthBatchSampler,
+    PackBatchSampler,
+    PadCollator,
+)
 from hf_bucketing.plans import BucketPlanConfig, LengthPlanConfig, PackPlanConfig
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 192)), base=0)
@@ -25,16 +33,16 @@ TOKENS = np.random.default_rng(2).integers(0, 40, 90)
 LENGTHS = np.random.default_rng(1).uniform(1, 9, 90)
 
 
-def bucket_sampler(**options) -> BucketBatchSampler:
-    return BucketBatchSampler(IDS, **{"table": TABLE, "batch_size": 4, "num_processes": 2, **options})
+def bucket_sampler(column=IDS, **options) -> BucketBatchSampler:
+    return BucketBatchSampler(column, **{"table": TABLE, "batch_size": 4, "num_processes": 2, **options})
 
 
-def length_sampler(**options) -> LengthBatchSampler:
-    return LengthBatchSampler(LENGTHS, **{"max_tokens": 30, "num_processes": 2, **options})
+def length_sampler(column=LENGTHS, **options) -> LengthBatchSampler:
+    return LengthBatchSampler(column, **{"max_tokens": 30, "num_processes": 2, **options})
 
 
-def pack_sampler(**options) -> PackBatchSampler:
-    return PackBatchSampler(TOKENS, **{"max_tokens": 60, "num_processes": 2, **options})
+def pack_sampler(column=TOKENS, **options) -> PackBatchSampler:
+    return PackBatchSampler(column, **{"max_tokens": 60, "num_processes": 2, **options})
 
 
 WEIGHTS = np.where(np.arange(90) % 2, 0.5, 2.0)
@@ -192,11 +200,89 @@ def test_without_shuffle_every_epoch_takes_each_row_once_in_the_same_order(make,
         assert [row for pack in in_order for row in pack] == np.flatnonzero(usable).tolist()
 
 
+EVALUATIONS = {
+    bucket_sampler: [{}, {"remainder": "catch_all"}],
+    length_sampler: [{}, {"strategy": "random"}, {"strategy": "sorted", "max_tokens": None, "batch_size": 3}],
+    pack_sampler: [{}, {"strategy": "best_fit_decreasing"}, {"max_samples": 1}],
+}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
+@pytest.mark.parametrize("make", EVALUATIONS)
+def test_evaluation_takes_every_row_once_of_what_gather_for_metrics_keeps(make, num_processes: int) -> None:
+    completed = 0
+    for options, shuffle, count in itertools.product(EVALUATIONS[make], (True, False), (1, 2, 13, 80, 90)):
+        column = {bucket_sampler: np.abs(IDS), length_sampler: LENGTHS, pack_sampler: 1 + TOKENS}[make][:count]
+        steps = []
+        for process in range(num_processes):
+            sampler = make(column=column, evaluation=True, shuffle=shuffle, num_processes=num_processes, **options)
+            loader = prepare_data_loader(
+                DataLoader(range(count), batch_sampler=sampler, collate_fn=list),
+                num_processes=num_processes,
+                process_index=process,
+                put_on_device=False,
+            )
+            steps.append(list(loader))
+            assert len(steps[-1]) == sampler.plan(0).num_steps
+        assert (sampler.plan().dropped, sampler.plan().repeated < num_processes) == (0, True)
+        gathered = [[row for batch in step for row in batch] for step in zip(*steps, strict=True)]
+        if loader.remainder > 0:
+            gathered[-1] = gathered[-1][: loader.remainder]
+            completed += 1
+        assert sorted(row for step in gathered for row in step) == list(range(count))
+        if make is bucket_sampler and count == 90:
+            assert all(len(set(map(len, step))) == 1 for step in zip(*steps, strict=True)), "tensors can be gathered"
+    assert bool(completed) == (num_processes > 1)
+
+
+@pytest.mark.parametrize(("make", "options", "message"), [
+    (bucket_sampler, {"remainder": "drop"}, '`remainder="drop"` out'),
+    (bucket_sampler, {"remainder": "catch_all", "lockstep": False}, "`lockstep=False` drops rows"),
+    (length_sampler, {"remainder": "drop"}, '`remainder="drop"` out'),
+    (length_sampler, {"weights": WEIGHTS}, "leave `weights` and `longest_first` out"),
+    (pack_sampler, {"oversize": "drop"}, '`oversize="drop"` out'),
+    (pack_sampler, {"longest_first": True}, "leave `weights` and `longest_first` out"),
+])  # fmt: skip
+def test_evaluation_refuses_what_would_leave_rows_out_or_repeat_them(make, options, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make(evaluation=True, **options)
+
+
 @pytest.mark.parametrize("make", VARIANTS)
 def test_total_steps_add_up_the_plans_of_all_epochs(make) -> None:
     sampler = make(weights=WEIGHTS)
     assert sampler.total_steps(epochs=3) == sum(sampler.plan(epoch).num_steps for epoch in range(3))
     assert sampler.total_steps(epochs=0) == 0
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_equal_epochs_are_those_of_a_sampler_cut_anew(make, num_processes: int) -> None:
+    options = {"weights": WEIGHTS + 0.3, "num_processes": num_processes, "longest_first": make is not bucket_sampler}
+    whole = [batch.tolist() for epoch in range(4) for batch in make(**options).plan(epoch).batches()]
+    sampler, cut = EqualEpochs(make(**options)), []
+    steps = make(**options).plan(0).num_steps
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert sampler.plan().num_steps == steps
+        cut += list(sampler)
+    assert cut == whole[: len(cut)]
+    saved = sampler.state_dict(step=2)
+    again = EqualEpochs(make(**options))
+    again.load_state_dict(saved)
+    assert list(again) == cut[(2 * steps + 2) * num_processes :]
+    with pytest.raises(PlanError, match="The saved state does not fit"):
+        make(**options).load_state_dict(saved)
+    elsewhere = EqualEpochs(make(**{**options, "num_processes": 3}))
+    elsewhere.load_state_dict(saved)
+    with pytest.raises(PlanError, match="as many processes as before"):
+        list(elsewhere)
+
+
+def test_equal_epochs_refuse_what_cannot_be_cut() -> None:
+    for sampler in (bucket_sampler(evaluation=True), PackBatchSampler(lambda epoch: TOKENS, max_tokens=60)):
+        with pytest.raises(PlanError, match="cannot cut"):
+            EqualEpochs(sampler)
 
 
 def test_an_unknown_option_is_an_error() -> None:

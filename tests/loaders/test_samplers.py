@@ -11,11 +11,17 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
-from datasets.arrow_dataset import Column
 from torch.utils.data import DataLoader
 
-from hf_bucketing import BucketTable, LatentSpec, PlanError, Size
-from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler, check_loader
+from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
+from hf_bucketing.buckets.assignment import count_rejections
+from hf_bucketing.loaders import (
+    BucketBatchSampler,
+    LengthBatchSampler,
+    PackBatchSampler,
+    RandomResize,
+    check_loader,
+)
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -66,6 +72,7 @@ def test_prepared_loaders_advance_the_epoch_by_themselves(make, num_processes: i
     for process, loader in enumerate(sharded_loaders(make, num_processes)):
         for epoch in range(3):
             plan = make(num_processes=num_processes).plan(epoch)
+            assert len(loader) == plan.num_steps, "before an epoch, its own steps"
             assert list(loader) == [batch.tolist() for batch in plan.batches(process_index=process)]
 
 
@@ -74,8 +81,14 @@ def test_prepared_loaders_advance_the_epoch_by_themselves(make, num_processes: i
 def test_skip_first_batches_stays_in_its_epoch(make, num_processes: int) -> None:
     for process, loader in enumerate(sharded_loaders(make, num_processes)):
         loader.set_epoch(2)
-        wanted = [b.tolist() for b in make(num_processes=num_processes).plan(2).batches(process_index=process)]
-        assert list(skip_first_batches(loader, 3)) == wanted[3:]
+        for epoch in (2, 3, 4):
+            wanted = [b.tolist() for b in make(num_processes=num_processes).plan(epoch).batches(process_index=process)]
+            skipped = skip_first_batches(loader, 3)
+            if epoch == 4:
+                skipped.set_epoch(4)  # as transformers.Trainer does
+            assert list(skipped) == wanted[3:]
+            if epoch == 2:
+                list(loader)  # accelerate counts the epochs that were iterated
 
 
 @samplers
@@ -165,8 +178,8 @@ def test_check_loader_names_each_way_to_lose_batches() -> None:
     accelerator = Accelerator(cpu=True)
     cases = {
         "Expected a DataLoader with batch_sampler=": DataLoader(range(9), batch_size=3),
-        "plans for 2": loader_of(bucket_sampler(num_processes=2)),
-        "shared among 2": loader_of(bucket_sampler(num_processes=2, process_index=1)),
+        "plans for 2 processes, but its batches are shared among 1": loader_of(bucket_sampler(num_processes=2)),
+        "but the sampler plans for 2": loader_of(bucket_sampler(num_processes=2, process_index=1)),
         "shared among 6": prepare_data_loader(
             loader_of(bucket_sampler(num_processes=3, process_index=0)), num_processes=2, process_index=0
         ),
@@ -182,16 +195,40 @@ def test_check_loader_names_each_way_to_lose_batches() -> None:
         check_loader(dispatch, dispatch.prepare(loader_of(bucket_sampler())))
 
 
+def test_the_sampler_itself_refuses_a_loader_that_would_lose_rows() -> None:
+    dispatch = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    with pytest.raises(PlanError, match="set dispatch_batches=False"):
+        list(dispatch.prepare(loader_of(bucket_sampler())))
+    accelerator = Accelerator(cpu=True)
+    short = accelerator.prepare(DataLoader(range(9), batch_sampler=bucket_sampler()))
+    for refused in (list, lambda loader: check_loader(accelerator, loader)):
+        with pytest.raises(PlanError, match="data set has 9 rows, but the sampler was made for 107"):
+            refused(short)
+    other = prepare_data_loader(loader_of(bucket_sampler(num_processes=3)), num_processes=2, process_index=0)
+    with pytest.raises(PlanError, match="plans for 3 processes, but its batches are shared among 2"):
+        list(other)
+
+
 @pytest.mark.parametrize("make", [
     lambda rows: BucketBatchSampler(rows["ids"], table=TABLE, batch_size=4, weights=rows["weights"], num_processes=1),
     lambda rows: PackBatchSampler(rows["tokens"], max_tokens=150, text_tokens=rows["text"], num_processes=1),
     lambda rows: LengthBatchSampler(rows["tokens"], batch_size=4, num_processes=1),
 ], ids=["bucket", "pack", "length"])  # fmt: skip
-def test_columns_of_a_data_set_are_read_as_a_whole_and_not_row_by_row(make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_read_columns_of_a_data_set_as_a_whole(make, columns_read_whole) -> None:
     rows = Dataset.from_dict({"ids": IDS, "tokens": TOKENS, "text": [1] * len(IDS), "weights": [1.0] * len(IDS)})
-    read, get = [], Column.__getitem__
-    monkeypatch.setattr(Column, "__getitem__", lambda column, key: read.append(key) or get(column, key))
     plan = make(rows).plan(0)
-    assert plan.kept
-    assert read
-    assert all(isinstance(key, slice) for key in read)
+    assert plan.summary(num_tokens=rows["tokens"], costs=rows["weights"])["kept"]
+    assert columns_read_whole
+
+
+def test_tables_and_random_sizes_read_columns_of_a_data_set_as_a_whole(columns_read_whole) -> None:
+    sizes = {"num_frames": [1, 9], "height": [64, 64], "width": [128, 64]}
+    rows = Dataset.from_dict({**sizes, "index": [0, 1], "bucket_id": [1, 2], "rejection": ["", "aspect"]})
+    for table in (TABLE, open_table(WAN)):
+        ids = table.assign(*(rows[name] for name in sizes)).bucket_id
+        assert ids.tolist() == table.assign(*sizes.values()).bucket_id.tolist()
+    assert TABLE.num_tokens(rows["bucket_id"], spec=WAN).tolist() == [32, 48]
+    assert count_rejections(rows["rejection"]) == {"aspect": 1}
+    counter = RandomResize(spec=WAN).token_counter(**{name: rows[name] for name in (*sizes, "index")})
+    assert counter(0).min() > 0
+    assert len(columns_read_whole) == 12

@@ -1,0 +1,100 @@
+"""What accelerate's loader tells a batch sampler: who draws from it, in which epoch, for how many processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SkipBatchSampler
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from torch import distributed
+from torch.utils.data import DataLoader
+
+from ..errors import PlanError
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return the batch sampler of a loader, and inside it those that accelerate wrapped, the innermost last."""
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None)]
+    while hasattr(samplers[-1], "batch_sampler"):
+        samplers.append(samplers[-1].batch_sampler)
+    return samplers
+
+
+def shards_of(loader: DataLoader[Any]) -> int:
+    """Return the number of processes among which accelerate shares the batches of a loader."""
+    shards = 1
+    for sampler in samplers_of(loader):
+        shards *= sampler.num_processes if isinstance(sampler, BatchSamplerShard) else 1
+    return shards
+
+
+def skipped_by(loader: DataLoader[Any]) -> int:
+    """Return how many batches `skip_first_batches` leaves out of a loader on each process."""
+    return sum(sampler.skip_batches for sampler in samplers_of(loader) if isinstance(sampler, SkipBatchSampler))
+
+
+def current_loader(sampler: Any) -> Any:
+    """Return the loader of accelerate that is being iterated, if it draws from a sampler, else None.
+
+    accelerate announces a loader before it draws its first batch. Its `iteration` is the epoch, which `set_epoch` does
+    not tell a sampler inside `skip_first_batches` on several processes.
+    """
+    loader = GradientState().active_dataloader if GradientState._shared_state else None
+    return loader if loader is not None and samplers_of(loader)[-1] is sampler else None
+
+
+def process_group() -> tuple[int, int | None]:
+    """Return how many processes take different batches, and which one this is if nothing else shares them out.
+
+    accelerate shares batches out itself, among the data-parallel ranks of its device mesh: processes of one tensor- or
+    context-parallel group take the same batch. Without accelerate, the group of torch.distributed is asked.
+    """
+    if PartialState._shared_state:
+        return data_parallel_size(PartialState().num_processes), None
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size(), distributed.get_rank()
+    return 1, None
+
+
+def data_parallel_size(num_processes: int) -> int:
+    """Return among how many of accelerate's processes `accelerator.prepare` shares batches, as it counts them."""
+    meshes = AcceleratorState._shared_state
+    deepspeed = meshes.get("distributed_type") == DistributedType.DEEPSPEED
+    mesh = meshes.get("ds_device_mesh" if deepspeed and "ds_device_mesh" in meshes else "device_mesh")
+    if mesh is None:
+        return num_processes
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names}
+    if deepspeed:
+        return num_processes // sizes.get("tp", 1)
+    return sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+
+
+def check_host(loader: DataLoader[Any], *, num_rows: int, num_processes: int, process_index: int | None) -> None:
+    """Raise if a loader of accelerate would not hand each planned batch to one process.
+
+    Args:
+        loader (`DataLoader`): The loader, made with a planned sampler.
+        num_rows (`int`): Rows that the sampler knows.
+        num_processes (`int`): Processes that it plans for.
+        process_index (`int`, *optional*): Process whose batches alone it yields.
+
+    Raises:
+        PlanError: Under `dispatch_batches`, for a data set of another length, or for a loader that is not sharded
+            although several processes run, or is sharded twice.
+    """
+    if isinstance(loader, DataLoaderDispatcher):
+        raise PlanError("dispatch_batches joins batches of different sizes; set dispatch_batches=False.")
+    rows = len(loader.dataset) if hasattr(loader.dataset, "__len__") else num_rows
+    if rows != num_rows:
+        raise PlanError(
+            f"The loader's data set has {rows} rows, but the sampler was made for {num_rows}; make it from the "
+            "columns of the same data set."
+        )
+    shards = shards_of(loader) * (1 if process_index is None else num_processes)
+    if shards != num_processes:
+        raise PlanError(
+            f"The sampler plans for {num_processes} processes, but its batches are shared among {shards}: prepare the "
+            "loader once, without process_index, and let num_processes be accelerate's."
+        )
