@@ -6,6 +6,7 @@ CogVideoX attends to the padding of its text (226 tokens) as encoded: pass the e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,16 +108,10 @@ class CogVideoXFamily(JointFamily):
         handles: list[Any] = []
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
-
-        def add_table(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            layout = active_layout()
-            (table,) = position_strips(layout, lambda grid: (sincos_table(module, grid, base_size, output.device),))
-            return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
-
         if transformer.config.use_rotary_positional_embeddings:
             handles += super().hook_positions(transformer, base_size)
         if _has_table(transformer):
-            handles += [_WithoutTable(embed), embed.register_forward_hook(add_table)]
+            handles += [_WithoutTable(embed), embed.register_forward_hook(partial(_add_table, base_size))]
         return handles
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
@@ -124,6 +119,14 @@ class CogVideoXFamily(JointFamily):
         if not transformer.config.use_rotary_positional_embeddings:
             return {}
         return {"image_rotary_emb": self.positions(transformer, rows.grid, None, device=rows.latents.device)}
+
+
+def _add_table(
+    base_size: Grid | None, embed: CogVideoXPatchEmbed, args: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> torch.Tensor:
+    layout = active_layout()
+    (table,) = position_strips(layout, lambda grid: (sincos_table(embed, grid, base_size, output.device),))
+    return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
 
 
 class _WithoutTable:

@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 
 from ..errors import PackingError
+from ..packing.attachment import ATTRIBUTE, attach, attachment_of, unwrap
 from ..packing.attention.dispatch import resolve_backend
 from ..packing.family import Family
 from ..packing.layout import Grid
-from ..packing.pack import ATTRIBUTE, Packing, packing_of, unwrap
+from ..packing.pack import Packing
 from .registry import family_of
 
 
@@ -56,16 +57,14 @@ def enable_packing(
         raise PackingError(f"strip_length must be at least 1, got {strip_length}.")
     family.check(model, strip_length=strip_length)
     _check_positions(model, family, positions, base_size)
-    resolved = resolve_backend(backend)
     packing = Packing(
         transformer=model,
         family=family,
         strip_length=strip_length,
-        backend=resolved,
+        backend=resolve_backend(backend),
         base_size=base_size,
-        detach=family.attach(model, resolved, base_size=base_size),
     )
-    setattr(model, ATTRIBUTE, packing)
+    attach(packing)
     return packing
 
 
@@ -85,11 +84,9 @@ def _check_positions(model: torch.nn.Module, family: Family, positions: str, bas
 
 
 def disable_packing(transformer: torch.nn.Module) -> None:
-    """Restore the original attention processors and positions.
+    """Restore the original attention processors and positions of this transformer; its copies stay as they are.
 
     Raises:
         PackingError: If packing is not enabled.
     """
-    packing = packing_of(transformer)
-    packing.detach()
-    delattr(packing.transformer, ATTRIBUTE)
+    attachment_of(transformer).remove()

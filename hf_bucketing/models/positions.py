@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +35,19 @@ def hook_patch_embed(
     pos_embed: torch.nn.Module, table: Callable[[Any, Grid, torch.device], torch.Tensor]
 ) -> RemovableHandle:
     """Make a `PatchEmbed` add each sample's own positions, `(t·h·w, dim)`, to its strips; return the handle."""
+    return pos_embed.register_forward_hook(partial(_embed_strips, table))
 
-    def embed_strips(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        (positions,) = position_strips(active_layout(), lambda grid: (table(module, grid, output.device),))
-        tokens = module.proj(args[0]).flatten(2).transpose(1, 2)
-        embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
-        return embedded
 
-    return pos_embed.register_forward_hook(embed_strips)
+def _embed_strips(
+    table: Callable[[Any, Grid, torch.device], torch.Tensor],
+    module: Any,
+    args: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
+) -> torch.Tensor:
+    (positions,) = position_strips(active_layout(), lambda grid: (table(module, grid, output.device),))
+    tokens = module.proj(args[0]).flatten(2).transpose(1, 2)
+    embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
+    return embedded
 
 
 def sincos_table(module: Any, grid: Grid, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ The pipeline masks no text: pass the embeddings with their padding, as the pipel
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,10 +50,10 @@ class SD3Family(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding."""
-        return [hook_patch_embed(transformer.pos_embed, lambda embed, grid, _: _table(embed, grid, base_size))]
+        return [hook_patch_embed(transformer.pos_embed, partial(_table, base_size=base_size))]
 
 
-def _table(embed: PatchEmbed, grid: Grid, base_size: Grid | None) -> torch.Tensor:
+def _table(embed: PatchEmbed, grid: Grid, device: torch.device, *, base_size: Grid | None) -> torch.Tensor:
     """Return a sample's positions, `(h·w, dim)`: the middle of the table, interpolated if there is a base size."""
     _, height, width = base_size or grid
     middle: torch.Tensor = embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..losses.masked import masked_mse
+from ..packing.attachment import unwrap
 from ..packing.losses import packed_mse
-from ..packing.pack import PackedBatch, Packing, packed_forward, unwrap
+from ..packing.pack import PackedBatch, Packing, packed_forward
 from .enable import disable_packing, enable_packing
 from .registry import family_of
 

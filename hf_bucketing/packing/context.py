@@ -127,12 +127,12 @@ def exact_scalars(kwargs: Mapping[str, Any]) -> Iterator[None]:
 
 def keep_scalars_exact(transformer: torch.nn.Module) -> RemovableHandle:
     """Hook a transformer so that it gets the inputs that [`exact_scalars`] remembers, even if wrappers cast them."""
+    return transformer.register_forward_pre_hook(_restore, with_kwargs=True)
 
-    def restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        exact = _active.scalars
-        if exact is None:
-            return None
-        restored = {name: value.to(kwargs[name].device) for name, value in exact.items() if name in kwargs}
-        return args, {**kwargs, **restored}
 
-    return transformer.register_forward_pre_hook(restore, with_kwargs=True)
+def _restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    exact = _active.scalars
+    if exact is None:
+        return None
+    restored = {name: value.to(kwargs[name].device) for name, value in exact.items() if name in kwargs}
+    return args, {**kwargs, **restored}

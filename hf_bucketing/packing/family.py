@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch, Rows
-from .context import keep_scalars_exact
 from .layout import Grid, PackedLayout
 from .positions import hook_output, hook_rotary
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
@@ -136,28 +135,13 @@ class Family:
         """Register hooks that give each token its position in its own sample, and return their handles.
 
         By default, the tables of [`positions`] replace the output of the position module, or are passed to the
-        transformer where there is none.
+        transformer where there is none. Hooks are copied and pickled with the transformer: functions of a module, or
+        a `partial` of one.
         """
-
-        def table(module: Any, grid: Grid, device: torch.device) -> Rotary:
-            return self.positions(module, grid, base_size, device=device)
-
+        table = partial(self.positions, base_size=base_size)
         if self.position_module is None:
             return [hook_rotary(transformer, table)]
         return [hook_output(getattr(transformer, self.position_module), table)]
-
-    def attach(
-        self, transformer: Transformer, backend: Backend, *, base_size: Grid | None = None
-    ) -> Callable[[], None]:
-        """Swap the attention processors and hook the positions; return a function that undoes both."""
-        undo = ExitStack()
-        for handle in (*self.hook_positions(transformer, base_size), keep_scalars_exact(transformer)):
-            undo.callback(handle.remove)
-        for name, module in transformer.named_modules():
-            if hasattr(module, "set_processor"):
-                undo.callback(module.set_processor, module.processor)
-                module.set_processor(self.processor(name, backend) or module.processor)
-        return undo.close
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
+from .attachment import attachment_of
 from .attention.dispatch import Backend
 from .batch import PackedBatch
 from .context import bind_checkpoints, exact_scalars, exact_timesteps, use_layout
@@ -19,9 +19,6 @@ from .layout import Grid, PackedLayout
 from .strips import to_strips, token_grid
 from .texts import apply_text_mask, deduplicate
 from .token_drop import Seed, TokenDrop
-
-ATTRIBUTE = "_hf_bucketing_packing"
-"""Name under which a transformer carries its [`Packing`]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,6 @@ class Packing:
     family: Family
     strip_length: int
     backend: Backend
-    detach: Callable[[], None]
     base_size: Grid | None = None
 
     def pack(
@@ -174,32 +170,12 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
     Raises:
         PackingError: If packing is not enabled.
     """
-    packing = packing_of(transformer)
+    packing = attachment_of(transformer).packing
     batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
     kwargs = packing.family.forward_kwargs(batch)
     with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):
         output = transformer(**kwargs, return_dict=False)[0]
     return packing.family.output_strips(batch, output)
-
-
-def packing_of(transformer: torch.nn.Module) -> Packing:
-    """Return the packing of a transformer, wrapped or not.
-
-    Raises:
-        PackingError: If packing is not enabled.
-    """
-    packing: Packing | None = getattr(unwrap(transformer), ATTRIBUTE, None)
-    if packing is None:
-        raise PackingError("Packing is not enabled on this transformer; call enable_packing(transformer) first.")
-    return packing
-
-
-def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformer inside the wrappers of accelerate, torch.compile and peft."""
-    model = extract_model_from_parallel(transformer, keep_torch_compile=False)
-    # A PeftModel is recognised by its method, because peft need not be installed.
-    base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base
 
 
 def _padding(what: str, count: int, fixed: int | None) -> int:

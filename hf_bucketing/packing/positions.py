@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -12,8 +13,11 @@ from .context import active_layout
 from .layout import Grid, PackedLayout
 from .strips import by_strip
 
-Table: TypeAlias = Callable[[Any, Grid, torch.device], tuple[torch.Tensor, ...]]
-"""Function of a hooked module, a token grid and a device: position tables of such a sample, `(t·h·w, …)` each."""
+Table: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
+"""Function of a hooked module, a token grid and a `device`: position tables of such a sample, `(t·h·w, …)` each.
+
+Like every hook, it is copied and pickled with its transformer: a function of a module, or a `partial` of one.
+"""
 
 
 def axis_coordinates(
@@ -66,22 +70,24 @@ def position_strips(
 
 def hook_output(module: torch.nn.Module, table: Table) -> RemovableHandle:
     """Replace a position module's output by tables laid out as the tokens of the pack; return the hook's handle."""
+    return module.register_forward_hook(partial(_replace, table))
 
-    def replace(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
-        return position_strips(active_layout(), lambda grid: table(module, grid, args[0].device))
 
-    return module.register_forward_hook(replace)
+def _replace(
+    table: Table, module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: Any
+) -> tuple[torch.Tensor, ...]:
+    return position_strips(active_layout(), lambda grid: table(module, grid, device=args[0].device))
 
 
 def hook_rotary(transformer: torch.nn.Module, table: Table) -> RemovableHandle:
     """Pass a transformer the rotary tables of the pack's tokens, as its pipeline passes them; return the handle."""
+    return transformer.register_forward_pre_hook(partial(_add, table), with_kwargs=True)
 
-    def add(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        layout = active_layout()
-        rotary = position_strips(layout, lambda grid: table(module, grid, torch.device(layout.device)))
-        return args, {**kwargs, "image_rotary_emb": rotary}
 
-    return transformer.register_forward_pre_hook(add, with_kwargs=True)
+def _add(table: Table, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    layout = active_layout()
+    rotary = position_strips(layout, lambda grid: table(module, grid, device=torch.device(layout.device)))
+    return args, {**kwargs, "image_rotary_emb": rotary}
 
 
 def shape_only(like: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:

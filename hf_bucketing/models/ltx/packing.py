@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,19 +47,7 @@ class LTXFamily(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass `rope` each token's own coordinates."""
-        patch = self.patch(transformer)
-
-        def locate(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden_states, _, _, _, scales, _ = args
-
-            def table(grid: Grid) -> tuple[torch.Tensor]:
-                axes = axis_coordinates(grid, base_size, device=hidden_states.device)
-                return (torch.stack(over_grid(axes), 1),)
-
-            (coordinates,) = position_strips(active_layout(), table)  # (strips, strip_length, 3)
-            scaled = coordinates * scales.to(coordinates)[:, None]
-            return hidden_states, None, None, None, None, (scaled * coordinates.new_tensor(patch)).transpose(1, 2)
-
+        locate = partial(_locate, self.patch(transformer), base_size)
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
@@ -69,6 +58,18 @@ class LTXFamily(Family):
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the scales as the model takes them, the same for all rows."""
         return {SCALES: tuple(rows.conditioning[SCALES][0].tolist())}
+
+
+def _locate(patch: Grid, base_size: Grid | None, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden_states, _, _, _, scales, _ = args
+
+    def table(grid: Grid) -> tuple[torch.Tensor]:
+        axes = axis_coordinates(grid, base_size, device=hidden_states.device)
+        return (torch.stack(over_grid(axes), 1),)
+
+    (coordinates,) = position_strips(active_layout(), table)  # (strips, strip_length, 3)
+    scaled = coordinates * scales.to(coordinates)[:, None]
+    return hidden_states, None, None, None, None, (scaled * coordinates.new_tensor(patch)).transpose(1, 2)
 
 
 FAMILY = LTXFamily()

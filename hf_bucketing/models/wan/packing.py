@@ -96,8 +96,8 @@ class WanFamily(Family):
         images = transformer.condition_embedder.image_embedder
         if images is not None:
             handles += [
-                images.register_forward_pre_hook(lambda module, args: _frames(module, args[0])),
-                images.register_forward_hook(lambda module, args, output: output.flatten(0, 1)[None]),
+                images.register_forward_pre_hook(_row_per_frame),
+                images.register_forward_hook(_one_row),
             ]
         return handles
 
@@ -113,6 +113,14 @@ class WanFamily(Family):
         """Return the image tokens, a row per frame."""
         images = transformer.condition_embedder.image_embedder
         return {name: _frames(images, values) for name, values in rows.conditioning.items()}
+
+
+def _row_per_frame(embedder: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return _frames(embedder, args[0])
+
+
+def _one_row(embedder: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.flatten(0, 1)[None]
 
 
 def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
