@@ -20,6 +20,7 @@ class AllegroFamily(Family):
     """Packing of `AllegroTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "AllegroTransformer3DModel"
+    stock_processors = ("AllegroAttnProcessor2_0",)
     interpolates = True
     text_by_strip = True
 

@@ -23,7 +23,7 @@ from ..packing.family import UNLIMITED, Draw, Transformer
 from ..packing.layout import Grid, PackedLayout
 from ..packing.positions import axis_coordinates, over_grid, position_strips
 from ..packing.processors import Rotary
-from .joint import JointFamily, refuse_stale_fusion
+from .joint import JointFamily
 from .positions import rotary_tables
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class CogVideoXFamily(JointFamily):
     """Packing of `CogVideoXTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "CogVideoXTransformer3DModel"
+    stock_processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
     text_channels = "text_embed_dim"
     text_rule = "encoded_padding"
     interpolates = True
@@ -41,7 +42,6 @@ class CogVideoXFamily(JointFamily):
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
-        refuse_stale_fusion(transformer)
         if _has_table(transformer) and transformer.config.patch_size_t is not None:
             raise PackingError(
                 "This CogVideoX transformer has a table of positions and patch_size_t, which do not go together."

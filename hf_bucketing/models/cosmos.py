@@ -26,6 +26,7 @@ class CosmosFamily(Family):
     """
 
     transformer_class = "CosmosTransformer3DModel"
+    stock_processors = ("CosmosAttnProcessor2_0",)
     text_rule = "keep_padding"
     interpolates = True
 

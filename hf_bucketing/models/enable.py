@@ -33,7 +33,7 @@ def enable_packing(
             itself, or a subclass that keeps its `forward`.
         backend (`"auto"`, `"segments"`, `"varlen"`, `"flex"` or `"dense"`): Backend of attention, see
             [`packed_attention`][hf_bucketing.packing.packed_attention]. `"auto"` chooses at the first forward, because
-            the model may be moved until then, and logs its choice.
+            the model may be moved until then, and logs its choice. diffusers' `set_attention_backend` does not apply.
         strip_length (`int`): Tokens per strip. Each sample is padded to whole strips; the memory of per-row modulation
             is proportional to the number of strips.
         positions (`"native"` or `"interpolate"`): Whether each token has the position that the model gives it in its
@@ -46,8 +46,9 @@ def enable_packing(
         [`Packing`]: Its `pack` makes packs for [`packed_forward`][hf_bucketing.packing.packed_forward].
 
     Raises:
-        PackingError: If no model family claims the class, the model cannot run such strips, the backend is unknown or
-            not available on this machine, or packing is enabled already.
+        PackingError: If no model family claims the class, its `forward` or an attention processor is not diffusers'
+            own, the model cannot run such strips, the backend is unknown or not available on this machine, or packing
+            is enabled already.
     """
     model = unwrap(transformer)
     family = family_of(model)

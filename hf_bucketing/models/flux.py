@@ -26,6 +26,8 @@ class FluxFamily(JointFamily):
     """Packing of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "FluxTransformer2DModel"
+    stock_processors = ("FluxAttnProcessor",)
+    processors_read_fusion = True
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True

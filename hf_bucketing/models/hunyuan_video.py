@@ -30,6 +30,7 @@ class HunyuanVideoFamily(JointFamily):
     """Packing of `HunyuanVideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "HunyuanVideoTransformer3DModel"
+    stock_processors = ("HunyuanVideoAttnProcessor2_0",)
     text_channels = "text_embed_dim"
     interpolates = True
     position_module = "rope"

@@ -58,13 +58,3 @@ class JointFamily(Family):
     def text_rows(self, batch: PackedBatch) -> torch.Tensor:
         """Give each strip its part of its sample's text."""
         return batch.layout.joint.text_by_strip(batch.text)
-
-
-def refuse_stale_fusion(transformer: Transformer) -> None:
-    """Refuse models unfused by diffusers in their processors only: the modules still hold the fused projections."""
-    for name, module in transformer.named_modules():
-        if getattr(module, "fused_projections", False) and "Fused" not in type(module.processor).__name__:
-            raise PackingError(
-                f"{name} holds fused projections that its processor does not use, as diffusers' "
-                "unfuse_qkv_projections leaves it; load the transformer again, or fuse it."
-            )

@@ -14,7 +14,7 @@ from ..errors import PackingError
 from ..packing.family import Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates
-from .joint import JointFamily, refuse_stale_fusion
+from .joint import JointFamily
 from .positions import hook_patch_embed
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class SD3Family(JointFamily):
     """Packing of `SD3Transformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "SD3Transformer2DModel"
+    stock_processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "XFormersJointAttnProcessor")
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
@@ -35,7 +36,6 @@ class SD3Family(JointFamily):
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""
         if transformer.config.pos_embed_max_size is None:
             raise PackingError("Packing needs an SD3 transformer with a table of positions (pos_embed_max_size).")
-        refuse_stale_fusion(transformer)
         if transformer.config.qk_norm is not None and transformer.transformer_blocks[0].attn.fused_projections:
             raise PackingError(
                 "diffusers' fused SD3 attention skips the norms of queries and keys that this model has; load the "

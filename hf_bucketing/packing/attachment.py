@@ -12,6 +12,7 @@ from ..errors import PackingError
 from .context import keep_scalars_exact
 
 if TYPE_CHECKING:
+    from .family import Family
     from .pack import Packing
 
 ATTRIBUTE = "_hf_bucketing_packing"
@@ -20,12 +21,18 @@ ATTRIBUTE = "_hf_bucketing_packing"
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAttention:
-    """An attention module of a transformer: its own processor, and the one that runs packs."""
+    """An attention module of a transformer: its own processor, the one that runs packs, and how it projects."""
 
     name: str
     module: Any
     own: Any
     packed: Any
+    fused: bool
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the module is as packing left it."""
+        return self.module.processor is self.packed and has_fused_projections(self.module) == self.fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,16 @@ class Attachment:
     packing: Packing
     handles: tuple[Any, ...]
     attentions: tuple[PackedAttention, ...]
+
+    def check(self) -> None:
+        """Raise PackingError if attention modules were changed since packing was enabled."""
+        for attention in self.attentions:
+            if not attention.in_place:
+                raise PackingError(
+                    f"The processor or the projections of {attention.name} were changed after enable_packing (its "
+                    f"processor is a {type(attention.module.processor).__name__}), so it would not run a pack. Call "
+                    "disable_packing(transformer), change the model, then enable_packing(transformer) again."
+                )
 
     def remove(self) -> None:
         """Restore the transformer as it was."""
@@ -49,14 +66,39 @@ def attach(packing: Packing) -> None:
     """Swap the attention processors of a packing's transformer and hook its positions."""
     model, family = packing.transformer, packing.family
     attentions = tuple(
-        PackedAttention(name=name, module=module, own=module.processor, packed=packed)
+        PackedAttention(
+            name=name, module=module, own=module.processor, packed=packed, fused=has_fused_projections(module)
+        )
         for name, module in model.named_modules()
         if hasattr(module, "set_processor") and (packed := family.processor(name, packing.backend)) is not None
     )
+    for attention in attentions:
+        _check_own(attention, family)
     handles = *family.hook_positions(model, packing.base_size), keep_scalars_exact(model)
     for attention in attentions:
         attention.module.set_processor(attention.packed)
     setattr(model, ATTRIBUTE, Attachment(packing=packing, handles=handles, attentions=attentions))
+
+
+def has_fused_projections(module: Any) -> bool:
+    """Return whether diffusers fused the projections of an attention module."""
+    return bool(getattr(module, "fused_projections", False))
+
+
+def _check_own(attention: PackedAttention, family: Family) -> None:
+    """Refuse an attention module whose own processor is not one that the packed processor replaces."""
+    name, cls = attention.name, type(attention.own)
+    if cls.__name__ not in family.stock_processors or not cls.__module__.startswith("diffusers."):
+        raise PackingError(
+            f"{name} has the attention processor {cls.__module__}.{cls.__qualname__}, whose computation packing would "
+            f"replace by that of diffusers' {' or '.join(family.stock_processors)}. Set one of these with "
+            "set_processor, or train this model with bucketed batches, which work with any processor."
+        )
+    if attention.fused and "Fused" not in cls.__name__ and not family.processors_read_fusion:
+        raise PackingError(
+            f"{name} holds fused projections that its processor does not use, as diffusers' unfuse_qkv_projections "
+            "leaves it; load the transformer again, or fuse it."
+        )
 
 
 def attachment_of(transformer: torch.nn.Module) -> Attachment:
@@ -65,7 +107,8 @@ def attachment_of(transformer: torch.nn.Module) -> Attachment:
     Raises:
         PackingError: If packing is not enabled.
     """
-    attachment: Attachment | None = getattr(unwrap(transformer), ATTRIBUTE, None)
+    bare = transformer if ATTRIBUTE in vars(transformer) else unwrap(transformer)  # which walks over all modules
+    attachment: Attachment | None = getattr(bare, ATTRIBUTE, None)
     if attachment is None:
         raise PackingError("Packing is not enabled on this transformer; call enable_packing(transformer) first.")
     return attachment

@@ -38,6 +38,10 @@ class Family:
     Attributes:
         transformer_class (`str`): Name of the class in `diffusers`.
         processor_class (`type`): Packed processor of the attention modules.
+        stock_processors (`tuple` of `str`): Names of the processors in diffusers that it stands for; models with
+            others are refused.
+        processors_read_fusion (`bool`): Whether all of these use the projections that diffusers fused; else those do
+            that say so in their name.
         text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
@@ -59,6 +63,11 @@ class Family:
 
     transformer_class: ClassVar[str]
     processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
+    stock_processors: ClassVar[tuple[str, ...]] = (
+        *("AttnProcessor2_0", "AttnProcessor", "FusedAttnProcessor2_0"),
+        *("SlicedAttnProcessor", "XFormersAttnProcessor", "AttnProcessorNPU"),
+    )
+    processors_read_fusion: ClassVar[bool] = False
     text_channels: ClassVar[str] = "caption_channels"
     text_rule: ClassVar[TextRule] = "masked"
     interpolates: ClassVar[bool] = False

@@ -168,9 +168,12 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
         `torch.Tensor` of shape `(num_strips, out_channels, p_t, p_h, strip_length·p_w)`; see [`PackedBatch.unpack`].
 
     Raises:
-        PackingError: If packing is not enabled.
+        PackingError: If packing is not enabled, or attention was changed since: by another processor, or by fused
+            projections.
     """
-    packing = attachment_of(transformer).packing
+    attachment = attachment_of(transformer)
+    attachment.check()
+    packing = attachment.packing
     batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
     kwargs = packing.family.forward_kwargs(batch)
     with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):

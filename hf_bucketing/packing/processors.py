@@ -31,7 +31,24 @@ class Keys(NamedTuple):
     segments: SegmentSpans
 
 
-class PackedAttnProcessor:
+class _Processor:
+    """What diffusers may set on a processor: a backend of its own attention, which packed attention does not use."""
+
+    @property
+    def _attention_backend(self) -> None:
+        return None
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: Any) -> None:
+        if backend is not None:
+            raise PackingError(
+                f"set_attention_backend({getattr(backend, 'value', backend)!r}) does not apply while packing is "
+                "enabled, which has attention backends of its own: choose one with enable_packing(transformer, "
+                "backend=…), or call disable_packing(transformer) first."
+            )
+
+
+class PackedAttnProcessor(_Processor):
     """Self- and cross-attention of `diffusers.models.attention_processor.Attention` over the strips of a pack.
 
     Latte, PixArt, Allegro and Cosmos use it directly. Families with an attention module of their own derive from it:
@@ -134,7 +151,7 @@ class PackedAttnProcessor:
         return heads if norm is None else norm(heads)
 
 
-class PackedJointAttnProcessor:
+class PackedJointAttnProcessor(_Processor):
     """Attention of SD3, CogVideoX, HunyuanVideo and Flux over the strips of a pack, each with its text slots.
 
     Each sample's tokens and its text tokens attend to each other. Text has projections of its own where the module has

@@ -37,6 +37,7 @@ class LTXFamily(Family):
 
     transformer_class = "LTXVideoTransformer3DModel"
     processor_class = PackedLTXVideoAttnProcessor
+    stock_processors = ("LTXVideoAttnProcessor",)
     interpolates = True
     latents_as = "tokens"
     text_by_strip = True

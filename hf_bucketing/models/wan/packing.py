@@ -63,6 +63,8 @@ class WanFamily(Family):
 
     transformer_class = "WanTransformer3DModel"
     processor_class = PackedWanAttnProcessor
+    stock_processors = ("WanAttnProcessor",)
+    processors_read_fusion = True
     text_channels = "text_dim"
     text_rule = "keep_padding"
     interpolates = True
