@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
-from .context import keep_scalars_exact
+from .context import bind_checkpoints, keep_scalars_exact, release_checkpoints
 
 if TYPE_CHECKING:
     from .family import Family
@@ -59,6 +59,7 @@ class Attachment:
             handle.remove()
         for attention in self.attentions:
             attention.module.set_processor(attention.own)
+        release_checkpoints(self.packing.transformer)
         delattr(self.packing.transformer, ATTRIBUTE)
 
 
@@ -77,6 +78,7 @@ def attach(packing: Packing) -> None:
     handles = *family.hook_positions(model, packing.base_size), keep_scalars_exact(model)
     for attention in attentions:
         attention.module.set_processor(attention.packed)
+    bind_checkpoints(model)
     setattr(model, ATTRIBUTE, Attachment(packing=packing, handles=handles, attentions=attentions))
 
 

@@ -11,8 +11,8 @@ steps are lost. The models compute the embedding of timesteps in float32, so its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from threading import local
+from contextlib import contextmanager
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class _Active(local):
 
 
 _active = _Active()
+_binding = Lock()
 
 
 def active_layout() -> PackedLayout:
@@ -59,25 +60,50 @@ def use_layout(layout: PackedLayout) -> Iterator[None]:
         _active.layout = before
 
 
-@contextmanager
-def bind_checkpoints(model: torch.nn.Module, layout: PackedLayout) -> Iterator[None]:
-    """Bind `layout` into every gradient-checkpointed call that `model` makes inside a `with` block.
+def bind_checkpoints(model: torch.nn.Module) -> None:
+    """Make every gradient-checkpointed call that `model` makes carry the layout that is active when it is made.
 
     Such calls come from diffusers' `enable_gradient_checkpointing`, and from the wrappers that FSDP's activation
-    checkpointing puts around blocks.
+    checkpointing puts around blocks. Their functions are replaced once and stay so, because other threads may be
+    computing other packs with them; both kinds may come at any time, so each forward looks for new ones.
     """
-    with ExitStack() as undo:
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                name = "_gradient_checkpointing_func"
-            elif isinstance(module, CheckpointWrapper):
-                name = "checkpoint_fn"
-            else:
-                continue
-            original = getattr(module, name)
-            undo.callback(setattr, module, name, original)
-            setattr(module, name, _bound(original, layout))
-        yield
+    for module, name in _checkpointing(model):
+        if not isinstance(vars(module)[name], _BoundCheckpoint):
+            with _binding:
+                if not isinstance(checkpoint := vars(module)[name], _BoundCheckpoint):
+                    setattr(module, name, _BoundCheckpoint(checkpoint))
+
+
+def release_checkpoints(model: torch.nn.Module) -> None:
+    """Restore the checkpoint functions that [`bind_checkpoints`] replaced."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, _BoundCheckpoint):
+                setattr(module, name, value.checkpoint)
+
+
+def _checkpointing(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Return the modules that checkpoint, and the attributes of their functions; faster than by `modules()`."""
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if isinstance(module, CheckpointWrapper):
+            yield module, "checkpoint_fn"
+        elif module.__dict__.get("gradient_checkpointing"):
+            yield module, "_gradient_checkpointing_func"
+        stack += [child for child in module._modules.values() if child is not None]
+
+
+class _BoundCheckpoint:
+    """A checkpoint function whose recomputation has the layout that was active when it was called."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _active.layout is not None:
+            block = _WithLayout(block, _active.layout)
+        return self.checkpoint(block, *args, **kwargs)
 
 
 class _WithLayout:
@@ -92,13 +118,6 @@ class _WithLayout:
             return self.block(*args, **kwargs)  # the graph holds its layout's tensors in the backward too
         with use_layout(self.layout):
             return self.block(*args, **kwargs)
-
-
-def _bound(checkpoint: Any, layout: PackedLayout) -> Callable[..., Any]:
-    def checkpoint_with_layout(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(_WithLayout(block, layout), *args, **kwargs)
-
-    return checkpoint_with_layout
 
 
 def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:

@@ -176,7 +176,8 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
     packing = attachment.packing
     batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
     kwargs = packing.family.forward_kwargs(batch)
-    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):
+    bind_checkpoints(packing.transformer)
+    with use_layout(batch.layout), exact_scalars(kwargs):
         output = transformer(**kwargs, return_dict=False)[0]
     return packing.family.output_strips(batch, output)
 
