@@ -39,6 +39,7 @@ class CogVideoXFamily(JointFamily):
     text_rule = "encoded_padding"
     interpolates = True
     latents_as = "frames_first"
+    attention_kwargs = "attention_kwargs"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -91,3 +93,18 @@ def disable_packing(transformer: torch.nn.Module) -> None:
         PackingError: If packing is not enabled.
     """
     attachment_of(transformer).remove()
+
+
+@contextmanager
+def packing_disabled(transformer: torch.nn.Module) -> Iterator[None]:
+    """Disable packing inside a `with` block and enable the same packing after it.
+
+    Raises:
+        PackingError: If packing is not enabled.
+    """
+    attachment = attachment_of(transformer)
+    attachment.remove()
+    try:
+        yield
+    finally:
+        attach(attachment.packing)

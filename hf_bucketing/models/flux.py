@@ -33,6 +33,7 @@ class FluxFamily(JointFamily):
     interpolates = True
     images_only = True
     latents_as = "tokens"
+    attention_kwargs = "joint_attention_kwargs"
     position_module = "pos_embed"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

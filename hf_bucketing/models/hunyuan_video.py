@@ -34,6 +34,7 @@ class HunyuanVideoFamily(JointFamily):
     text_channels = "text_embed_dim"
     interpolates = True
     position_module = "rope"
+    attention_kwargs = "attention_kwargs"
     guidance = 6000.0  # a thousandfold, as its pipeline scales it
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

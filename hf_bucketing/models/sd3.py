@@ -31,6 +31,7 @@ class SD3Family(JointFamily):
     interpolates = True
     images_only = True
     latents_as = "images"
+    attention_kwargs = "joint_attention_kwargs"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""

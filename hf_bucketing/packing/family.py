@@ -58,6 +58,7 @@ class Family:
             many; else they are one row.
         conditioning_by_strip (`bool`): Whether each strip of a pack gets its sample's conditioning; else the model
             gets a row per sample.
+        attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
         by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
     """
 
@@ -77,6 +78,7 @@ class Family:
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
     conditioning_by_strip: ClassVar[bool] = True
+    attention_kwargs: ClassVar[str | None] = None
     by_frame: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

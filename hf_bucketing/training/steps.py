@@ -14,7 +14,7 @@ import torch
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError, PackingError
 from ..media.sample import frame_rates
-from ..models.enable import disable_packing, enable_packing
+from ..models.enable import enable_packing, packing_disabled
 from ..models.objectives import Noised, Objective
 from ..models.recipe import Recipe, TextEmbeddings
 from ..packing.pack import Packing, packed_forward
@@ -94,12 +94,8 @@ class PackStep(Step):
     @contextmanager
     def unpacked(self) -> Iterator[None]:
         """Switch packing off inside a `with` block."""
-        transformer = self.recipe.transformer
-        disable_packing(transformer)
-        try:
+        with packing_disabled(self.recipe.transformer):
             yield
-        finally:
-            self.packing = enable_packing(transformer, strip_length=self.packing.strip_length)
 
     def _losses(
         self, transformer: torch.nn.Module, noised: Noised, *, text: TextEmbeddings, fps: torch.Tensor

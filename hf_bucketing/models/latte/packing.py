@@ -24,7 +24,8 @@ from ..positions import hook_patch_embed, sincos_table
 class LatteFamily(Family):
     """Packing of `LatteTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
-    The model itself stretches positions inside a frame to `sample_size`; a base size stretches the frames.
+    The model itself stretches rows and columns to `sample_size`, whatever their number, so a sample stretched to a
+    base size has the rows and columns that it has anyway; the frames of a base size stretch those of the samples.
     """
 
     transformer_class = "LatteTransformer3DModel"

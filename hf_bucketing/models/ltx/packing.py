@@ -40,6 +40,7 @@ class LTXFamily(Family):
     stock_processors = ("LTXVideoAttnProcessor",)
     interpolates = True
     latents_as = "tokens"
+    attention_kwargs = "attention_kwargs"
     text_by_strip = True
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:

@@ -70,6 +70,7 @@ class WanFamily(Family):
     interpolates = True
     position_module = "rope"
     conditioning_by_strip = False
+    attention_kwargs = "attention_kwargs"
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""
