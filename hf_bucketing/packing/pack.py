@@ -70,8 +70,8 @@ class Packing:
             [`PackedBatch`].
 
         Raises:
-            PackingError: If counts, channels, dtypes or devices differ, a latent does not divide into patches, a sample
-                exceeds the model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
+            PackingError: If counts, channels, dtypes or devices differ, a latent does not divide into patches, a
+                sample exceeds the model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
         conditioning = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
         patch = self.family.patch(self.transformer)
