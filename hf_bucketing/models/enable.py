@@ -27,8 +27,9 @@ def enable_packing(
 ) -> Packing:
     """Swap the attention processors of a diffusers transformer and hook its positions, so that it runs packs.
 
-    The module stays the stock one: LoRA, gradient checkpointing, DDP and `save_pretrained` keep working. The idea of
-    packing comes from NaViT (Dehghani et al., 2023), its use for video from Open-Sora-Plan.
+    The module stays the stock one: LoRA, gradient checkpointing, DDP and `save_pretrained` keep working. A deep copy
+    of it, such as an EMA model, or one that `torch.save` wrote, is packed by itself. The idea of packing comes from
+    NaViT (Dehghani et al., 2023), its use for video from Open-Sora-Plan.
 
     Args:
         transformer (`torch.nn.Module`): A transformer of a known model family, bare or wrapped: the diffusers class
