@@ -13,7 +13,7 @@ from accelerate.utils import extract_model_from_parallel
 from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch
-from .context import bind_checkpoints, exact_scalars, exact_timesteps, use_layout
+from .context import bind_checkpoints, exact_inputs, exact_timesteps, use_layout
 from .family import Family
 from .layout import Grid, PackedLayout
 from .strips import to_strips, token_grid
@@ -177,7 +177,7 @@ def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Te
     packing = packing_of(transformer)
     batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
     kwargs = packing.family.forward_kwargs(batch)
-    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):
+    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_inputs(kwargs):
         output = transformer(**kwargs, return_dict=False)[0]
     return packing.family.output_strips(batch, output)
 
