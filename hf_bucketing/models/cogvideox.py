@@ -20,7 +20,7 @@ from ..packing.batch import Rows
 from ..packing.context import active_layout
 from ..packing.family import UNLIMITED, Draw, Transformer
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, over_grid, position_strips
+from ..packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ..packing.processors import Rotary
 from .joint import JointFamily, refuse_stale_fusion
 from .positions import rotary_tables
@@ -105,12 +105,13 @@ class CogVideoXFamily(JointFamily):
         """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
         embed = transformer.patch_embed
         handles: list[Any] = []
+        tables = Tables(lambda module, grid, device: (sincos_table(module, grid, base_size, device),))
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
 
         def add_table(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             layout = active_layout()
-            (table,) = position_strips(layout, lambda grid: (sincos_table(module, grid, base_size, output.device),))
+            (table,) = position_strips(layout, lambda grid: tables(module, grid, output.device))
             return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
 
         if transformer.config.use_rotary_positional_embeddings:

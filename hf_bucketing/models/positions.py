@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..packing.context import active_layout
 from ..packing.layout import Grid
-from ..packing.positions import over_grid, position_strips
+from ..packing.positions import Tables, over_grid, position_strips
 
 
 def rotary_tables(
@@ -34,9 +34,10 @@ def hook_patch_embed(
     pos_embed: torch.nn.Module, table: Callable[[Any, Grid, torch.device], torch.Tensor]
 ) -> RemovableHandle:
     """Make a `PatchEmbed` add each sample's own positions, `(t·h·w, dim)`, to its strips; return the handle."""
+    tables = Tables(lambda *key: (table(*key),))
 
     def embed_strips(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        (positions,) = position_strips(active_layout(), lambda grid: (table(module, grid, output.device),))
+        (positions,) = position_strips(active_layout(), lambda grid: tables(module, grid, output.device))
         tokens = module.proj(args[0]).flatten(2).transpose(1, 2)
         embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
         return embedded

@@ -14,7 +14,7 @@ import torch
 from ..errors import PackingError
 from .attention.dispatch import Backend, packed_attention
 from .context import active_layout
-from .layout import PackedLayout
+from .layout import PackedLayout, permute
 from .segments import SegmentSpans
 
 Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
@@ -106,8 +106,9 @@ class PackedAttnProcessor:
         frames = layout.by_frame
         if self.scope == "frame":
             return _attend(query, key, value, frames.frames, backend=self.backend)
-        query, key, value = (side[frames.order] for side in (query, key, value))
-        return _attend(query, key, value, frames.spatial_positions, backend=self.backend)[frames.inverse]
+        query, key, value = (permute(side, frames.order, frames.inverse) for side in (query, key, value))
+        attended = _attend(query, key, value, frames.spatial_positions, backend=self.backend)
+        return permute(attended, frames.inverse, frames.order)
 
     def text_keys(self, attn: Any, text: torch.Tensor, layout: PackedLayout) -> Sequence[Keys]:
         """Return the keys of the texts `(any, tokens, dim)`; the results of several are added up."""
@@ -173,27 +174,33 @@ class PackedJointAttnProcessor:
         Raises:
             PackingError: If no pack is being computed.
         """
-        layout = active_layout()
-        text, tokens = hidden_states.split([hidden_states.shape[1] - layout.strip_length, layout.strip_length], 1)
-        if encoder_hidden_states is not None:
-            text = encoder_hidden_states
-        query, key, value = _joint_heads(attn, tokens)
+        layout, own = active_layout(), _has(attn, "add_q_proj")
+        if encoder_hidden_states is not None and own:
+            words, parts = _joint_heads(attn, encoder_hidden_states, added=True), _joint_heads(attn, hidden_states)
+        else:
+            both = [] if encoder_hidden_states is None else [encoder_hidden_states]
+            states = torch.cat([*both, hidden_states], 1) if both else hidden_states
+            sizes = [states.shape[1] - layout.strip_length, layout.strip_length]
+            words, parts = zip(*(part.split(sizes, 1) for part in _joint_heads(attn, states)), strict=True)
+        query, key, value = parts
         if image_rotary_emb is not None:
-            query, key = (rotate_channels(part.flatten(0, 1), image_rotary_emb).view_as(part) for part in (query, key))
-        if not text.shape[1]:
+            query, key = (
+                rotate_channels(part.flatten(0, 1), image_rotary_emb).view(part.shape) for part in (query, key)
+            )
+        if not words[0].shape[1]:
             query, key, value = (part.flatten(0, 1) for part in (query, key, value))
             attended = _attend(query, key, value, layout.self_segments, backend=self.backend)
             return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
         joint = layout.joint
-        words = _joint_heads(attn, text, added=_has(attn, "add_q_proj"))
         query, key, value = (joint.gather(*pair) for pair in zip((query, key, value), words, strict=True))
-        attended = _attend(query, key, value, joint.segments, backend=self.backend)
-        tokens, text = joint.scatter(attended.flatten(1))
+        attended = _attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
         if encoder_hidden_states is None:
+            tokens, text = joint.scatter(attended)
             return torch.cat([text, tokens], 1)
-        if _has(attn, "to_out"):
-            tokens = _through(attn.to_out, tokens)
-            text = text if _has(attn, "add_q_proj") else _through(attn.to_out, text)
+        if not own:
+            return joint.scatter(_through(attn.to_out, attended) if _has(attn, "to_out") else attended)
+        tokens, text = joint.scatter(attended)
+        tokens = _through(attn.to_out, tokens) if _has(attn, "to_out") else tokens
         return tokens, attn.to_add_out(text) if _has(attn, "to_add_out") else text
 
 
@@ -230,13 +237,12 @@ def project(attn: Any, states: torch.Tensor, *names: str) -> Sequence[torch.Tens
     return [getattr(attn, name)(states) for name in names]
 
 
-def _joint_heads(attn: Any, states: torch.Tensor, *, added: bool = False) -> Iterable[torch.Tensor]:
+def _joint_heads(attn: Any, states: torch.Tensor, *, added: bool = False) -> Sequence[torch.Tensor]:
     """Return query, key and value, each of shape `(strips, tokens, H, D)`, normalised by head."""
     norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
     names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
-    for part, norm in zip(project(attn, states, *names), (*norms, None), strict=True):
-        heads = part.unflatten(-1, (attn.heads, -1))
-        yield heads if norm is None else norm(heads)
+    heads = [part.unflatten(-1, (attn.heads, -1)) for part in project(attn, states, *names)]
+    return [part if norm is None else norm(part) for part, norm in zip(heads, (*norms, None), strict=True)]
 
 
 def _attend(

@@ -11,7 +11,7 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
 from ...packing.layout import Grid
-from ...packing.positions import axis_coordinates, over_grid, position_strips
+from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import PackedAttnProcessor, rotate_channels
 
 SCALES = "rope_interpolation_scale"
@@ -48,16 +48,17 @@ class LTXFamily(Family):
         """Pass `rope` each token's own coordinates."""
         patch = self.patch(transformer)
 
+        def locations(module: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor]:
+            axes = axis_coordinates(grid, base_size, device=device)
+            return (torch.stack(over_grid([axis * side for axis, side in zip(axes, patch, strict=True)]), 1),)
+
+        tables = Tables(locations)
+
         def locate(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             hidden_states, _, _, _, scales, _ = args
-
-            def table(grid: Grid) -> tuple[torch.Tensor]:
-                axes = axis_coordinates(grid, base_size, device=hidden_states.device)
-                return (torch.stack(over_grid(axes), 1),)
-
-            (coordinates,) = position_strips(active_layout(), table)  # (strips, strip_length, 3)
-            scaled = coordinates * scales.to(coordinates)[:, None]
-            return hidden_states, None, None, None, None, (scaled * coordinates.new_tensor(patch)).transpose(1, 2)
+            # (strips, strip_length, 3)
+            (coordinates,) = position_strips(active_layout(), lambda grid: tables(module, grid, hidden_states.device))
+            return hidden_states, *[None] * 4, (coordinates * scales.to(coordinates)[:, None]).transpose(1, 2)
 
         return [transformer.rope.register_forward_pre_hook(locate)]
 
