@@ -21,10 +21,10 @@ from ..packing.batch import Rows
 from ..packing.context import active_layout
 from ..packing.family import UNLIMITED, Draw, Transformer
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, over_grid, position_strips
+from ..packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ..packing.processors import Rotary
 from .joint import JointFamily
-from .positions import rotary_tables
+from .positions import one_table, rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
@@ -112,7 +112,8 @@ class CogVideoXFamily(JointFamily):
         if transformer.config.use_rotary_positional_embeddings:
             handles += super().hook_positions(transformer, base_size)
         if _has_table(transformer):
-            handles += [_WithoutTable(embed), embed.register_forward_hook(partial(_add_table, base_size))]
+            tables = Tables(partial(one_table, partial(sincos_table, base_size=base_size)))
+            handles += [_WithoutTable(embed), embed.register_forward_hook(partial(_add_table, tables))]
         return handles
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
@@ -123,10 +124,10 @@ class CogVideoXFamily(JointFamily):
 
 
 def _add_table(
-    base_size: Grid | None, embed: CogVideoXPatchEmbed, args: tuple[torch.Tensor, ...], output: torch.Tensor
+    tables: Tables, embed: CogVideoXPatchEmbed, args: tuple[torch.Tensor, ...], output: torch.Tensor
 ) -> torch.Tensor:
     layout = active_layout()
-    (table,) = position_strips(layout, lambda grid: (sincos_table(embed, grid, base_size, output.device),))
+    (table,) = position_strips(layout, lambda grid: tables(embed, grid, output.device))
     return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
 
 

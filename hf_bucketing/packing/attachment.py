@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
-from .context import bind_checkpoints, keep_scalars_exact, release_checkpoints
+from .context import bind_checkpoints, keep_inputs_exact, release_checkpoints
 
 if TYPE_CHECKING:
     from .family import Family
@@ -75,7 +75,7 @@ def attach(packing: Packing) -> None:
     )
     for attention in attentions:
         _check_own(attention, family)
-    handles = *family.hook_positions(model, packing.base_size), keep_scalars_exact(model)
+    handles = *family.hook_positions(model, packing.base_size), keep_inputs_exact(model)
     for attention in attentions:
         attention.module.set_processor(attention.packed)
     bind_checkpoints(model)

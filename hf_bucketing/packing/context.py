@@ -1,11 +1,12 @@
-"""What a packed forward carries beside its arguments: the layout of its pack, and exact timesteps.
+"""What a forward carries beside its arguments: the layout of its pack, and inputs that must stay exact.
 
 Gradient checkpointing computes a block again during backward. A layout kept on the module would then belong to another
 pack, so the layout is bound into the checkpointed call and read from a thread-local variable that is set for that call
 alone. It is not a `ContextVar`, at which torch.compile breaks its graph.
 
-FSDP's mixed precision and DeepSpeed cast all inputs of a model to half precision, in which 999 becomes 1000 and half
-steps are lost. The models compute the embedding of timesteps in float32, so its input must still be exact.
+FSDP's mixed precision and DeepSpeed cast all inputs of a model to half precision, in which 999 becomes 1000, and a
+third of a second 0.334. The models compute positions and the embeddings of timesteps in float32, so their inputs must
+still be exact, in buckets as in packs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import PackingError
@@ -25,7 +27,7 @@ from .layout import PackedLayout
 
 class _Active(local):
     layout: PackedLayout | None = None
-    scalars: Mapping[str, torch.Tensor] | None = None
+    exact: Mapping[str, Any] | None = None
 
 
 _active = _Active()
@@ -131,27 +133,39 @@ def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
     return timesteps if timesteps.is_floating_point() else timesteps.float()
 
 
-@contextmanager
-def exact_scalars(kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Remember the one-dimensional inputs of a forward, such as timesteps and guidance, inside a `with` block."""
-    before = _active.scalars
-    _active.scalars = {
-        name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.ndim == 1
+_IN_THE_MODELS_DTYPE = frozenset(
+    {
+        *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections"),
+        *("encoder_attention_mask", "padding_mask"),
     }
+)
+"""Inputs that the models' layers take in their own dtype. Positions and schedules read all others."""
+
+
+@contextmanager
+def exact_inputs(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Remember the inputs of a forward that positions and schedules read, inside a `with` block."""
+    before = _active.exact
+    _active.exact = {name: value for name, value in kwargs.items() if name not in _IN_THE_MODELS_DTYPE}
     try:
         yield
     finally:
-        _active.scalars = before
+        _active.exact = before
 
 
-def keep_scalars_exact(transformer: torch.nn.Module) -> RemovableHandle:
-    """Hook a transformer so that it gets the inputs that [`exact_scalars`] remembers, even if wrappers cast them."""
+def keep_inputs_exact(transformer: torch.nn.Module) -> RemovableHandle:
+    """Hook a transformer so that it gets the inputs that [`exact_inputs`] remembers, even if wrappers cast them."""
     return transformer.register_forward_pre_hook(_restore, with_kwargs=True)
 
 
+def keeps_inputs_exact(transformer: torch.nn.Module) -> bool:
+    """Return whether [`keep_inputs_exact`] hooked a transformer."""
+    return _restore in transformer._forward_pre_hooks.values()
+
+
 def _restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    exact = _active.scalars
-    if exact is None:
+    if _active.exact is None:
         return None
-    restored = {name: value.to(kwargs[name].device) for name, value in exact.items() if name in kwargs}
-    return args, {**kwargs, **restored}
+    device = kwargs["hidden_states"].device  # wrappers may also move inputs
+    exact = {name: value for name, value in _active.exact.items() if name in kwargs}
+    return args, {**kwargs, **tree_map_only(torch.Tensor, lambda value: value.to(device), exact)}

@@ -13,6 +13,7 @@ import torch
 from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch, Rows
+from .context import exact_inputs, keep_inputs_exact, keeps_inputs_exact
 from .layout import Grid, PackedLayout
 from .positions import hook_output, hook_rotary
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
@@ -220,11 +221,15 @@ class Family:
     def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
         """Run the unpacked transformer on samples of one size, as its pipeline does.
 
-        The forward is called on `wrapped`, the transformer as accelerate wraps it, if there is one. The output has
-        shape `(rows, out_channels, frames, height, width)`.
+        The forward is called on `wrapped`, the transformer as accelerate wraps it, if there is one; what positions
+        and schedules read stays exact, as in a pack. The output has shape `(rows, out_channels, frames, height,
+        width)`.
         """
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
-        output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
+        if wrapped is not None and not keeps_inputs_exact(transformer):
+            keep_inputs_exact(transformer)
+        with exact_inputs(kwargs):
+            output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
         return self._restored(output, rows.grid, rows.patch)
 
     def run_alone(

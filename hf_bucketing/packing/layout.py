@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -272,6 +273,8 @@ class JointLayout:
     Attributes:
         text_slots (`int`): Text tokens that each strip carries.
         strips (`int`): Strips of the pack.
+        sizes (two tuples of `int`): Of the tokens of all strips and of their text slots: each sample's, then the
+            padding after them, in turn.
         order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all
             strips followed by their text slots. Padding comes last.
         inverse (`torch.Tensor` of shape `(entries,)`): The inverse permutation of `order`.
@@ -284,6 +287,7 @@ class JointLayout:
 
     text_slots: int
     strips: int
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
     order: torch.Tensor
     inverse: torch.Tensor
     segments: SegmentSpans
@@ -309,6 +313,7 @@ class JointLayout:
         ]
         spans = tuple(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
         entries, real = strips * (layout.strip_length + slots), np.concatenate(pieces)
+        text_spans = [(first * slots, first * slots + n) for first, n in zip(firsts, layout.text_lengths, strict=True)]
         order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
 
         def on_device(index: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -317,6 +322,7 @@ class JointLayout:
         return cls(
             text_slots=slots,
             strips=strips,
+            sizes=(_sizes(layout.spans, layout.num_tokens), _sizes(text_spans, strips * slots)),
             order=on_device(order),
             inverse=on_device(np.argsort(order)),
             segments=SegmentSpans.within(spans, entries),
@@ -327,14 +333,28 @@ class JointLayout:
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Gather tokens `(strips, strip_length, …)` and text slots `(strips, text_slots, …)` into `(entries, …)`."""
-        return torch.cat([tokens.flatten(0, 1), text.flatten(0, 1)]).index_select(0, self.order)
+        sides = tokens.flatten(0, 1), text.flatten(0, 1)
+        if torch.compiler.is_compiling():  # a graph of the sizes would serve no other pack
+            return permute(torch.cat(sides), self.order, self.inverse)
+        pieces = [side.split(sizes) for side, sizes in zip(sides, self.sizes, strict=True)]
+        real = itertools.chain.from_iterable(zip(*(piece[::2] for piece in pieces), strict=True))
+        return _join([*real, *(padding for piece in pieces for padding in piece[1::2])])
 
     def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter a sequence back into tokens and text slots of strips: the inverse of [`gather`]."""
-        entries = sequence.index_select(0, self.inverse)
-        words = self.strips * self.text_slots
-        tokens, text = entries.split([len(entries) - words, words])
-        return tokens.unflatten(0, (self.strips, -1)), text.unflatten(0, (self.strips, -1))
+        if torch.compiler.is_compiling():
+            words = self.strips * self.text_slots
+            sides: Sequence[torch.Tensor] = permute(sequence, self.inverse, self.order).split(
+                [len(sequence) - words, words]
+            )
+        else:
+            real = itertools.chain.from_iterable(zip(*(sizes[::2] for sizes in self.sizes), strict=True))
+            pieces = sequence.split([*real, *(padding for sizes in self.sizes for padding in sizes[1::2])])
+            count = len(self.sizes[0]) // 2
+            parts = [(pieces[side : 2 * count : 2], pieces[(side + 2) * count :]) for side in range(2)]
+            sides = [_join([*itertools.chain.from_iterable(zip(*pair, strict=False))]) for pair in parts]
+        tokens, text = (side.unflatten(0, (self.strips, -1)) for side in sides)
+        return tokens, text
 
     def text_by_strip(self, text: torch.Tensor) -> torch.Tensor:
         """Put a pack's stored texts into the strips of the samples that read them: `(strips, text_slots, …)`."""
@@ -348,6 +368,36 @@ class JointLayout:
     def read_slots(self, text: torch.Tensor) -> torch.Tensor:
         """Take the samples' text tokens out of `(strips, text_slots, …)`: the inverse of [`fill_slots`]."""
         return text.flatten(0, 1).index_select(0, self.text_target)
+
+
+def permute(values: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return `values[order]` for a permutation; its backward gathers too, where that of an index would add."""
+    permuted: torch.Tensor = _Permute.apply(values, order, inverse)
+    return permuted
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, inverse)
+        return values.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return permute(gradient, inverse, order), None, None
+
+
+def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate pieces; a single one is not copied."""
+    filled = [piece for piece in pieces if len(piece)] or [pieces[0]]
+    return filled[0] if len(filled) == 1 else torch.cat(filled)
+
+
+def _sizes(spans: Sequence[Span], total: int) -> tuple[int, ...]:
+    """Return the length of each span and of what follows it up to the next one, in turn; the first starts at 0."""
+    bounds = [*itertools.chain.from_iterable(spans), total]
+    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
 
 def best_text_slots(layout: PackedLayout) -> int:

@@ -14,7 +14,7 @@ from ..errors import PackingError
 from .attachment import attachment_of
 from .attention.dispatch import Backend
 from .batch import PackedBatch
-from .context import bind_checkpoints, exact_scalars, exact_timesteps, use_layout
+from .context import bind_checkpoints, exact_inputs, exact_timesteps, use_layout
 from .family import Family
 from .layout import Grid, PackedLayout
 from .strips import to_strips, token_grid
@@ -194,7 +194,7 @@ def packed_forward(
         )
     kwargs = {**packing.family.forward_kwargs(batch), **_attention_kwargs(packing, attention_kwargs)}
     bind_checkpoints(packing.transformer)
-    with use_layout(batch.layout), exact_scalars(kwargs):
+    with use_layout(batch.layout), exact_inputs(kwargs):
         output = transformer(**kwargs, return_dict=False)[0]
     return packing.family.output_strips(batch, output)
 

@@ -12,7 +12,7 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
 from ...packing.layout import Grid
-from ...packing.positions import axis_coordinates, over_grid, position_strips
+from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import PackedAttnProcessor, rotate_channels
 
 SCALES = "rope_interpolation_scale"
@@ -49,7 +49,7 @@ class LTXFamily(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass `rope` each token's own coordinates."""
-        locate = partial(_locate, self.patch(transformer), base_size)
+        locate = partial(_locate, Tables(partial(_locations, self.patch(transformer), base_size)))
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
@@ -62,16 +62,18 @@ class LTXFamily(Family):
         return {SCALES: tuple(rows.conditioning[SCALES][0].tolist())}
 
 
-def _locate(patch: Grid, base_size: Grid | None, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _locations(
+    patch: Grid, base_size: Grid | None, rope: torch.nn.Module, grid: Grid, device: torch.device
+) -> tuple[torch.Tensor]:
+    axes = axis_coordinates(grid, base_size, device=device)
+    return (torch.stack(over_grid([axis * side for axis, side in zip(axes, patch, strict=True)]), 1),)
+
+
+def _locate(tables: Tables, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     hidden_states, _, _, _, scales, _ = args
-
-    def table(grid: Grid) -> tuple[torch.Tensor]:
-        axes = axis_coordinates(grid, base_size, device=hidden_states.device)
-        return (torch.stack(over_grid(axes), 1),)
-
-    (coordinates,) = position_strips(active_layout(), table)  # (strips, strip_length, 3)
-    scaled = coordinates * scales.to(coordinates)[:, None]
-    return hidden_states, None, None, None, None, (scaled * coordinates.new_tensor(patch)).transpose(1, 2)
+    # (strips, strip_length, 3)
+    (coordinates,) = position_strips(active_layout(), lambda grid: tables(rope, grid, hidden_states.device))
+    return hidden_states, *[None] * 4, (coordinates * scales.to(coordinates)[:, None]).transpose(1, 2)
 
 
 FAMILY = LTXFamily()
