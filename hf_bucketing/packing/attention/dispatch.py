@@ -133,7 +133,7 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
         dense_mask(segments, device)
     elif backend == "flex":
         block_mask(segments, device)
-    elif backend == "varlen" or (backend == "auto" and device.type == "cuda" and segments.suits_varlen):
+    elif backend == "varlen" or (backend == "auto" and segments.suits_varlen and device.type == "cuda"):
         segments.varlen(device)
 
 
