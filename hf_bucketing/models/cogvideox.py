@@ -22,7 +22,7 @@ from ..packing.family import UNLIMITED, Draw, Transformer
 from ..packing.layout import Grid, PackedLayout
 from ..packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ..packing.processors import Rotary
-from .joint import JointFamily, refuse_stale_fusion
+from .joint import JointFamily, of_text, refuse_stale_fusion
 from .positions import rotary_tables
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class CogVideoXFamily(JointFamily):
     text_rule = "encoded_padding"
     interpolates = True
     latents_as = "frames_first"
+    text_apart = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
@@ -102,9 +103,13 @@ class CogVideoXFamily(JointFamily):
         return cosines, sines
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
+        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's.
+
+        Also modulate text by its own sample's timestep.
+        """
         embed = transformer.patch_embed
-        handles: list[Any] = []
+        norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm2)]
+        handles: list[Any] = [norm.register_forward_hook(_modulate_text) for norm in norms]
         tables = Tables(lambda module, grid, device: (sincos_table(module, grid, base_size, device),))
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
@@ -125,6 +130,16 @@ class CogVideoXFamily(JointFamily):
         if not transformer.config.use_rotary_positional_embeddings:
             return {}
         return {"image_rotary_emb": self.positions(transformer, rows.grid, None, device=rows.latents.device)}
+
+
+def _modulate_text(
+    norm: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Replace what a norm made of the text, and its gate, by those of the text's own sample."""
+    hidden_states, text, embedding = args
+    # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
+    _, text, _, gate = norm.forward(hidden_states[:, :0], text, of_text(embedding))
+    return output[0], text, output[2], gate
 
 
 class _WithoutTable:

@@ -13,7 +13,7 @@ from ..errors import PackingError
 from ..packing.family import Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates
-from .joint import JointFamily, refuse_stale_fusion
+from .joint import JointFamily, of_text, refuse_stale_fusion
 from .positions import hook_patch_embed
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class SD3Family(JointFamily):
     interpolates = True
     images_only = True
     latents_as = "images"
+    text_apart = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""
@@ -48,8 +49,19 @@ class SD3Family(JointFamily):
         return 1, side, side
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding."""
-        return [hook_patch_embed(transformer.pos_embed, lambda embed, grid, _: _table(embed, grid, base_size))]
+        """Hook the patch embedding, and the norms of text, to modulate it by its own sample's timestep."""
+
+        def modulate(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> Any:
+            text, *embedding = args
+            return (text, *map(of_text, embedding)), {name: of_text(value) for name, value in kwargs.items()}
+
+        return [
+            hook_patch_embed(transformer.pos_embed, lambda embed, grid, _: _table(embed, grid, base_size)),
+            *(
+                block.norm1_context.register_forward_pre_hook(modulate, with_kwargs=True)
+                for block in transformer.transformer_blocks
+            ),
+        ]
 
 
 def _table(embed: PatchEmbed, grid: Grid, base_size: Grid | None) -> torch.Tensor:
