@@ -23,7 +23,7 @@ from ..packing.family import UNLIMITED, Draw, Transformer
 from ..packing.layout import Grid, PackedLayout
 from ..packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ..packing.processors import Rotary
-from .joint import JointFamily
+from .joint import JointFamily, of_text
 from .positions import one_table, rotary_tables
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class CogVideoXFamily(JointFamily):
     interpolates = True
     latents_as = "frames_first"
     attention_kwargs = "attention_kwargs"
+    text_apart = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
@@ -104,11 +105,15 @@ class CogVideoXFamily(JointFamily):
         return cosines, sines
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
+        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's.
+
+        Also modulate text by its own sample's timestep.
+        """
         embed = transformer.patch_embed
-        handles: list[Any] = []
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
+        norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm2)]
+        handles: list[Any] = [norm.register_forward_hook(_modulate_text) for norm in norms]
         if transformer.config.use_rotary_positional_embeddings:
             handles += super().hook_positions(transformer, base_size)
         if _has_table(transformer):
@@ -129,6 +134,16 @@ def _add_table(
     layout = active_layout()
     (table,) = position_strips(layout, lambda grid: tables(embed, grid, output.device))
     return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
+
+
+def _modulate_text(
+    norm: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Replace what a norm made of the text, and its gate, by those of the text's own sample."""
+    hidden_states, text, embedding = args
+    # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
+    _, text, _, gate = norm.forward(hidden_states[:, :0], text, of_text(embedding))
+    return output[0], text, output[2], gate
 
 
 class _WithoutTable:

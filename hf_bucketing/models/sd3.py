@@ -14,7 +14,7 @@ from ..errors import PackingError
 from ..packing.family import Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates
-from .joint import JointFamily
+from .joint import JointFamily, of_text
 from .positions import hook_patch_embed
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class SD3Family(JointFamily):
     images_only = True
     latents_as = "images"
     attention_kwargs = "joint_attention_kwargs"
+    text_apart = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""
@@ -50,8 +51,19 @@ class SD3Family(JointFamily):
         return 1, side, side
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding."""
-        return [hook_patch_embed(transformer.pos_embed, partial(_table, base_size=base_size))]
+        """Hook the patch embedding, and the norms of text, to modulate it by its own sample's timestep."""
+        return [
+            hook_patch_embed(transformer.pos_embed, partial(_table, base_size=base_size)),
+            *(
+                block.norm1_context.register_forward_pre_hook(_modulate, with_kwargs=True)
+                for block in transformer.transformer_blocks
+            ),
+        ]
+
+
+def _modulate(norm: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    text, *embedding = args
+    return (text, *map(of_text, embedding)), {name: of_text(value) for name, value in kwargs.items()}
 
 
 def _table(embed: PatchEmbed, grid: Grid, device: torch.device, *, base_size: Grid | None) -> torch.Tensor:

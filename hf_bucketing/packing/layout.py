@@ -35,6 +35,8 @@ class PackedLayout:
         strip_length (`int`): Tokens per strip.
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
             the same sequence; a sample then has as many strips as its text needs. 0 where text lies apart.
+        text_apart (`bool`): Whether text fills the slots of any strips, for models that modulate it by itself; a
+            sample then has no more strips than its tokens need.
         device (`torch.device`): Device of the tensors below.
         caption_ids (tuple of `int`, *optional*): The stored text that each sample reads, numbered by first use. By
             default, each sample has a text of its own.
@@ -60,6 +62,7 @@ class PackedLayout:
     text_lengths: tuple[int, ...]
     strip_length: int
     text_slots: int = 0
+    text_apart: bool = False
     device: torch.device | str = "cpu"
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
@@ -97,10 +100,15 @@ class PackedLayout:
     @cached_property
     def strips_per_sample(self) -> tuple[int, ...]:
         """Strips of each sample."""
-        return tuple(
-            max(_ceil_div(length, self.strip_length), _ceil_div(text, self.text_slots) if self.text_slots else 0)
-            for length, text in zip(self.lengths, self.text_lengths, strict=True)
-        )
+        for_tokens = [_ceil_div(length, self.strip_length) for length in self.lengths]
+        if self.text_apart or not self.text_slots:
+            return tuple(for_tokens)
+        return tuple(map(max, for_tokens, self.text_strips_per_sample))
+
+    @cached_property
+    def text_strips_per_sample(self) -> tuple[int, ...]:
+        """Strips whose text slots hold text of each sample."""
+        return tuple(_ceil_div(text, self.text_slots) for text in self.text_lengths)
 
     @property
     def num_strips(self) -> int:
@@ -283,6 +291,8 @@ class JointLayout:
             among the stored ones; None where they lie in order.
         text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
         first_strips (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
+        modulated_as (`torch.Tensor` of shape `(strips,)`, *optional*): For the text of each strip, a strip with tokens
+            of the same sample; None where a strip's text is of the strip's sample.
     """
 
     text_slots: int
@@ -294,26 +304,38 @@ class JointLayout:
     text_source: torch.Tensor | None
     text_target: torch.Tensor
     first_strips: torch.Tensor
+    modulated_as: torch.Tensor | None
 
     @classmethod
     def of(cls, layout: PackedLayout) -> JointLayout:
         """Return where the tokens of joint attention lie in a pack.
 
         Raises:
-            PackingError: If the layout's strips carry no text.
+            PackingError: If the layout's strips carry no text, or have too few slots for it.
         """
         if not layout.text_slots:
             raise PackingError("The strips of this layout carry no text; make one with text_slots of at least 1.")
         strips, slots = layout.num_strips, layout.text_slots
-        firsts = _starts(layout.strips_per_sample)
-        targets = [first * slots + np.arange(n) for first, n in zip(firsts, layout.text_lengths, strict=True)]
+        firsts = text_firsts = _starts(layout.strips_per_sample)
+        modulated = None
+        if layout.text_apart:
+            counts = layout.text_strips_per_sample
+            if sum(counts) > strips:
+                raise PackingError(
+                    f"The texts fill {sum(counts)} strips of {slots} text slots, and the pack has {strips} strips; "
+                    "use more slots (pad_text_to), or pack fewer samples."
+                )
+            text_firsts = _starts(counts)
+            modulated = np.repeat([*firsts, 0], [*counts, strips - sum(counts)])
+        targets = [first * slots + np.arange(n) for first, n in zip(text_firsts, layout.text_lengths, strict=True)]
         pieces = [
             np.concatenate([np.arange(*span), layout.num_tokens + target])
             for span, target in zip(layout.spans, targets, strict=True)
         ]
         spans = tuple(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
         entries, real = strips * (layout.strip_length + slots), np.concatenate(pieces)
-        text_spans = [(first * slots, first * slots + n) for first, n in zip(firsts, layout.text_lengths, strict=True)]
+        starts = zip(text_firsts, layout.text_lengths, strict=True)
+        text_spans = [(first * slots, first * slots + n) for first, n in starts]
         order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
 
         def on_device(index: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -329,6 +351,7 @@ class JointLayout:
             text_source=layout.text_index,
             text_target=on_device(np.concatenate(targets)),
             first_strips=on_device(np.array(firsts)),
+            modulated_as=None if modulated is None else on_device(modulated),
         )
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -404,7 +427,8 @@ def best_text_slots(layout: PackedLayout) -> int:
     """Return the text slots per strip with which a pack has the fewest entries, tokens and text slots together.
 
     One slot per strip suits a long video; a small image with a long text needs many slots, or more strips than its
-    tokens fill. All strips of a pack have the same number, so it is a compromise over the samples.
+    tokens fill. All strips of a pack have the same number, so it is a compromise over the samples; where texts fill
+    the slots of any strips, the smallest number that holds them all.
 
     Example:
         One token with a text of 12 beside a sample of 40 tokens with the same text, in strips of four. With two
@@ -416,7 +440,10 @@ def best_text_slots(layout: PackedLayout) -> int:
     """
     for_tokens = _ceil_div(np.array(layout.lengths), layout.strip_length)
     slots = np.arange(1, max(1, *layout.text_lengths) + 1)
-    strips = np.maximum(for_tokens, _ceil_div(np.array(layout.text_lengths), slots[:, None])).sum(1)
+    for_text = _ceil_div(np.array(layout.text_lengths), slots[:, None])
+    if layout.text_apart:
+        return int(slots[(for_text.sum(1) <= for_tokens.sum()).argmax()])
+    strips = np.maximum(for_tokens, for_text).sum(1)
     return int(slots[np.argmin(strips * (layout.strip_length + slots))])
 
 
