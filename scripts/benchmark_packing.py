@@ -5,19 +5,29 @@ python scripts/benchmark_packing.py --device cuda --output scripts/benchmark_res
 """
 
 import argparse
+import copy
+import ctypes
 import math
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from benchmark_tools import benchmark_parser, machine, report, seconds_of
-from diffusers import WanTransformer3DModel
+from diffusers import (
+    CogVideoXTransformer3DModel,
+    FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    WanTransformer3DModel,
+)
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.losses import masked_mse
 from hf_bucketing.models import enable_packing
+from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import PackedLayout, packed_attention, packed_forward, packed_mse
 
 MIXED = ((3, 8, 12), (1, 16, 16), (4, 10, 6), (1, 8, 8), (2, 14, 8), (1, 6, 12))
@@ -136,6 +146,78 @@ def measure_step(runs: int, layers: int, heads: int, strip_length: int) -> dict[
     }
 
 
+ALONE = ((5, 20, 32), (1, 48, 64), (9, 16, 16))
+"""Token grids of a sample that runs alone, packed and not; models of images take their frames as one."""
+
+
+def family_models(layers: int) -> dict[str, torch.nn.Module]:
+    """Return a small model of each family whose overhead is measured, 256 channels wide."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": layers}
+    rotary, pooled = (16, 24, 24), {"pooled_projection_dim": 64, "num_single_layers": layers}
+    return {
+        "wan": WanTransformer3DModel(**heads, text_dim=256, ffn_dim=1024),
+        "ltx": LTXVideoTransformer3DModel(**heads, cross_attention_dim=256, caption_channels=256),
+        "hunyuan": HunyuanVideoTransformer3DModel(**heads, **pooled, rope_axes_dim=rotary, text_embed_dim=256),
+        "flux": FluxTransformer2DModel(**heads, **pooled, axes_dims_rope=rotary, joint_attention_dim=256),
+        "cogvideox": CogVideoXTransformer3DModel(  # with time embeddings a sixth as wide as the model, as in 5B
+            **heads,
+            time_embed_dim=42,
+            text_embed_dim=256,
+            max_text_seq_length=TEXT_LENGTH,
+            use_rotary_positional_embeddings=True,
+        ),
+    }
+
+
+def keep_memory() -> None:
+    """Make glibc keep freed memory: faults of new pages would count for whichever function comes first."""
+    allocator = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    allocator.mallopt(m_mmap_threshold, 32 * 2**20)
+    allocator.mallopt(m_trim_threshold, 2**30)
+
+
+def measure_overhead(runs: int, layers: int) -> dict[str, float]:
+    """Compare the forward of a pack of one sample with the stock forward of that sample, in pairs of runs."""
+    return {f"overhead_of_one_sample_{name}": overhead(model, runs) for name, model in family_models(layers).items()}
+
+
+@torch.no_grad()
+def overhead(model: torch.nn.Module, runs: int) -> float:
+    """Return packed over stock processor seconds, the median of the pairs of all grids; packing is included."""
+    stock, family, ratios = copy.deepcopy(model.eval()), family_of(model), []
+    packing = enable_packing(model)
+    for grid in ALONE:
+        grid = (1, grid[0] * grid[1], grid[2]) if family.images_only else grid
+        sides = (count * part for count, part in zip(grid, family.patch(model), strict=True))
+        latent = torch.randn(family.in_channels(model), *sides)
+        text, timestep = torch.randn(TEXT_LENGTH, family.text_dim(model)), torch.tensor([500.0])
+        conditioning = family.draw_conditioning(model, [grid])
+
+        def packed(latent=latent, text=text, timestep=timestep, conditioning=conditioning) -> torch.Tensor:
+            batch = packing.pack([latent], timesteps=timestep, text=[text], conditioning=conditioning)
+            return batch.unpack(packed_forward(model, batch))[0]
+
+        def alone(latent=latent, text=text, timestep=timestep, conditioning=conditioning) -> torch.Tensor:
+            one = {name: values[0] for name, values in conditioning.items()}
+            return family.run_alone(stock, latent, timestep=timestep[0], text=text, conditioning=one)
+
+        torch.testing.assert_close(packed(), alone(), rtol=1e-3, atol=1e-3)
+        for run in range(runs):
+            pair = (packed, alone) if run % 2 else (alone, packed)
+            seconds = {function: seconds_of_one(function) for function in pair}
+            ratios.append(seconds[packed] / seconds[alone])
+    return statistics.median(ratios)
+
+
+def seconds_of_one(function: Callable[[], object]) -> float:
+    """Return the processor seconds of one call."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
 def modulation_bytes(model: WanTransformer3DModel, rows: int) -> int:
     """Return the bytes of the modulation that the model computes for a number of rows."""
     with torch.no_grad():
@@ -222,6 +304,7 @@ def make_parser() -> FlagParser:
 def main(args: argparse.Namespace) -> None:
     if args.device == "cpu":
         torch.set_num_threads(1)
+        keep_memory()
     figures = {
         **machine("torch", "diffusers"),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
@@ -235,6 +318,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         figures.update(measure_attention(args.runs))
         figures.update(measure_step(args.runs, args.layers, args.heads, args.strip_length))
+        figures.update(measure_overhead(args.runs, args.layers))
     report(figures, args.output)
 
 

@@ -21,6 +21,7 @@ class AllegroFamily(Family):
 
     transformer_class = "AllegroTransformer3DModel"
     tested_forwards = ("943ba9381dfe",)
+    stock_processors = ("AllegroAttnProcessor2_0",)
     interpolates = True
     text_by_strip = True
 

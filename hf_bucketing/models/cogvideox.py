@@ -6,6 +6,7 @@ CogVideoX attends to the padding of its text (226 tokens) as encoded: pass the e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +21,10 @@ from ..packing.batch import Rows
 from ..packing.context import active_layout
 from ..packing.family import UNLIMITED, Draw, Transformer
 from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates, over_grid, position_strips
+from ..packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ..packing.processors import Rotary
-from .joint import JointFamily, refuse_stale_fusion
-from .positions import rotary_tables
+from .joint import JointFamily, of_text
+from .positions import one_table, rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
@@ -34,14 +35,16 @@ class CogVideoXFamily(JointFamily):
 
     transformer_class = "CogVideoXTransformer3DModel"
     tested_forwards = ("1d9ec921fa79",)
+    stock_processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
     text_channels = "text_embed_dim"
     text_rule = "encoded_padding"
     interpolates = True
     latents_as = "frames_first"
+    attention_kwargs = "attention_kwargs"
+    text_apart = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
-        refuse_stale_fusion(transformer)
         if _has_table(transformer) and transformer.config.patch_size_t is not None:
             raise PackingError(
                 "This CogVideoX transformer has a table of positions and patch_size_t, which do not go together."
@@ -103,21 +106,20 @@ class CogVideoXFamily(JointFamily):
         return cosines, sines
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
+        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's.
+
+        Also modulate text by its own sample's timestep.
+        """
         embed = transformer.patch_embed
-        handles: list[Any] = []
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
-
-        def add_table(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            layout = active_layout()
-            (table,) = position_strips(layout, lambda grid: (sincos_table(module, grid, base_size, output.device),))
-            return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
-
+        norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm2)]
+        handles: list[Any] = [norm.register_forward_hook(_modulate_text) for norm in norms]
         if transformer.config.use_rotary_positional_embeddings:
             handles += super().hook_positions(transformer, base_size)
         if _has_table(transformer):
-            handles += [_WithoutTable(embed), embed.register_forward_hook(add_table)]
+            tables = Tables(partial(one_table, partial(sincos_table, base_size=base_size)))
+            handles += [_WithoutTable(embed), embed.register_forward_hook(partial(_add_table, tables))]
         return handles
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
@@ -125,6 +127,24 @@ class CogVideoXFamily(JointFamily):
         if not transformer.config.use_rotary_positional_embeddings:
             return {}
         return {"image_rotary_emb": self.positions(transformer, rows.grid, None, device=rows.latents.device)}
+
+
+def _add_table(
+    tables: Tables, embed: CogVideoXPatchEmbed, args: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> torch.Tensor:
+    layout = active_layout()
+    (table,) = position_strips(layout, lambda grid: tables(embed, grid, output.device))
+    return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
+
+
+def _modulate_text(
+    norm: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Replace what a norm made of the text, and its gate, by those of the text's own sample."""
+    hidden_states, text, embedding = args
+    # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
+    _, text, _, gate = norm.forward(hidden_states[:, :0], text, of_text(embedding))
+    return output[0], text, output[2], gate
 
 
 class _WithoutTable:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from threading import local
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class CosmosFamily(Family):
 
     transformer_class = "CosmosTransformer3DModel"
     tested_forwards = ("a451f9478991",)
+    stock_processors = ("CosmosAttnProcessor2_0",)
     text_rule = "keep_padding"
     interpolates = True
 
@@ -56,31 +59,14 @@ class CosmosFamily(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook `rope` and the learned positions."""
-        learned, rates = transformer.learnable_pos_embed, []
+        learned = transformer.learnable_pos_embed
         if learned is not None and base_size is not None:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
-
-        def take_rates(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            rates.append(kwargs["fps"])
-            return args, {**kwargs, "fps": None}
-
-        def rotate(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            angles = _angles(module, base_size, rates.pop(), device=args[0].device)
-            return angles.cos(), angles.sin()
-
-        def look_up(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            # module.forward instead of module(…), which would call this hook again
-            def table(grid: Grid) -> tuple[torch.Tensor, ...]:
-                return tuple(module.forward(shape_only(args[0], grid, module.patch_size)))
-
-            (positions,) = position_strips(active_layout(), table)
-            return positions
-
         handles = [
-            transformer.rope.register_forward_pre_hook(take_rates, with_kwargs=True),
-            transformer.rope.register_forward_hook(rotate),
+            transformer.rope.register_forward_pre_hook(_take_rates, with_kwargs=True),
+            transformer.rope.register_forward_hook(partial(_rotate, base_size)),
         ]
-        return handles if learned is None else [*handles, learned.register_forward_hook(look_up)]
+        return handles if learned is None else [*handles, learned.register_forward_hook(_look_up)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Add a padding mask of zeros."""
@@ -90,6 +76,36 @@ class CosmosFamily(Family):
         """Return the one frame rate of all rows; none for images."""
         rate = rows.conditioning["fps"][0]
         return {"fps": rate if rate else None}
+
+
+class _Taken(local):
+    """The frame rates of the forward that a thread computes, which `rope` cannot take by strip."""
+
+    rates: torch.Tensor
+
+
+_taken = _Taken()
+
+
+def _take_rates(rope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    _taken.rates = kwargs["fps"]
+    return args, {**kwargs, "fps": None}
+
+
+def _rotate(
+    base_size: Grid | None, rope: Any, args: tuple[torch.Tensor, ...], output: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = _angles(rope, base_size, _taken.rates, device=args[0].device)
+    return angles.cos(), angles.sin()
+
+
+def _look_up(embed: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    # embed.forward instead of embed(…), which would call this hook again
+    def table(grid: Grid) -> tuple[torch.Tensor, ...]:
+        return tuple(embed.forward(shape_only(args[0], grid, embed.patch_size)))
+
+    (positions,) = position_strips(active_layout(), table)
+    return positions
 
 
 def _angles(rope: Any, base_size: Grid | None, rates: torch.Tensor, *, device: torch.device) -> torch.Tensor:

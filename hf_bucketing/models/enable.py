@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
 from ..errors import PackingError
+from ..packing.attachment import ATTRIBUTE, attach, attachment_of, unwrap
 from ..packing.attention.dispatch import resolve_backend
 from ..packing.family import Family
 from ..packing.layout import Grid
-from ..packing.pack import ATTRIBUTE, Packing, packing_of, unwrap
+from ..packing.pack import Packing
 from .registry import family_of
 from .stock import warn_of_changes
 
@@ -25,15 +28,16 @@ def enable_packing(
 ) -> Packing:
     """Swap the attention processors of a diffusers transformer and hook its positions, so that it runs packs.
 
-    The module stays the stock one: LoRA, gradient checkpointing, DDP and `save_pretrained` keep working. The idea of
-    packing comes from NaViT (Dehghani et al., 2023), its use for video from Open-Sora-Plan.
+    The module stays the stock one: LoRA, gradient checkpointing, DDP and `save_pretrained` keep working. A deep copy
+    of it, such as an EMA model, or one that `torch.save` wrote, is packed by itself. The idea of packing comes from
+    NaViT (Dehghani et al., 2023), its use for video from Open-Sora-Plan.
 
     Args:
         transformer (`torch.nn.Module`): A transformer of a known model family, bare or wrapped: the diffusers class
             itself, or a subclass that keeps its `forward`.
         backend (`"auto"`, `"segments"`, `"varlen"`, `"flex"` or `"dense"`): Backend of attention, see
             [`packed_attention`][hf_bucketing.packing.packed_attention]. `"auto"` chooses at the first forward, because
-            the model may be moved until then, and logs its choice.
+            the model may be moved until then, and logs its choice. diffusers' `set_attention_backend` does not apply.
         strip_length (`int`): Tokens per strip. Each sample is padded to whole strips; the memory of per-row modulation
             is proportional to the number of strips.
         positions (`"native"` or `"interpolate"`): Whether each token has the position that the model gives it in its
@@ -46,8 +50,9 @@ def enable_packing(
         [`Packing`]: Its `pack` makes packs for [`packed_forward`][hf_bucketing.packing.packed_forward].
 
     Raises:
-        PackingError: If no model family claims the class, the model cannot run such strips, the backend is unknown or
-            not available on this machine, or packing is enabled already.
+        PackingError: If no model family claims the class, its `forward` or an attention processor is not diffusers'
+            own, the model cannot run such strips, the backend is unknown or not available on this machine, or packing
+            is enabled already.
     """
     model = unwrap(transformer)
     family = family_of(model)
@@ -58,16 +63,14 @@ def enable_packing(
     warn_of_changes(family)
     family.check(model, strip_length=strip_length)
     _check_positions(model, family, positions, base_size)
-    resolved = resolve_backend(backend)
     packing = Packing(
         transformer=model,
         family=family,
         strip_length=strip_length,
-        backend=resolved,
+        backend=resolve_backend(backend),
         base_size=base_size,
-        detach=family.attach(model, resolved, base_size=base_size),
     )
-    setattr(model, ATTRIBUTE, packing)
+    attach(packing)
     return packing
 
 
@@ -87,11 +90,24 @@ def _check_positions(model: torch.nn.Module, family: Family, positions: str, bas
 
 
 def disable_packing(transformer: torch.nn.Module) -> None:
-    """Restore the original attention processors and positions.
+    """Restore the original attention processors and positions of this transformer; its copies stay as they are.
 
     Raises:
         PackingError: If packing is not enabled.
     """
-    packing = packing_of(transformer)
-    packing.detach()
-    delattr(packing.transformer, ATTRIBUTE)
+    attachment_of(transformer).remove()
+
+
+@contextmanager
+def packing_disabled(transformer: torch.nn.Module) -> Iterator[None]:
+    """Disable packing inside a `with` block and enable the same packing after it.
+
+    Raises:
+        PackingError: If packing is not enabled.
+    """
+    attachment = attachment_of(transformer)
+    attachment.remove()
+    try:
+        yield
+    finally:
+        attach(attachment.packing)

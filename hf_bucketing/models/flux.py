@@ -27,11 +27,14 @@ class FluxFamily(JointFamily):
 
     transformer_class = "FluxTransformer2DModel"
     tested_forwards = ("0bde5c7179d8", "53dba489fdb2", "9951f6ffc64f")
+    stock_processors = ("FluxAttnProcessor",)
+    processors_read_fusion = True
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
     images_only = True
     latents_as = "tokens"
+    attention_kwargs = "joint_attention_kwargs"
     position_module = "pos_embed"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

@@ -31,9 +31,11 @@ class HunyuanVideoFamily(JointFamily):
 
     transformer_class = "HunyuanVideoTransformer3DModel"
     tested_forwards = ("a1b9ec91c058",)
+    stock_processors = ("HunyuanVideoAttnProcessor2_0",)
     text_channels = "text_embed_dim"
     interpolates = True
     position_module = "rope"
+    attention_kwargs = "attention_kwargs"
     guidance = 6000.0  # a thousandfold, as its pipeline scales it
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

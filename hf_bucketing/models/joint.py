@@ -10,6 +10,7 @@ import torch
 
 from ..errors import PackingError
 from ..packing.batch import PackedBatch
+from ..packing.context import active_layout
 from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import PackedLayout, best_text_slots
 from ..packing.processors import PackedJointAttnProcessor
@@ -19,10 +20,12 @@ class JointFamily(Family):
     """Base of the families whose models attend to tokens and text tokens in one sequence.
 
     Attributes:
+        text_apart (`bool`): Whether text may fill the slots of any strips: its modulation is made apart.
         guidance (`float`): The distilled guidance that the pipeline passes by default.
     """
 
     processor_class = PackedJointAttnProcessor
+    text_apart: ClassVar[bool] = False
     guidance: ClassVar[float] = 3.5
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
@@ -46,6 +49,7 @@ class JointFamily(Family):
     ) -> tuple[PackedLayout, int | None]:
         """Return the layout with text slots: the number with fewest entries, or the given number per strip."""
         self.check_layout(transformer, layout)
+        layout = replace(layout, text_apart=self.text_apart)
         if pad_text_to is None:
             return replace(layout, text_slots=best_text_slots(layout)), None
         if pad_to is None or pad_text_to % pad_to or not pad_text_to:
@@ -53,18 +57,20 @@ class JointFamily(Family):
                 "The strips of this model carry its text, each with the same number of text slots: pad_text_to must "
                 f"be a multiple of pad_to, got {pad_text_to} and {pad_to}."
             )
-        return replace(layout, text_slots=pad_text_to // pad_to), None
+        layout = replace(layout, text_slots=pad_text_to // pad_to)
+        if layout.text_apart and sum(layout.text_strips_per_sample) > pad_to:
+            raise PackingError(
+                f"The texts fill {sum(layout.text_strips_per_sample)} strips of {layout.text_slots} text slots, more "
+                f"than the {pad_to} to pad to; give a larger pad_text_to, or pack fewer samples."
+            )
+        return layout, None
 
     def text_rows(self, batch: PackedBatch) -> torch.Tensor:
         """Give each strip its part of its sample's text."""
         return batch.layout.joint.text_by_strip(batch.text)
 
 
-def refuse_stale_fusion(transformer: Transformer) -> None:
-    """Refuse models unfused by diffusers in their processors only: the modules still hold the fused projections."""
-    for name, module in transformer.named_modules():
-        if getattr(module, "fused_projections", False) and "Fused" not in type(module.processor).__name__:
-            raise PackingError(
-                f"{name} holds fused projections that its processor does not use, as diffusers' "
-                "unfuse_qkv_projections leaves it; load the transformer again, or fuse it."
-            )
+def of_text(values: torch.Tensor) -> torch.Tensor:
+    """Return modulation `(strips, …)` of strips' tokens as that of the text in their slots."""
+    rows = active_layout().joint.modulated_as
+    return values if rows is None else values.index_select(0, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..packing.context import active_layout
 from ..packing.layout import Grid
-from ..packing.positions import over_grid, position_strips
+from ..packing.positions import Tables, over_grid, position_strips
 
 
 def rotary_tables(
@@ -30,18 +31,22 @@ def rotary_tables(
     return tuple(torch.cat(over_grid(side), -1) for side in zip(*pairs, strict=True))
 
 
-def hook_patch_embed(
-    pos_embed: torch.nn.Module, table: Callable[[Any, Grid, torch.device], torch.Tensor]
-) -> RemovableHandle:
+def hook_patch_embed(pos_embed: torch.nn.Module, table: Callable[..., torch.Tensor]) -> RemovableHandle:
     """Make a `PatchEmbed` add each sample's own positions, `(t·h·w, dim)`, to its strips; return the handle."""
+    tables = Tables(partial(one_table, table))
+    return pos_embed.register_forward_hook(partial(_embed_strips, tables))
 
-    def embed_strips(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        (positions,) = position_strips(active_layout(), lambda grid: (table(module, grid, output.device),))
-        tokens = module.proj(args[0]).flatten(2).transpose(1, 2)
-        embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
-        return embedded
 
-    return pos_embed.register_forward_hook(embed_strips)
+def one_table(table: Callable[..., torch.Tensor], *key: Any, **options: Any) -> tuple[torch.Tensor]:
+    """Return what a function of one table makes, as [`Tables`][hf_bucketing.packing.positions.Tables] keeps it."""
+    return (table(*key, **options),)
+
+
+def _embed_strips(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    (positions,) = position_strips(active_layout(), lambda grid: tables(module, grid, output.device))
+    tokens = module.proj(args[0]).flatten(2).transpose(1, 2)
+    embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
+    return embedded
 
 
 def sincos_table(module: Any, grid: Grid, device: torch.device) -> torch.Tensor:

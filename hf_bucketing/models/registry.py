@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 from collections.abc import Iterator
 from types import ModuleType
@@ -49,8 +50,8 @@ def family_of(transformer: torch.nn.Module) -> Family:
     """Return the model family of a diffusers transformer, or of a subclass that keeps the stock `forward`.
 
     Raises:
-        PackingError: If no family claims the class, or a subclass has a `forward` of its own, which may do across
-            tokens what packing does not see.
+        PackingError: If no family claims the class, or a subclass or the model has a `forward` of its own, which may
+            do across tokens what packing does not see.
     """
     cls = type(transformer)
     name = f"{cls.__module__}.{cls.__qualname__}"
@@ -69,7 +70,18 @@ def family_of(transformer: torch.nn.Module) -> Family:
             f"{name} overrides the forward of diffusers' {stock.__name__}, so packing cannot know how it treats the "
             "tokens of several samples. Use the stock class, or train this model with bucketed batches."
         )
+    if _innermost(transformer.forward) is not _innermost(stock.forward):
+        raise PackingError(
+            f"The forward of this {name} was replaced on the model itself, so packing cannot know how it treats the "
+            "tokens of several samples. Delete transformer.forward, or train this model with bucketed batches."
+        )
     return families()[stock.__name__]
+
+
+def _innermost(forward: Any) -> Any:
+    """Return a forward inside its decorators, and those that accelerate and diffusers put around it on a model."""
+    inner = inspect.unwrap(forward)
+    return getattr(inner, "__func__", inner)
 
 
 def _is_stock(cls: type[Any]) -> bool:

@@ -5,6 +5,7 @@ The pipeline masks no text: pass the embeddings with their padding, as the pipel
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from ..errors import PackingError
 from ..packing.family import Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates
-from .joint import JointFamily, refuse_stale_fusion
+from .joint import JointFamily, of_text
 from .positions import hook_patch_embed
 
 if TYPE_CHECKING:
@@ -25,17 +26,19 @@ class SD3Family(JointFamily):
 
     transformer_class = "SD3Transformer2DModel"
     tested_forwards = ("ace020eb0242", "124eca013df2")
+    stock_processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "XFormersJointAttnProcessor")
     text_channels = "joint_attention_dim"
     text_rule = "encoded_padding"
     interpolates = True
     images_only = True
     latents_as = "images"
+    attention_kwargs = "joint_attention_kwargs"
+    text_apart = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""
         if transformer.config.pos_embed_max_size is None:
             raise PackingError("Packing needs an SD3 transformer with a table of positions (pos_embed_max_size).")
-        refuse_stale_fusion(transformer)
         if transformer.config.qk_norm is not None and transformer.transformer_blocks[0].attn.fused_projections:
             raise PackingError(
                 "diffusers' fused SD3 attention skips the norms of queries and keys that this model has; load the "
@@ -49,11 +52,22 @@ class SD3Family(JointFamily):
         return 1, side, side
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding."""
-        return [hook_patch_embed(transformer.pos_embed, lambda embed, grid, _: _table(embed, grid, base_size))]
+        """Hook the patch embedding, and the norms of text, to modulate it by its own sample's timestep."""
+        return [
+            hook_patch_embed(transformer.pos_embed, partial(_table, base_size=base_size)),
+            *(
+                block.norm1_context.register_forward_pre_hook(_modulate, with_kwargs=True)
+                for block in transformer.transformer_blocks
+            ),
+        ]
 
 
-def _table(embed: PatchEmbed, grid: Grid, base_size: Grid | None) -> torch.Tensor:
+def _modulate(norm: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    text, *embedding = args
+    return (text, *map(of_text, embedding)), {name: of_text(value) for name, value in kwargs.items()}
+
+
+def _table(embed: PatchEmbed, grid: Grid, device: torch.device, *, base_size: Grid | None) -> torch.Tensor:
     """Return a sample's positions, `(h·w, dim)`: the middle of the table, interpolated if there is a base size."""
     _, height, width = base_size or grid
     middle: torch.Tensor = embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]

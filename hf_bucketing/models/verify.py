@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..losses.masked import masked_mse
+from ..packing.attachment import unwrap
 from ..packing.losses import packed_mse
-from ..packing.pack import PackedBatch, Packing, packed_forward, unwrap
+from ..packing.pack import PackedBatch, Packing, packed_forward
 from .enable import disable_packing, enable_packing
 from .registry import family_of
 
@@ -109,8 +110,8 @@ def verify_packing(
         latents=tuple(latents), timesteps=timesteps, text=tuple(text), conditioning=dict(conditioning or {})
     )
     output_limit, gradient_limit = _LIMITS.get(samples.latents[0].dtype, _HALF_LIMITS)
-    with _packing(model, strip_length, backend):
-        pass  # refuses what cannot be packed before running the samples alone
+    with _packing(model, strip_length, backend) as packing:
+        samples.pack(packing)  # refuses what cannot be packed before running the samples alone
     outputs, loss, gradients = _one_by_one(model, samples)
     scale = max(1.0, *(float(output.abs().max()) for output in outputs))
     order = [*range(1, len(samples.latents)), 0]

@@ -1,22 +1,24 @@
-"""What a packed forward carries beside its arguments: the layout of its pack, and exact timesteps.
+"""What a forward carries beside its arguments: the layout of its pack, and inputs that must stay exact.
 
 Gradient checkpointing computes a block again during backward. A layout kept on the module would then belong to another
 pack, so the layout is bound into the checkpointed call and read from a thread-local variable that is set for that call
 alone. It is not a `ContextVar`, at which torch.compile breaks its graph.
 
-FSDP's mixed precision and DeepSpeed cast all inputs of a model to half precision, in which 999 becomes 1000 and half
-steps are lost. The models compute the embedding of timesteps in float32, so its input must still be exact.
+FSDP's mixed precision and DeepSpeed cast all inputs of a model to half precision, in which 999 becomes 1000, and a
+third of a second 0.334. The models compute positions and the embeddings of timesteps in float32, so their inputs must
+still be exact, in buckets as in packs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from threading import local
+from contextlib import contextmanager
+from threading import Lock, local
 from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import PackingError
@@ -25,10 +27,11 @@ from .layout import PackedLayout
 
 class _Active(local):
     layout: PackedLayout | None = None
-    scalars: Mapping[str, torch.Tensor] | None = None
+    exact: Mapping[str, Any] | None = None
 
 
 _active = _Active()
+_binding = Lock()
 
 
 def active_layout() -> PackedLayout:
@@ -59,25 +62,50 @@ def use_layout(layout: PackedLayout) -> Iterator[None]:
         _active.layout = before
 
 
-@contextmanager
-def bind_checkpoints(model: torch.nn.Module, layout: PackedLayout) -> Iterator[None]:
-    """Bind `layout` into every gradient-checkpointed call that `model` makes inside a `with` block.
+def bind_checkpoints(model: torch.nn.Module) -> None:
+    """Make every gradient-checkpointed call that `model` makes carry the layout that is active when it is made.
 
     Such calls come from diffusers' `enable_gradient_checkpointing`, and from the wrappers that FSDP's activation
-    checkpointing puts around blocks.
+    checkpointing puts around blocks. Their functions are replaced once and stay so, because other threads may be
+    computing other packs with them; both kinds may come at any time, so each forward looks for new ones.
     """
-    with ExitStack() as undo:
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                name = "_gradient_checkpointing_func"
-            elif isinstance(module, CheckpointWrapper):
-                name = "checkpoint_fn"
-            else:
-                continue
-            original = getattr(module, name)
-            undo.callback(setattr, module, name, original)
-            setattr(module, name, _bound(original, layout))
-        yield
+    for module, name in _checkpointing(model):
+        if not isinstance(vars(module)[name], _BoundCheckpoint):
+            with _binding:
+                if not isinstance(checkpoint := vars(module)[name], _BoundCheckpoint):
+                    setattr(module, name, _BoundCheckpoint(checkpoint))
+
+
+def release_checkpoints(model: torch.nn.Module) -> None:
+    """Restore the checkpoint functions that [`bind_checkpoints`] replaced."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, _BoundCheckpoint):
+                setattr(module, name, value.checkpoint)
+
+
+def _checkpointing(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Return the modules that checkpoint, and the attributes of their functions; faster than by `modules()`."""
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if isinstance(module, CheckpointWrapper):
+            yield module, "checkpoint_fn"
+        elif module.__dict__.get("gradient_checkpointing"):
+            yield module, "_gradient_checkpointing_func"
+        stack += [child for child in module._modules.values() if child is not None]
+
+
+class _BoundCheckpoint:
+    """A checkpoint function whose recomputation has the layout that was active when it was called."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _active.layout is not None:
+            block = _WithLayout(block, _active.layout)
+        return self.checkpoint(block, *args, **kwargs)
 
 
 class _WithLayout:
@@ -94,13 +122,6 @@ class _WithLayout:
             return self.block(*args, **kwargs)
 
 
-def _bound(checkpoint: Any, layout: PackedLayout) -> Callable[..., Any]:
-    def checkpoint_with_layout(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(_WithLayout(block, layout), *args, **kwargs)
-
-    return checkpoint_with_layout
-
-
 def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
     """Return timesteps in at least float32, in which their embedding is computed.
 
@@ -112,27 +133,39 @@ def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
     return timesteps if timesteps.is_floating_point() else timesteps.float()
 
 
-@contextmanager
-def exact_scalars(kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Remember the one-dimensional inputs of a forward, such as timesteps and guidance, inside a `with` block."""
-    before = _active.scalars
-    _active.scalars = {
-        name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.ndim == 1
+_IN_THE_MODELS_DTYPE = frozenset(
+    {
+        *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections"),
+        *("encoder_attention_mask", "padding_mask"),
     }
+)
+"""Inputs that the models' layers take in their own dtype. Positions and schedules read all others."""
+
+
+@contextmanager
+def exact_inputs(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Remember the inputs of a forward that positions and schedules read, inside a `with` block."""
+    before = _active.exact
+    _active.exact = {name: value for name, value in kwargs.items() if name not in _IN_THE_MODELS_DTYPE}
     try:
         yield
     finally:
-        _active.scalars = before
+        _active.exact = before
 
 
-def keep_scalars_exact(transformer: torch.nn.Module) -> RemovableHandle:
-    """Hook a transformer so that it gets the inputs that [`exact_scalars`] remembers, even if wrappers cast them."""
+def keep_inputs_exact(transformer: torch.nn.Module) -> RemovableHandle:
+    """Hook a transformer so that it gets the inputs that [`exact_inputs`] remembers, even if wrappers cast them."""
+    return transformer.register_forward_pre_hook(_restore, with_kwargs=True)
 
-    def restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        exact = _active.scalars
-        if exact is None:
-            return None
-        restored = {name: value.to(kwargs[name].device) for name, value in exact.items() if name in kwargs}
-        return args, {**kwargs, **restored}
 
-    return transformer.register_forward_pre_hook(restore, with_kwargs=True)
+def keeps_inputs_exact(transformer: torch.nn.Module) -> bool:
+    """Return whether [`keep_inputs_exact`] hooked a transformer."""
+    return _restore in transformer._forward_pre_hooks.values()
+
+
+def _restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _active.exact is None:
+        return None
+    device = kwargs["hidden_states"].device  # wrappers may also move inputs
+    exact = {name: value for name, value in _active.exact.items() if name in kwargs}
+    return args, {**kwargs, **tree_map_only(torch.Tensor, lambda value: value.to(device), exact)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch, Rows
-from .context import keep_scalars_exact
+from .context import exact_inputs, keep_inputs_exact, keeps_inputs_exact
 from .layout import Grid, PackedLayout
 from .positions import hook_output, hook_rotary
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
@@ -41,6 +41,10 @@ class Family:
         tested_forwards (`tuple[str, ...]`): Digests of the code of that class and its blocks, in the versions of
             diffusers that packing was tested with; see `models/stock.py`.
         processor_class (`type`): Packed processor of the attention modules.
+        stock_processors (`tuple` of `str`): Names of the processors in diffusers that it stands for; models with
+            others are refused.
+        processors_read_fusion (`bool`): Whether all of these use the projections that diffusers fused; else those do
+            that say so in their name.
         text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
@@ -57,12 +61,18 @@ class Family:
             many; else they are one row.
         conditioning_by_strip (`bool`): Whether each strip of a pack gets its sample's conditioning; else the model
             gets a row per sample.
+        attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
         by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
     """
 
     transformer_class: ClassVar[str]
     tested_forwards: ClassVar[tuple[str, ...]]
     processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
+    stock_processors: ClassVar[tuple[str, ...]] = (
+        *("AttnProcessor2_0", "AttnProcessor", "FusedAttnProcessor2_0"),
+        *("SlicedAttnProcessor", "XFormersAttnProcessor", "AttnProcessorNPU"),
+    )
+    processors_read_fusion: ClassVar[bool] = False
     text_channels: ClassVar[str] = "caption_channels"
     text_rule: ClassVar[TextRule] = "masked"
     interpolates: ClassVar[bool] = False
@@ -72,6 +82,7 @@ class Family:
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
     conditioning_by_strip: ClassVar[bool] = True
+    attention_kwargs: ClassVar[str | None] = None
     by_frame: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -139,28 +150,13 @@ class Family:
         """Register hooks that give each token its position in its own sample, and return their handles.
 
         By default, the tables of [`positions`] replace the output of the position module, or are passed to the
-        transformer where there is none.
+        transformer where there is none. Hooks are copied and pickled with the transformer: functions of a module, or
+        a `partial` of one.
         """
-
-        def table(module: Any, grid: Grid, device: torch.device) -> Rotary:
-            return self.positions(module, grid, base_size, device=device)
-
+        table = partial(self.positions, base_size=base_size)
         if self.position_module is None:
             return [hook_rotary(transformer, table)]
         return [hook_output(getattr(transformer, self.position_module), table)]
-
-    def attach(
-        self, transformer: Transformer, backend: Backend, *, base_size: Grid | None = None
-    ) -> Callable[[], None]:
-        """Swap the attention processors and hook the positions; return a function that undoes both."""
-        undo = ExitStack()
-        for handle in (*self.hook_positions(transformer, base_size), keep_scalars_exact(transformer)):
-            undo.callback(handle.remove)
-        for name, module in transformer.named_modules():
-            if hasattr(module, "set_processor"):
-                undo.callback(module.set_processor, module.processor)
-                module.set_processor(self.processor(name, backend) or module.processor)
-        return undo.close
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
@@ -228,11 +224,15 @@ class Family:
     def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
         """Run the unpacked transformer on samples of one size, as its pipeline does.
 
-        The forward is called on `wrapped`, the transformer as accelerate wraps it, if there is one. The output has
-        shape `(rows, out_channels, frames, height, width)`.
+        The forward is called on `wrapped`, the transformer as accelerate wraps it, if there is one; what positions
+        and schedules read stays exact, as in a pack. The output has shape `(rows, out_channels, frames, height,
+        width)`.
         """
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
-        output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
+        if wrapped is not None and not keeps_inputs_exact(transformer):
+            keep_inputs_exact(transformer)
+        with exact_inputs(kwargs):
+            output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
         return self._restored(output, rows.grid, rows.patch)
 
     def run_alone(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,8 @@ class PackedLayout:
         strip_length (`int`): Tokens per strip.
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
             the same sequence; a sample then has as many strips as its text needs. 0 where text lies apart.
+        text_apart (`bool`): Whether text fills the slots of any strips, for models that modulate it by itself; a
+            sample then has no more strips than its tokens need.
         device (`torch.device`): Device of the tensors below.
         caption_ids (tuple of `int`, *optional*): The stored text that each sample reads, numbered by first use. By
             default, each sample has a text of its own.
@@ -59,6 +62,7 @@ class PackedLayout:
     text_lengths: tuple[int, ...]
     strip_length: int
     text_slots: int = 0
+    text_apart: bool = False
     device: torch.device | str = "cpu"
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
@@ -96,10 +100,15 @@ class PackedLayout:
     @cached_property
     def strips_per_sample(self) -> tuple[int, ...]:
         """Strips of each sample."""
-        return tuple(
-            max(_ceil_div(length, self.strip_length), _ceil_div(text, self.text_slots) if self.text_slots else 0)
-            for length, text in zip(self.lengths, self.text_lengths, strict=True)
-        )
+        for_tokens = [_ceil_div(length, self.strip_length) for length in self.lengths]
+        if self.text_apart or not self.text_slots:
+            return tuple(for_tokens)
+        return tuple(map(max, for_tokens, self.text_strips_per_sample))
+
+    @cached_property
+    def text_strips_per_sample(self) -> tuple[int, ...]:
+        """Strips whose text slots hold text of each sample."""
+        return tuple(_ceil_div(text, self.text_slots) for text in self.text_lengths)
 
     @property
     def num_strips(self) -> int:
@@ -272,6 +281,8 @@ class JointLayout:
     Attributes:
         text_slots (`int`): Text tokens that each strip carries.
         strips (`int`): Strips of the pack.
+        sizes (two tuples of `int`): Of the tokens of all strips and of their text slots: each sample's, then the
+            padding after them, in turn.
         order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all
             strips followed by their text slots. Padding comes last.
         inverse (`torch.Tensor` of shape `(entries,)`): The inverse permutation of `order`.
@@ -280,35 +291,51 @@ class JointLayout:
             among the stored ones; None where they lie in order.
         text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
         first_strips (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
+        modulated_as (`torch.Tensor` of shape `(strips,)`, *optional*): For the text of each strip, a strip with tokens
+            of the same sample; None where a strip's text is of the strip's sample.
     """
 
     text_slots: int
     strips: int
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
     order: torch.Tensor
     inverse: torch.Tensor
     segments: SegmentSpans
     text_source: torch.Tensor | None
     text_target: torch.Tensor
     first_strips: torch.Tensor
+    modulated_as: torch.Tensor | None
 
     @classmethod
     def of(cls, layout: PackedLayout) -> JointLayout:
         """Return where the tokens of joint attention lie in a pack.
 
         Raises:
-            PackingError: If the layout's strips carry no text.
+            PackingError: If the layout's strips carry no text, or have too few slots for it.
         """
         if not layout.text_slots:
             raise PackingError("The strips of this layout carry no text; make one with text_slots of at least 1.")
         strips, slots = layout.num_strips, layout.text_slots
-        firsts = _starts(layout.strips_per_sample)
-        targets = [first * slots + np.arange(n) for first, n in zip(firsts, layout.text_lengths, strict=True)]
+        firsts = text_firsts = _starts(layout.strips_per_sample)
+        modulated = None
+        if layout.text_apart:
+            counts = layout.text_strips_per_sample
+            if sum(counts) > strips:
+                raise PackingError(
+                    f"The texts fill {sum(counts)} strips of {slots} text slots, and the pack has {strips} strips; "
+                    "use more slots (pad_text_to), or pack fewer samples."
+                )
+            text_firsts = _starts(counts)
+            modulated = np.repeat([*firsts, 0], [*counts, strips - sum(counts)])
+        targets = [first * slots + np.arange(n) for first, n in zip(text_firsts, layout.text_lengths, strict=True)]
         pieces = [
             np.concatenate([np.arange(*span), layout.num_tokens + target])
             for span, target in zip(layout.spans, targets, strict=True)
         ]
         spans = tuple(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
         entries, real = strips * (layout.strip_length + slots), np.concatenate(pieces)
+        starts = zip(text_firsts, layout.text_lengths, strict=True)
+        text_spans = [(first * slots, first * slots + n) for first, n in starts]
         order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
 
         def on_device(index: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -317,24 +344,40 @@ class JointLayout:
         return cls(
             text_slots=slots,
             strips=strips,
+            sizes=(_sizes(layout.spans, layout.num_tokens), _sizes(text_spans, strips * slots)),
             order=on_device(order),
             inverse=on_device(np.argsort(order)),
             segments=SegmentSpans.within(spans, entries),
             text_source=layout.text_index,
             text_target=on_device(np.concatenate(targets)),
             first_strips=on_device(np.array(firsts)),
+            modulated_as=None if modulated is None else on_device(modulated),
         )
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Gather tokens `(strips, strip_length, …)` and text slots `(strips, text_slots, …)` into `(entries, …)`."""
-        return torch.cat([tokens.flatten(0, 1), text.flatten(0, 1)]).index_select(0, self.order)
+        sides = tokens.flatten(0, 1), text.flatten(0, 1)
+        if torch.compiler.is_compiling():  # a graph of the sizes would serve no other pack
+            return permute(torch.cat(sides), self.order, self.inverse)
+        pieces = [side.split(sizes) for side, sizes in zip(sides, self.sizes, strict=True)]
+        real = itertools.chain.from_iterable(zip(*(piece[::2] for piece in pieces), strict=True))
+        return _join([*real, *(padding for piece in pieces for padding in piece[1::2])])
 
     def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter a sequence back into tokens and text slots of strips: the inverse of [`gather`]."""
-        entries = sequence.index_select(0, self.inverse)
-        words = self.strips * self.text_slots
-        tokens, text = entries.split([len(entries) - words, words])
-        return tokens.unflatten(0, (self.strips, -1)), text.unflatten(0, (self.strips, -1))
+        if torch.compiler.is_compiling():
+            words = self.strips * self.text_slots
+            sides: Sequence[torch.Tensor] = permute(sequence, self.inverse, self.order).split(
+                [len(sequence) - words, words]
+            )
+        else:
+            real = itertools.chain.from_iterable(zip(*(sizes[::2] for sizes in self.sizes), strict=True))
+            pieces = sequence.split([*real, *(padding for sizes in self.sizes for padding in sizes[1::2])])
+            count = len(self.sizes[0]) // 2
+            parts = [(pieces[side : 2 * count : 2], pieces[(side + 2) * count :]) for side in range(2)]
+            sides = [_join([*itertools.chain.from_iterable(zip(*pair, strict=False))]) for pair in parts]
+        tokens, text = (side.unflatten(0, (self.strips, -1)) for side in sides)
+        return tokens, text
 
     def text_by_strip(self, text: torch.Tensor) -> torch.Tensor:
         """Put a pack's stored texts into the strips of the samples that read them: `(strips, text_slots, …)`."""
@@ -350,11 +393,42 @@ class JointLayout:
         return text.flatten(0, 1).index_select(0, self.text_target)
 
 
+def permute(values: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return `values[order]` for a permutation; its backward gathers too, where that of an index would add."""
+    permuted: torch.Tensor = _Permute.apply(values, order, inverse)
+    return permuted
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, inverse)
+        return values.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return permute(gradient, inverse, order), None, None
+
+
+def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate pieces; a single one is not copied."""
+    filled = [piece for piece in pieces if len(piece)] or [pieces[0]]
+    return filled[0] if len(filled) == 1 else torch.cat(filled)
+
+
+def _sizes(spans: Sequence[Span], total: int) -> tuple[int, ...]:
+    """Return the length of each span and of what follows it up to the next one, in turn; the first starts at 0."""
+    bounds = [*itertools.chain.from_iterable(spans), total]
+    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
+
+
 def best_text_slots(layout: PackedLayout) -> int:
     """Return the text slots per strip with which a pack has the fewest entries, tokens and text slots together.
 
     One slot per strip suits a long video; a small image with a long text needs many slots, or more strips than its
-    tokens fill. All strips of a pack have the same number, so it is a compromise over the samples.
+    tokens fill. All strips of a pack have the same number, so it is a compromise over the samples; where texts fill
+    the slots of any strips, the smallest number that holds them all.
 
     Example:
         One token with a text of 12 beside a sample of 40 tokens with the same text, in strips of four. With two
@@ -366,7 +440,10 @@ def best_text_slots(layout: PackedLayout) -> int:
     """
     for_tokens = _ceil_div(np.array(layout.lengths), layout.strip_length)
     slots = np.arange(1, max(1, *layout.text_lengths) + 1)
-    strips = np.maximum(for_tokens, _ceil_div(np.array(layout.text_lengths), slots[:, None])).sum(1)
+    for_text = _ceil_div(np.array(layout.text_lengths), slots[:, None])
+    if layout.text_apart:
+        return int(slots[(for_text.sum(1) <= for_tokens.sum()).argmax()])
+    strips = np.maximum(for_tokens, for_text).sum(1)
     return int(slots[np.argmin(strips * (layout.strip_length + slots))])
 
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
+from .attachment import attachment_of
 from .attention.dispatch import Backend
 from .batch import PackedBatch
-from .context import bind_checkpoints, exact_scalars, exact_timesteps, use_layout
+from .context import bind_checkpoints, exact_inputs, exact_timesteps, use_layout
 from .family import Family
 from .layout import Grid, PackedLayout
 from .strips import to_strips, token_grid
 from .texts import apply_text_mask, deduplicate
 from .token_drop import Seed, TokenDrop
-
-ATTRIBUTE = "_hf_bucketing_packing"
-"""Name under which a transformer carries its [`Packing`]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,6 @@ class Packing:
     family: Family
     strip_length: int
     backend: Backend
-    detach: Callable[[], None]
     base_size: Grid | None = None
 
     def pack(
@@ -73,8 +70,8 @@ class Packing:
             [`PackedBatch`].
 
         Raises:
-            PackingError: If counts or channels differ, a latent does not divide into patches, a sample exceeds the
-                model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
+            PackingError: If counts, channels, dtypes or devices differ, a latent does not divide into patches, a
+                sample exceeds the model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
         conditioning = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
         patch = self.family.patch(self.transformer)
@@ -91,7 +88,7 @@ class Packing:
                 f"and timesteps of shape {tuple(timesteps.shape)}."
             )
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
-        self._check_channels(latents, texts)
+        self._check_tensors(latents, texts)
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
         stored, caption_ids = deduplicate(texts) if pad_text_to is None else (texts, None)
@@ -118,20 +115,26 @@ class Packing:
             conditioning=conditioning,
         )
 
-    def _check_channels(self, latents: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> None:
+    def _check_tensors(self, latents: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> None:
         channels, text_dim = self.family.in_channels(self.transformer), self.family.text_dim(self.transformer)
         for sample, (latent, words) in enumerate(zip(latents, texts, strict=True)):
             if latent.shape[0] != channels:
                 raise PackingError(f"Latent {sample} has {latent.shape[0]} channels; the model takes {channels}.")
             if words.ndim != 2 or words.shape[1] != text_dim:
                 raise PackingError(f"Text {sample} has shape {tuple(words.shape)}; expected (length, {text_dim}).")
+            for what, one, first in (("Latent", latent, latents[0]), ("Text", words, texts[0])):
+                if (one.dtype, one.device) != (first.dtype, first.device):
+                    raise PackingError(
+                        f"{what} {sample} is {one.dtype} on {one.device}, and {what.lower()} 0 is {first.dtype} on "
+                        f"{first.device}; a pack has one dtype on one device."
+                    )
 
     def _kept(
         self, grids: Sequence[Grid], drop: TokenDrop | None, seeds: Sequence[Seed] | None, *, device: torch.device
     ) -> tuple[torch.Tensor, ...] | None:
         if drop is None:
             return None
-        name = type(self.transformer).__name__
+        name = _name(self)
         if not self.family.drops_tokens:
             raise PackingError(f"{name} does more than attention across tokens; pack it without token_drop.")
         if not self.transformer.training:
@@ -155,51 +158,62 @@ class Packing:
         got = {name: tuple(values.shape) for name, values in conditioning.items()}
         if sorted(got) != sorted(names) or any(shape[:1] != (count,) for shape in got.values()):
             raise PackingError(
-                f"This {type(self.transformer).__name__} needs conditioning {names or 'none'}, each with "
+                f"This {_name(self)} needs conditioning {names or 'none'}, each with "
                 f"{count} rows; got {got or 'none'}."
             )
         return conditioning
 
 
-def packed_forward(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+def packed_forward(
+    transformer: torch.nn.Module, batch: PackedBatch, *, attention_kwargs: Mapping[str, float] | None = None
+) -> torch.Tensor:
     """Run a pack through the transformer's own forward.
 
     Args:
         transformer (`torch.nn.Module`): A transformer with packing enabled, bare or wrapped by `accelerator.prepare`.
         batch ([`PackedBatch`]): A pack made by that transformer's packing.
+        attention_kwargs (mapping, *optional*): `{"scale": …}`, the factor of LoRA layers in this forward, for models
+            whose own forward takes it; some name the argument `joint_attention_kwargs`.
 
     Returns:
         `torch.Tensor` of shape `(num_strips, out_channels, p_t, p_h, strip_length·p_w)`; see [`PackedBatch.unpack`].
 
     Raises:
-        PackingError: If packing is not enabled.
+        PackingError: If packing is not enabled, or attention was changed since (by another processor, by fused
+            projections), the pack was made for another patch, or the model does not take `attention_kwargs`.
     """
-    packing = packing_of(transformer)
+    attachment = attachment_of(transformer)
+    attachment.check()
+    packing = attachment.packing
     batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
-    kwargs = packing.family.forward_kwargs(batch)
-    with use_layout(batch.layout), bind_checkpoints(packing.transformer, batch.layout), exact_scalars(kwargs):
+    patch = packing.family.patch(packing.transformer)
+    if batch.patch != patch:
+        raise PackingError(
+            f"This pack was made for a model with patches of {batch.patch}; this {_name(packing)} has patches of "
+            f"{patch}. Make it with the packing of the transformer that runs it."
+        )
+    kwargs = {**packing.family.forward_kwargs(batch), **_attention_kwargs(packing, attention_kwargs)}
+    bind_checkpoints(packing.transformer)
+    with use_layout(batch.layout), exact_inputs(kwargs):
         output = transformer(**kwargs, return_dict=False)[0]
     return packing.family.output_strips(batch, output)
 
 
-def packing_of(transformer: torch.nn.Module) -> Packing:
-    """Return the packing of a transformer, wrapped or not.
+def _attention_kwargs(packing: Packing, given: Mapping[str, float] | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    name = packing.family.attention_kwargs
+    if name is None:
+        raise PackingError(
+            f"The forward of {_name(packing)} takes no attention_kwargs; scale LoRA layers with set_adapters."
+        )
+    if set(given) != {"scale"}:
+        raise PackingError(f"A pack takes nothing but 'scale' in attention_kwargs, got {sorted(given)}.")
+    return {name: dict(given)}
 
-    Raises:
-        PackingError: If packing is not enabled.
-    """
-    packing: Packing | None = getattr(unwrap(transformer), ATTRIBUTE, None)
-    if packing is None:
-        raise PackingError("Packing is not enabled on this transformer; call enable_packing(transformer) first.")
-    return packing
 
-
-def unwrap(transformer: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformer inside the wrappers of accelerate, torch.compile and peft."""
-    model = extract_model_from_parallel(transformer, keep_torch_compile=False)
-    # A PeftModel is recognised by its method, because peft need not be installed.
-    base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base
+def _name(packing: Packing) -> str:
+    return type(packing.transformer).__name__
 
 
 def _padding(what: str, count: int, fixed: int | None) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -12,8 +13,46 @@ from .context import active_layout
 from .layout import Grid, PackedLayout
 from .strips import by_strip
 
-Table: TypeAlias = Callable[[Any, Grid, torch.device], tuple[torch.Tensor, ...]]
-"""Function of a hooked module, a token grid and a device: position tables of such a sample, `(t·h·w, …)` each."""
+Table: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
+"""Function of a hooked module, a token grid and a `device`: position tables of such a sample, `(t·h·w, …)` each.
+
+Like every hook, it is copied and pickled with its transformer: a function of a module, or a `partial` of one.
+"""
+
+
+CACHED_BYTES = 128 * 2**20
+"""Bytes of position tables that a hook keeps."""
+
+
+class Tables:
+    """A function that makes position tables, which keeps those of the grids used last.
+
+    Tables follow from the grid, the device, and the module's buffers, which it may move, cast or load: all are part of
+    the key. Copies of the function, as in a copied or pickled model, begin empty.
+    """
+
+    def __init__(self, make: Table) -> None:
+        self.make = make
+        self._kept: dict[Hashable, tuple[torch.Tensor, ...]] = {}
+
+    def __reduce__(self) -> tuple[type[Tables], tuple[Table]]:
+        """Copy and pickle without the tables."""
+        return Tables, (self.make,)
+
+    def __call__(self, module: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return the tables of a grid."""
+        buffers = [(one.data_ptr(), one.dtype, _version(one)) for one in module.buffers(recurse=False)]
+        key = (grid, device, torch.is_inference_mode_enabled(), *buffers)
+        tables = self._kept.pop(key, None)
+        tables = self.make(module, grid, device=device) if tables is None else tables
+        self._kept[key] = tables  # the last of the dictionary: used most recently
+        while sum(table.nbytes for kept in [*self._kept.values()] for table in kept) > CACHED_BYTES:
+            self._kept.pop(next(iter(self._kept)), None)
+        return tables
+
+
+def _version(buffer: torch.Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
 
 
 def axis_coordinates(
@@ -66,22 +105,24 @@ def position_strips(
 
 def hook_output(module: torch.nn.Module, table: Table) -> RemovableHandle:
     """Replace a position module's output by tables laid out as the tokens of the pack; return the hook's handle."""
+    return module.register_forward_hook(partial(_replace, Tables(table)))
 
-    def replace(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> tuple[torch.Tensor, ...]:
-        return position_strips(active_layout(), lambda grid: table(module, grid, args[0].device))
 
-    return module.register_forward_hook(replace)
+def _replace(
+    tables: Tables, module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: Any
+) -> tuple[torch.Tensor, ...]:
+    return position_strips(active_layout(), lambda grid: tables(module, grid, args[0].device))
 
 
 def hook_rotary(transformer: torch.nn.Module, table: Table) -> RemovableHandle:
     """Pass a transformer the rotary tables of the pack's tokens, as its pipeline passes them; return the handle."""
+    return transformer.register_forward_pre_hook(partial(_add, Tables(table)), with_kwargs=True)
 
-    def add(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        layout = active_layout()
-        rotary = position_strips(layout, lambda grid: table(module, grid, torch.device(layout.device)))
-        return args, {**kwargs, "image_rotary_emb": rotary}
 
-    return transformer.register_forward_pre_hook(add, with_kwargs=True)
+def _add(tables: Tables, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    layout = active_layout()
+    rotary = position_strips(layout, lambda grid: tables(module, grid, torch.device(layout.device)))
+    return args, {**kwargs, "image_rotary_emb": rotary}
 
 
 def shape_only(like: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from ..errors import PackingError
 from .attention.dispatch import Backend, packed_attention
 from .context import active_layout
-from .layout import PackedLayout
+from .layout import PackedLayout, permute
 from .segments import SegmentSpans
 
 Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
@@ -31,7 +31,24 @@ class Keys(NamedTuple):
     segments: SegmentSpans
 
 
-class PackedAttnProcessor:
+class _Processor:
+    """What diffusers may set on a processor: a backend of its own attention, which packed attention does not use."""
+
+    @property
+    def _attention_backend(self) -> None:
+        return None
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: Any) -> None:
+        if backend is not None:
+            raise PackingError(
+                f"set_attention_backend({getattr(backend, 'value', backend)!r}) does not apply while packing is "
+                "enabled, which has attention backends of its own: choose one with enable_packing(transformer, "
+                "backend=…), or call disable_packing(transformer) first."
+            )
+
+
+class PackedAttnProcessor(_Processor):
     """Self- and cross-attention of `diffusers.models.attention_processor.Attention` over the strips of a pack.
 
     Latte, PixArt, Allegro and Cosmos use it directly. Families with an attention module of their own derive from it:
@@ -106,8 +123,9 @@ class PackedAttnProcessor:
         frames = layout.by_frame
         if self.scope == "frame":
             return _attend(query, key, value, frames.frames, backend=self.backend)
-        query, key, value = (side[frames.order] for side in (query, key, value))
-        return _attend(query, key, value, frames.spatial_positions, backend=self.backend)[frames.inverse]
+        query, key, value = (permute(side, frames.order, frames.inverse) for side in (query, key, value))
+        attended = _attend(query, key, value, frames.spatial_positions, backend=self.backend)
+        return permute(attended, frames.inverse, frames.order)
 
     def text_keys(self, attn: Any, text: torch.Tensor, layout: PackedLayout) -> Sequence[Keys]:
         """Return the keys of the texts `(any, tokens, dim)`; the results of several are added up."""
@@ -134,7 +152,7 @@ class PackedAttnProcessor:
         return heads if norm is None else norm(heads)
 
 
-class PackedJointAttnProcessor:
+class PackedJointAttnProcessor(_Processor):
     """Attention of SD3, CogVideoX, HunyuanVideo and Flux over the strips of a pack, each with its text slots.
 
     Each sample's tokens and its text tokens attend to each other. Text has projections of its own where the module has
@@ -173,35 +191,41 @@ class PackedJointAttnProcessor:
         Raises:
             PackingError: If no pack is being computed.
         """
-        layout = active_layout()
+        layout, own = active_layout(), encoder_hidden_states is not None and _has(attn, "add_q_proj")
         text, tokens = hidden_states.split([hidden_states.shape[1] - layout.strip_length, layout.strip_length], 1)
-        if encoder_hidden_states is not None:
-            text = encoder_hidden_states
-        query, key, value = _joint_heads(attn, tokens)
-        if image_rotary_emb is not None:
-            query, key = (rotate_channels(part.flatten(0, 1), image_rotary_emb).view_as(part) for part in (query, key))
+        text = text if encoder_hidden_states is None else encoder_hidden_states
         if not text.shape[1]:
-            query, key, value = (part.flatten(0, 1) for part in (query, key, value))
+            query, key, value = (part.flatten(0, 1) for part in _joint_heads(attn, tokens, image_rotary_emb))
             attended = _attend(query, key, value, layout.self_segments, backend=self.backend)
             return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
         joint = layout.joint
-        words = _joint_heads(attn, text, added=_has(attn, "add_q_proj"))
-        query, key, value = (joint.gather(*pair) for pair in zip((query, key, value), words, strict=True))
-        attended = _attend(query, key, value, joint.segments, backend=self.backend)
-        tokens, text = joint.scatter(attended.flatten(1))
+        if own:
+            words = _joint_heads(attn, text, added=True)
+            pairs = zip(_joint_heads(attn, tokens, image_rotary_emb), words, strict=True)
+            query, key, value = (joint.gather(*pair) for pair in pairs)
+        else:
+            query, key, value = _joint_heads(attn, joint.gather(tokens, text))
+            if image_rotary_emb is not None:
+                sides = (joint.scatter(part) for part in (query, key))
+                query, key = (joint.gather(rotate_channels(one, image_rotary_emb), words) for one, words in sides)
+        attended = _attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
+        if not own and _has(attn, "to_out"):  # of tokens and text alike
+            attended = _through(attn.to_out, attended)
+        tokens, text = joint.scatter(attended)
         if encoder_hidden_states is None:
             return torch.cat([text, tokens], 1)
-        if _has(attn, "to_out"):
-            tokens = _through(attn.to_out, tokens)
-            text = text if _has(attn, "add_q_proj") else _through(attn.to_out, text)
-        return tokens, attn.to_add_out(text) if _has(attn, "to_add_out") else text
+        if own:
+            tokens = _through(attn.to_out, tokens) if _has(attn, "to_out") else tokens
+            text = attn.to_add_out(text) if _has(attn, "to_add_out") else text
+        return tokens, text
 
 
 def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, halves: bool = False) -> torch.Tensor:
     """Rotate pairs of channels of `(N, H, D)` as diffusers' `apply_rotary_emb` does, in float32.
 
-    Cosines and sines have shape `(strips, strip_length, D)`, or `(strips, strip_length, H·D)` where heads differ. With
-    `halves`, a channel of the first half and its counterpart in the second make a pair, else two neighbours.
+    Tokens may also come by strip, `(strips, strip_length, H, D)`. Cosines and sines have shape `(strips, strip_length,
+    D)`, or `(strips, strip_length, H·D)` where heads differ. With `halves`, a channel of the first half and its
+    counterpart in the second make a pair, else two neighbours.
     """
     if halves:
         first, second = tokens.chunk(2, dim=-1)
@@ -209,8 +233,8 @@ def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, hal
     else:
         even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack([-odd, even], dim=-1).flatten(-2)
-    # (strips, strip_length, D or H·D) -> (N, 1 or H, D)
-    cosines, sines = (table.flatten(0, 1).unflatten(1, (-1, tokens.shape[-1])) for table in tables)
+    # (strips, strip_length, D or H·D) -> (N, 1 or H, D) or (strips, strip_length, 1 or H, D)
+    cosines, sines = (table.reshape(*tokens.shape[:-2], -1, tokens.shape[-1]) for table in tables)
     return (tokens.float() * cosines + turned.float() * sines).to(tokens.dtype)
 
 
@@ -230,13 +254,17 @@ def project(attn: Any, states: torch.Tensor, *names: str) -> Sequence[torch.Tens
     return [getattr(attn, name)(states) for name in names]
 
 
-def _joint_heads(attn: Any, states: torch.Tensor, *, added: bool = False) -> Iterable[torch.Tensor]:
-    """Return query, key and value, each of shape `(strips, tokens, H, D)`, normalised by head."""
+def _joint_heads(
+    attn: Any, states: torch.Tensor, rotary: Sequence[torch.Tensor] | None = None, *, added: bool = False
+) -> Sequence[torch.Tensor]:
+    """Return query, key and value, each of shape `(…, H, D)`, normalised by head, and rotated if there are tables."""
     norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
     names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
-    for part, norm in zip(project(attn, states, *names), (*norms, None), strict=True):
-        heads = part.unflatten(-1, (attn.heads, -1))
-        yield heads if norm is None else norm(heads)
+    heads = [part.unflatten(-1, (attn.heads, -1)) for part in project(attn, states, *names)]
+    query, key = (part if norm is None else norm(part) for part, norm in zip(heads, norms, strict=False))
+    if rotary is not None:
+        query, key = rotate_channels(query, rotary), rotate_channels(key, rotary)
+    return query, key, heads[2]
 
 
 def _attend(

@@ -10,6 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..errors import PackingError
+
+MOST_SEGMENTS = 65_535
+"""Segments that kernels of variable lengths take: an axis of a CUDA grid has no more blocks."""
+SHORT_SEGMENT = 32
+"""Queries below which such kernels mostly compute padding, in forward blocks of 64 and backward blocks of 128."""
+
 Span = tuple[int, int]
 T = TypeVar("T")
 
@@ -85,6 +92,11 @@ class SegmentSpans:
         """Whether the keys of each segment lie after those of the segment before."""
         return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(self.keys))
 
+    @cached_property
+    def suits_varlen(self) -> bool:
+        """Whether kernels of variable lengths compute these segments well: not too many, and not too short."""
+        return len(self.queries) <= min(MOST_SEGMENTS, self.num_queries // SHORT_SEGMENT)
+
     def key_bounds(self, device: torch.device) -> KeyBounds:
         """Return the range of keys of each query; empty for padding."""
 
@@ -120,6 +132,9 @@ class SegmentSpans:
             [0, 3, 4, 4, 5, 8, 8]
             >>> offsets.cu_seqlens_k.tolist()
             [0, 3, 3, 4, 5, 5, 8]
+
+        Raises:
+            PackingError: If there are more segments than kernels take.
         """
         return self.made(("varlen", device), lambda: self._varlen(device))
 
@@ -133,6 +148,11 @@ class SegmentSpans:
             lengths.append((queries[1] - queries[0], keys[1] - keys[0]))
             query_end, key_end = queries[1], keys[1]
         query_lengths, key_lengths = zip(*lengths[:-1], strict=True)
+        if len(query_lengths) > MOST_SEGMENTS:
+            raise PackingError(
+                f"The attention backend 'varlen' takes up to {MOST_SEGMENTS:,} segments, and this pack has "
+                f"{len(query_lengths):,}; use 'auto', or 'segments', which always works."
+            )
         key_index = None
         if not self.keys_ascend:
             key_index = torch.cat([torch.arange(*span) for span in self.keys]).to(device)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from ..errors import PackingError
 from .layout import Grid, PackedLayout
@@ -52,15 +51,14 @@ def unpatchify(tokens: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 def by_strip(samples: Iterable[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
     """Cut each sample's tokens `(L, …)` into strips, `(R, S, …)` in all, without dropped tokens and with padding."""
-    strips = []
-    for tokens, count, kept in zip(samples, layout.strips_per_sample, kept_tokens(layout), strict=True):
-        tokens = tokens if kept is None else tokens.index_select(0, kept)
-        padding = count * layout.strip_length - len(tokens)
-        padded = F.pad(tokens, [0, 0] * (tokens.ndim - 1) + [0, padding])
-        strips.append(padded.unflatten(0, (-1, layout.strip_length)))
-    joined = torch.cat(strips)
-    count = layout.padding_strips
-    return F.pad(joined, [0, 0] * (joined.ndim - 1) + [0, count]) if count else joined
+    pieces, counts = [], [*layout.strips_per_sample]
+    counts[-1] += layout.padding_strips
+    for tokens, count, kept in zip(samples, counts, kept_tokens(layout), strict=True):
+        pieces.append(tokens if kept is None else tokens.index_select(0, kept))
+        if padding := count * layout.strip_length - len(pieces[-1]):
+            pieces.append(tokens.new_zeros(padding, *tokens.shape[1:]))
+    joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return joined.unflatten(0, (-1, layout.strip_length))
 
 
 def kept_tokens(layout: PackedLayout) -> Sequence[torch.Tensor | None]:

@@ -32,7 +32,11 @@ def apply_text_mask(
         return list(text)
     if rule == "keep_padding":
         return list(text.masked_fill(~mask.bool()[..., None], 0))
-    return [words[keep.bool()] for words, keep in zip(text, mask, strict=True)]
+    kept = [keep.nonzero()[:, 0] for keep in mask.bool().cpu()]  # one wait for the device, not one per sample
+    return [
+        words[: len(one)] if len(one) == 0 or one[-1] == len(one) - 1 else words.index_select(0, one.to(words.device))
+        for words, one in zip(text, kept, strict=True)
+    ]
 
 
 def deduplicate(texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:

@@ -9,6 +9,9 @@ from ..errors import BucketingError, quoted
 from ..loaders.faults import FaultRule
 from ..losses.reduction import Reduction
 from ..media.views import ViewRule
+from ..packing.attention import Backend
+from ..packing.token_drop import Mode as TokenDropMode
+from ..packing.token_drop import TokenDrop
 from ..plans.bin_packing import PackStrategy
 from ..plans.deal import Remainder
 from ..plans.packs import Balance
@@ -17,6 +20,12 @@ from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .optimizers import OptimizerConfig
 from .validation import ValidationConfig
+
+_OF_PACKS = (
+    *("pack_strategy", "balance", "random_resize", "attention_backend", "positions", "base_size"),
+    *("token_drop_rate", "token_drop_mode"),
+)
+"""Settings that only packs use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,15 @@ class BatchConfig:
             fit in memory fails at once.
         random_resize (`int`, *optional*): Minimum side, in pixels, for random resizing of packed samples; by default
             they keep their own size.
+        attention_backend (`"auto"`, `"segments"`, `"varlen"`, `"flex"` or `"dense"`): Backend of attention in packs.
+        positions (`"native"` or `"interpolate"`): Positions of packed tokens: those that the model gives them, or
+            positions stretched to `base_size`, for samples larger than the model was trained with. Renderings for
+            validation have native ones.
+        base_size (`list` of `int`, *optional*): Frames, rows and columns, in tokens, to which positions are stretched.
+        token_drop_rate (`float`): Share of the tokens of each packed sample that training leaves out (NaViT's token
+            dropping). Packs are planned by the tokens that are kept; those of `random_resize` by all tokens.
+        token_drop_mode (`"random"`, `"tube"` or `"frames"`): Unit of token drop: single tokens, spatial positions over
+            all frames, or whole frames.
 
     Raises:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
@@ -52,6 +70,11 @@ class BatchConfig:
     strip_length: int = 64
     longest_first: bool = False
     random_resize: int | None = field(default=None, metadata={"argument": "resize"})
+    attention_backend: Backend = field(default="auto", metadata={"argument": "backend"})
+    positions: Literal["native", "interpolate"] = "native"
+    base_size: list[int] | None = None
+    token_drop_rate: float = field(default=0.0, metadata={"argument": "rate"})
+    token_drop_mode: TokenDropMode = field(default="random", metadata={"argument": "mode"})
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -60,9 +83,23 @@ class BatchConfig:
             raise BucketingError(f'`max_tokens` must be a number of tokens or "auto", got {self.max_tokens!r}.')
         if self.batching == "pack" and self.max_tokens is None:
             raise BucketingError("Packing needs `max_tokens`, the tokens per process and step.")
-        unused = ["remainder"] if self.batching == "pack" else ["pack_strategy", "balance", "random_resize"]
+        unused = ["remainder"] if self.batching == "pack" else [*_OF_PACKS]
         if given := not_default(self, *unused):
             raise BucketingError(f"Omit {quoted(given)}: no effect with `batching={self.batching}`.")
+        check_shares(self, "token_drop_rate")
+        if not self.token_drop_rate and self.token_drop_mode != "random":
+            raise BucketingError("Omit `token_drop_mode`: no effect without `token_drop_rate`.")
+        if (self.positions == "interpolate") != (self.base_size is not None):
+            raise BucketingError('`positions="interpolate"` and `base_size` go together; give both or neither.')
+        if self.base_size is not None and (len(self.base_size) != 3 or min(self.base_size) < 1):
+            raise BucketingError(
+                f"`base_size` must be three positive counts of tokens: frames, rows and columns; got {self.base_size}."
+            )
+
+    @property
+    def token_drop(self) -> TokenDrop | None:
+        """Token drop of packs, or None."""
+        return TokenDrop(rate=self.token_drop_rate, mode=self.token_drop_mode) if self.token_drop_rate else None
 
     @property
     def token_limit(self) -> int | None:

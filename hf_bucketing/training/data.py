@@ -30,6 +30,7 @@ from ..loaders.random_resize import RandomResize
 from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
 from ..models.recipe import TextEmbeddings
+from ..packing.token_drop import TokenDrop
 from ..settings import not_default
 from .config import TrainingConfig
 
@@ -97,6 +98,8 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         table = prepared.open_table
         dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
+    if batches.token_drop is not None:
+        num_tokens = _kept(batches.token_drop, bucket_ids, num_tokens, table=table, spec=spec)
     cost_model = CostModel.for_transformer(width)
     resize = None
     if batches.random_resize is not None:
@@ -155,6 +158,22 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         reduction=config.objective.loss_reduction,
         empty_text=empty_text,
     )
+
+
+def _kept(
+    drop: TokenDrop,
+    bucket_ids: npt.NDArray[np.int64],
+    num_tokens: npt.NDArray[np.int64],
+    *,
+    table: BucketTable | OpenTable,
+    spec: LatentSpec,
+) -> npt.NDArray[np.int64]:
+    """Return the tokens of each row that are left to plan with; a fixed rate keeps as many whatever the seed."""
+    kept = num_tokens.copy()
+    for bucket_id in np.unique(bucket_ids[num_tokens > 0]).tolist():
+        (count,) = drop.num_kept([spec.grid(table.size(bucket_id))], seeds=[0])
+        kept[(bucket_ids == bucket_id) & (num_tokens > 0)] = count
+    return kept
 
 
 def _make_collator(

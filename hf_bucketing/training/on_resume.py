@@ -27,6 +27,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
     "equal": (
         *("batching", "trained_component", "mixed_precision", "lora_rank", "lora_alpha", "lora_targets", "ema_decay"),
         *("optimizer", "weighting_scheme", "snr_gamma", "loss_reduction", "max_sequence_length", "random_resize"),
+        *("positions", "base_size", "token_drop_rate", "token_drop_mode"),
     ),
     # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.
     "plan": (
@@ -40,7 +41,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
         *("output_dir", "dry_run", "dataloader_num_workers", "dataloader_timeout"),
         *("validation_prompts", "validation_sizes", "validation_steps", "validation_inference_steps"),
         *("validation_guidance_scale", "validation_fps", "checkpointing_steps", "checkpoints_total_limit"),
-        *("resume_from_checkpoint", "init_from_adapters", "report_to"),
+        *("resume_from_checkpoint", "init_from_adapters", "report_to", "attention_backend"),
     ),
 }
 

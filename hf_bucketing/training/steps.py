@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,10 +14,12 @@ import torch
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError, PackingError
 from ..media.sample import frame_rates
-from ..models.enable import disable_packing, enable_packing
+from ..models.enable import enable_packing, packing_disabled
 from ..models.objectives import Noised, Objective
 from ..models.recipe import Recipe, TextEmbeddings
+from ..packing.layout import Grid
 from ..packing.pack import Packing, packed_forward
+from ..packing.token_drop import Seed, TokenDrop
 from ..randomness import Purpose, generator
 from .config import TrainingConfig
 from .data import TrainingData
@@ -56,14 +58,21 @@ class Step(ABC):
         dropped = [self._drops_caption(index, epoch) for index in batch["index"]]
         text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
         fps = frame_rates(batch["fps"], device=latents[0].device)
-        values = self._losses(transformer, noised, text=text, fps=fps)
+        seeds = [(self.seed, epoch, index) for index in batch["index"]]
+        values = self._losses(transformer, noised, text=text, fps=fps, seeds=seeds)
         return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
 
     @abstractmethod
     def _losses(
-        self, transformer: torch.nn.Module, noised: Noised, *, text: TextEmbeddings, fps: torch.Tensor
+        self,
+        transformer: torch.nn.Module,
+        noised: Noised,
+        *,
+        text: TextEmbeddings,
+        fps: torch.Tensor,
+        seeds: Sequence[Seed],
     ) -> torch.Tensor:
-        """Run the transformer and return the loss of each sample, `(n,)`."""
+        """Run the transformer and return the loss of each sample, `(n,)`; each sample has a seed of its own."""
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -78,7 +87,13 @@ class BucketStep(Step):
     """Run one forward over a stack of samples of one size."""
 
     def _losses(
-        self, transformer: torch.nn.Module, noised: Noised, *, text: TextEmbeddings, fps: torch.Tensor
+        self,
+        transformer: torch.nn.Module,
+        noised: Noised,
+        *,
+        text: TextEmbeddings,
+        fps: torch.Tensor,
+        seeds: Sequence[Seed],
     ) -> torch.Tensor:
         stack = torch.stack(noised.latents)
         prediction = self.recipe.predict(transformer, stack, timesteps=noised.timesteps, text=text, fps=fps)
@@ -90,24 +105,29 @@ class PackStep(Step):
     """Run one forward over a pack of samples, each of its own size, with the packing of the recipe's transformer."""
 
     packing: Packing
+    token_drop: TokenDrop | None = None
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
         """Switch packing off inside a `with` block."""
-        transformer = self.recipe.transformer
-        disable_packing(transformer)
-        try:
+        with packing_disabled(self.recipe.transformer):
             yield
-        finally:
-            self.packing = enable_packing(transformer, strip_length=self.packing.strip_length)
 
     def _losses(
-        self, transformer: torch.nn.Module, noised: Noised, *, text: TextEmbeddings, fps: torch.Tensor
+        self,
+        transformer: torch.nn.Module,
+        noised: Noised,
+        *,
+        text: TextEmbeddings,
+        fps: torch.Tensor,
+        seeds: Sequence[Seed],
     ) -> torch.Tensor:
         pack = self.packing.pack(
             noised.latents,
             timesteps=noised.timesteps,
             conditioning=self.recipe.conditioning(fps=fps),
+            token_drop=self.token_drop,
+            seeds=seeds,
             **text.pack_kwargs(),
         )
         return self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
@@ -128,13 +148,26 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     }
     if config.batches.batching == "bucket":
         return BucketStep(**common)
-    return PackStep(packing=enable_packing(recipe.transformer, strip_length=config.batches.strip_length), **common)
+    batches = config.batches
+    if batches.token_drop is not None and not recipe.family.drops_tokens:
+        name = type(recipe.transformer).__name__
+        raise BucketingError(
+            f"Omit `token_drop_rate`: {name} does more than attention across tokens, so none may be left out."
+        )
+    packing = enable_packing(
+        recipe.transformer,
+        backend=batches.attention_backend,
+        strip_length=batches.strip_length,
+        positions=batches.positions,
+        base_size=None if batches.base_size is None else cast("Grid", tuple(batches.base_size)),
+    )
+    return PackStep(packing=packing, token_drop=batches.token_drop, **common)
 
 
 def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
     """Raise BucketingError if a sample of a pack lies beyond the positions that the model has."""
-    if not isinstance(step, PackStep):
-        return
+    if not isinstance(step, PackStep) or step.packing.base_size is not None:
+        return  # samples of one size fit, and stretched positions fit any
     ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
     for bucket_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
         size = data.table.size(bucket_id)

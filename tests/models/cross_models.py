@@ -31,9 +31,10 @@ def make_latte(**config: Any) -> LatteTransformer3DModel:
 def latte_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     table = model.temp_pos_embed
     model.temp_pos_embed = table[:, : latent.shape[1]]  # the stock model runs videos of exactly video_length frames
-    output = model(latent[None], timestep=timestep[None], encoder_hidden_states=text[None]).sample[0]
-    model.temp_pos_embed = table
-    return output
+    try:
+        return model(latent[None], timestep=timestep[None], encoder_hidden_states=text[None]).sample[0]
+    finally:
+        model.temp_pos_embed = table
 
 
 def make_pixart(**config: Any) -> PixArtTransformer2DModel:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from peft import LoraConfig
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing, stock
@@ -61,6 +63,12 @@ def test_wrong_inputs_are_errors_that_name_the_sample() -> None:
         "Text 0 has shape": {"text": [torch.zeros(7, 15), *samples.text[1:]]},
         "Sample 0 has a token grid of .*64 positions": {"latents": latents_but(0, 4, 1, 2, 200)},
         "text_mask": {"text_mask": torch.ones(6, 7)},
+        r"Latent 2 is torch\.bfloat16 on cpu, and latent 0 is torch\.float32": {
+            "latents": [*samples.latents[:2], samples.latents[2].bfloat16(), *samples.latents[3:]]
+        },
+        r"Text 5 is torch\.float64 on cpu, and text 0 is torch\.float32": {
+            "text": [*samples.text[:5], samples.text[5].double()]
+        },
     }  # fmt: skip
     for message, changes in cases.items():
         with pytest.raises(PackingError, match=message):
@@ -70,6 +78,43 @@ def test_wrong_inputs_are_errors_that_name_the_sample() -> None:
         batch.pack_like(samples.targets[::-1])
     with pytest.raises(PackingError, match="Expected strips"):
         batch.unpack(torch.zeros(3, 4, 1, 2, 8))
+
+
+def test_a_pack_of_another_patch_is_refused_with_both_patches() -> None:
+    batch = Samples().pack(enable_packing(make_model(), strip_length=4))
+    other = make_model(patch_size=(1, 1, 1))
+    enable_packing(other, strip_length=4)
+    with pytest.raises(PackingError, match=r"\(1, 2, 2\).*\(1, 1, 1\)"):
+        packed_forward(other, batch)
+
+
+SCALED = ("wan", "ltx", "hunyuan", "cogvideox", "sd3", "flux")
+
+
+@pytest.mark.parametrize("name", SCALED)
+@torch.no_grad()
+def test_the_scale_of_lora_layers_is_passed_as_to_the_stock_forward(name: str) -> None:
+    case = CASES[name]
+    model, samples = case.model(), Samples(case=case)
+    model.add_adapter(LoraConfig(target_modules=["to_q", "to_k"], init_lora_weights=False))
+    kwargs = {"joint_attention_kwargs" if name in ("sd3", "flux") else "attention_kwargs": {"scale": 0.5}}
+    given = partial(model, **kwargs)
+    given.config = model.config
+    expected, batch = samples.alone(given), samples.pack(enable_packing(model, strip_length=4))
+    scaled, plain = (packed_forward(model, batch, attention_kwargs=scale) for scale in ({"scale": 0.5}, None))
+    assert largest_difference(expected, batch.unpack(scaled)) <= 1e-5
+    assert largest_difference(expected, batch.unpack(plain)) > 1e-5
+    with pytest.raises(PackingError, match=r"nothing but 'scale' in attention_kwargs.*\['ip_adapter_masks'\]"):
+        packed_forward(model, batch, attention_kwargs={"ip_adapter_masks": 1})
+
+
+def test_attention_kwargs_are_refused_where_the_stock_forward_takes_none() -> None:
+    taking = {type(CASES[name].model()).__name__ for name in SCALED}
+    assert {family.transformer_class for family in families().values() if family.attention_kwargs} == taking
+    model, samples = CASES["pixart"].model(), Samples(case=CASES["pixart"])
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    with pytest.raises(PackingError, match=r"PixArtTransformer2DModel takes no attention_kwargs.*set_adapters"):
+        packed_forward(model, batch, attention_kwargs={"scale": 0.5})
 
 
 def test_packing_is_enabled_once_on_known_models_and_needed_for_packs() -> None:

@@ -15,6 +15,7 @@ from diffusers.utils import is_torchvision_available
 from hf_bucketing import PackingError
 from hf_bucketing.models import cosmos, disable_packing, enable_packing, verify_packing
 from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forward, use_layout
+from hf_bucketing.packing.attention import dispatch, grouped
 from tests.models.cases import CASES, Samples, largest_difference
 from tests.models.cross_models import make_cosmos
 
@@ -134,3 +135,30 @@ def test_an_image_of_frame_rate_0_runs_in_a_cosmos_pack_as_the_model_runs_images
     rates = {"fps": torch.tensor([0.0, 12.0])}
     report = verify_packing(model, latents, timesteps=timesteps, text=text, conditioning=rates)
     assert report.passed, str(report)
+
+
+@torch.no_grad()
+def test_the_attention_of_latte_over_frames_stays_on_segments_where_auto_is_varlen(monkeypatch) -> None:
+    """A flash kernel computes segments in blocks of 64 to 128, so it would compute 128 times as many tokens."""
+    calls = []
+
+    def offsets(query, key, value, segments, options):
+        calls.append(("varlen", segments))
+        return grouped.attend_by_segments(query, key, value, segments, options)
+
+    def runs(query, key, value, segments, options):
+        calls.append(("segments", segments))
+        return grouped.attend_by_segments(query, key, value, segments, options)
+
+    case = CASES["latte"]
+    model, samples = case.model(), Samples(case=case, order=(0, 1))
+    samples.latents = [torch.randn(4, 5, 16, 18), torch.randn(4, 1, 20, 16)]
+    expected = samples.alone(model)
+    monkeypatch.setattr(dispatch, "_refusal", lambda *args: None)
+    monkeypatch.setattr(dispatch, "_BACKENDS", {"varlen": offsets, "segments": runs})
+    batch = samples.pack(enable_packing(model, strip_length=16))
+    assert largest_difference(expected, batch.unpack(packed_forward(model, batch))) <= 1e-5
+    over_frames = batch.layout.by_frame.spatial_positions
+    assert len(over_frames.queries) == 8 * 9 + 10 * 8
+    assert {name for name, segments in calls if segments is over_frames} == {"segments"}
+    assert {name for name, segments in calls if segments is not over_frames} == {"varlen"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,9 @@ from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.cogvideox import centred
 from hf_bucketing.models.joint import JointFamily
-from hf_bucketing.models.registry import families
+from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.packing import PackedJointAttnProcessor, packed_forward
+from hf_bucketing.packing.layout import PackedLayout, best_text_slots
 from hf_bucketing.packing.strips import to_strips
 from tests.models.cases import CASES, JOINT, Samples, each_case, largest_difference, packed_outputs
 from tests.models.joint_models import make_cogvideox, make_flux, make_hunyuan, make_sd3, make_sd35
@@ -30,7 +32,8 @@ def test_empty_captions_and_long_ones_share_a_pack(name: str) -> None:
     samples.text[0] = samples.text[0][:0]
     samples.text[2] = torch.randn(40, 16)
     packing = enable_packing(model, strip_length=4)
-    assert samples.pack(packing).layout.strips_per_sample[2] > 1, "a sample of one token has strips for its text"
+    layout = samples.pack(packing).layout
+    assert layout.text_apart or layout.strips_per_sample[2] > 1, "a sample of one token has strips for its text"
     disable_packing(model)
     assert largest_difference(samples.alone(model), packed_outputs(model, samples)) <= 1e-5
     samples.text = [text[:0] for text in samples.text]
@@ -136,6 +139,19 @@ def test_a_fixed_text_length_is_a_multiple_of_the_strips(case) -> None:
             samples.pack(packing, pad_to=pad_to, pad_text_to=pad_text_to)
 
 
+@pytest.mark.parametrize("name", ["sd3", "cogvideox"])
+def test_packs_of_small_and_large_images_with_long_texts_are_filled(name: str) -> None:
+    model = CASES[name].model()
+    family, draws, fills = family_of(model), random.Random(0), []
+    for _ in range(50):  # 256 to 1,024 pixels, in tokens of 16
+        grids = tuple((1, draws.randint(16, 64), draws.randint(16, 64)) for _ in range(draws.randint(4, 16)))
+        layout = PackedLayout(grids=grids, text_lengths=(333,) * len(grids), strip_length=64)
+        layout, _ = JointFamily.fit_text(family, model, layout, pad_to=None, pad_text_to=None)
+        entries = layout.num_strips * (layout.strip_length + layout.text_slots)
+        fills.append((sum(layout.lengths) + sum(layout.text_lengths)) / entries)
+    assert sum(fills) / len(fills) >= 0.95
+
+
 @pytest.mark.parametrize("name", ["cogvideox", "cogvideox-1.5", "cogvideox-sincos", "hunyuan"])
 @torch.no_grad()
 def test_a_video_whose_last_frames_are_dropped_is_a_shorter_one(name: str) -> None:
@@ -145,6 +161,7 @@ def test_a_video_whose_last_frames_are_dropped_is_a_shorter_one(name: str) -> No
     batch = samples.pack(packing)
     kept = tuple(torch.arange(h * w) for _, h, w in batch.layout.grids)
     layout = replace(batch.layout, kept=kept)
+    layout = replace(layout, text_slots=best_text_slots(layout))
     dropped = replace(batch, strips=to_strips(samples.latents, batch.patch, layout=layout), layout=layout)
     outputs = dropped.unpack(packed_forward(model, dropped))
     disable_packing(model)

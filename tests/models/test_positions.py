@@ -113,7 +113,7 @@ def test_learned_positions_of_cosmos_are_those_of_the_sample_alone_bit_for_bit()
         assert torch.equal(seen[0][start:stop], expected)
 
 
-@pytest.mark.parametrize("name", [*ROTARY, "sd3", "cogvideox-sincos"])
+@pytest.mark.parametrize("name", [*ROTARY, "latte", "sd3", "cogvideox-sincos"])
 @torch.no_grad()
 def test_stretched_positions_are_every_other_one_of_a_sample_twice_as_large(name: str) -> None:
     case = CASES[name]

@@ -10,7 +10,7 @@ from hf_bucketing.models import VerificationReport, enable_packing, verify_packi
 from hf_bucketing.models.wan import WanFamily
 from hf_bucketing.packing import SegmentSpans, attention, positions
 from tests.conftest import run_script_here
-from tests.models.cases import Samples, make_model
+from tests.models.cases import CASES, Samples, make_model
 
 
 def verify(model=None, dtype: torch.dtype = torch.float32, **options) -> VerificationReport:
@@ -50,6 +50,14 @@ def test_the_model_is_left_as_it_was() -> None:
     enable_packing(model)
     with pytest.raises(PackingError, match="already enabled"):
         verify(model)
+
+
+def test_missing_conditioning_is_refused_by_name() -> None:
+    case = CASES["ltx"]
+    samples, model = Samples(case=case), case.model()
+    with pytest.raises(PackingError, match=r"needs conditioning \['rope_interpolation_scale'\]"):
+        verify_packing(model, samples.latents, timesteps=samples.timesteps, text=samples.text, strip_length=4)
+    samples.alone(model)
 
 
 def failed(report: VerificationReport) -> set[str]:

@@ -206,3 +206,26 @@ def test_autocast_computes_in_half_precision(backend) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert packed_attention(*tokens, segments, backend=backend).dtype == torch.bfloat16
     assert packed_attention(*tokens, segments, backend=backend).dtype == torch.float32
+
+
+def test_more_segments_than_a_grid_has_blocks_are_not_given_to_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = tuple((100 * one, 100 * one + 100) for one in range(65_536))
+    many, most = (SegmentSpans.within(spans[first:], 100 * len(spans)) for first in (0, 1))
+    query = torch.empty(1, HEADS, 8).expand(100 * len(spans), -1, -1)
+    monkeypatch.setattr(dispatch, "_refusal", lambda *args: None)
+    found = [dispatch.choose_backend(query, segments=one) for one in (many, most)]
+    assert found == ["segments", "varlen"]
+    with pytest.raises(PackingError, match=r"'varlen' takes up to 65,535 segments, and this pack has 65,536.*'auto'"):
+        many.varlen(CPU)
+
+
+def test_attention_to_a_single_key_is_its_value_and_needs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = spans_of([(0, 3), (3, 3), (0, 3)])
+    tokens = tokens_for(segments, key_heads=2)
+    expected = by_hand(*tokens, segments)
+    slopes = gradients(expected, tokens)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    out = packed_attention(*tokens, segments, enable_gqa=True)
+    assert torch.allclose(out, expected, atol=1e-12)
+    for one, other in zip(gradients(out, tokens), slopes, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)

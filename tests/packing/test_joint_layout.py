@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,6 +74,28 @@ def test_a_sample_has_as_many_strips_as_its_tokens_and_its_text_need(samples, st
     assert positions.shape == (layout.num_strips, strip_length, 3)
     for (start, stop), grid in zip(layout.spans, layout.grids, strict=True):
         assert positions.flatten(0, 1)[start:stop][-1].tolist() == [side - 1 for side in grid]
+
+
+@given(samples, st.integers(1, 9), st.integers(0, 3))
+@settings(max_examples=60)
+def test_text_apart_fills_the_slots_of_any_strips_in_order(samples, strip_length: int, padding: int) -> None:
+    layout = replace(make_layout(samples, strip_length, 0), text_apart=True, padding_strips=padding)
+    assert layout.num_strips == padding + sum(-(-length // strip_length) for length in layout.lengths)
+    slots = best_text_slots(replace(layout, padding_strips=0))
+    joint = replace(layout, text_slots=slots).joint
+    of_strip = layout.strip_segments[joint.modulated_as][:, None]
+    text = joint.text_by_strip(layout.text_segment_ids[:, None] + 1)[..., 0] - 1
+    assert torch.equal(torch.where(text >= 0, of_strip, -1), text), "text is modulated as its own sample"
+    tokens = layout.segment_ids.view(layout.num_strips, -1)
+    sequence = joint.gather(tokens, text)
+    for sample, (start, stop) in enumerate(joint.segments.queries):
+        assert set(sequence[start:stop].tolist()) == {sample}
+    back, text_back = joint.scatter(sequence)
+    assert torch.equal(back, tokens)
+    assert torch.equal(text_back, text)
+    if slots > 1 and not padding:
+        with pytest.raises(PackingError, match="texts fill"):
+            replace(layout, text_slots=slots - 1).joint  # noqa: B018
 
 
 @given(samples, st.integers(1, 9))

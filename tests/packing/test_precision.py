@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import packed_forward
-from tests.models.cases import TIMESTEPS, Samples, gradients, largest_difference, make_model
+from hf_bucketing.packing.batch import Rows
+from tests.models.cases import (
+    COSMOS_ROTARY_ONLY,
+    FLUX,
+    LTX,
+    PIXART_CONDITIONED,
+    TIMESTEPS,
+    FamilyCase,
+    Samples,
+    gradients,
+    largest_difference,
+    make_model,
+)
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -89,3 +111,56 @@ def test_whole_timesteps_become_float32_and_half_ones_are_refused() -> None:
     samples.timesteps = TIMESTEPS.bfloat16()
     with pytest.raises(PackingError, match=r"at least float32, got torch\.bfloat16"):
         samples.pack(packing)
+
+
+@contextmanager
+def sharded(model: torch.nn.Module) -> Iterator[None]:
+    """Shard a model over one process by FSDP2, which casts its inputs and parameters to bfloat16."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+EXACT = {
+    "ltx": (LTX, ("rope", "time_proj")),
+    "cosmos": (COSMOS_ROTARY_ONLY, ("rope", "time_proj")),
+    "flux": (replace(FLUX, sizes=((1, 2, 600), (1, 4, 2))), ("pos_embed",)),  # more columns than bfloat16 counts
+    "pixart": (PIXART_CONDITIONED, ("time_proj", "additional_condition_proj")),
+}
+"""Families, and which of their modules read positions and schedules; Flux itself rounds timesteps."""
+
+
+@pytest.mark.parametrize("mode", ["bucket", "pack"])
+@pytest.mark.parametrize(("case", "names"), EXACT.values(), ids=EXACT.keys())
+def test_positions_and_schedules_are_exact_under_fsdp_that_casts(
+    case: FamilyCase, names: tuple[str, ...], mode: str
+) -> None:
+    model, samples, seen = case.model(), Samples(case=case), []
+    samples.timesteps = samples.timesteps.sort(descending=True).values  # 999, which bfloat16 rounds, comes first
+    uneven = {"fps": 0.976, "resolution": 0.3}  # of a size that bfloat16 rounds too
+    samples.conditioning = {name: values + uneven.get(name, 0) for name, values in samples.conditioning.items()}
+    if mode == "pack":
+        run = partial(packed_forward, model, samples.pack(enable_packing(model, strip_length=8)))
+    else:
+        family = family_of(model)
+        rows = Rows(
+            latents=samples.latents[0][None],
+            timesteps=samples.timesteps[:1],
+            text=samples.text[0][None],
+            patch=family.patch(model),
+            conditioning={name: values[:1] for name, values in samples.conditioning.items()},
+        )
+        run = partial(family.run, model, rows, wrapped=model)
+    for name, part in model.named_modules():
+        if name.rpartition(".")[2] in names:
+            part.register_forward_hook(lambda _, args, output: seen.extend(tree_leaves(output)))
+    run()
+    exact = [seen.pop(0) for _ in range(len(seen))]
+    with sharded(model):
+        run()
+    assert len(seen) == len(exact) >= len(names)
+    assert largest_difference(exact, [one.float() for one in seen]) <= 2**-7, "no more than the outputs' own rounding"

@@ -73,16 +73,18 @@ def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> 
 
 def test_a_pipeline_can_use_its_transformer_while_packing_is_off(pipeline_dirs) -> None:
     recipe = load_recipe(pipeline_dirs["wan"])
-    step = PackStep(recipe=recipe, objective=recipe.objective(**OPTIONS),
-                    packing=enable_packing(recipe.transformer, strip_length=8))  # fmt: skip
-    batch = make_batch(1)
+    packing = enable_packing(
+        recipe.transformer, strip_length=8, backend="dense", positions="interpolate", base_size=(1, 3, 3)
+    )
+    step, batch = PackStep(recipe=recipe, objective=recipe.objective(**OPTIONS), packing=packing), make_batch(1)
     pack = {**batch, "pixel_values": list(batch["pixel_values"])}
     with torch.no_grad():
         before = step(recipe.transformer, pack, epoch=0)
         with step.unpacked():
             recipe.pipeline("red", height=32, width=32, num_frames=1, num_inference_steps=1, output_type="np")
         after = step(recipe.transformer, pack, epoch=0)
-    assert torch.equal(before.values, after.values)
+    assert torch.equal(before.values, after.values), "positions are stretched as before"
+    assert {processor.backend for processor in recipe.transformer.attn_processors.values()} == {"dense"}
     assert 0 <= float(before.noise_levels.min()) <= float(before.noise_levels.max()) <= 1
     disable_packing(recipe.transformer)
 

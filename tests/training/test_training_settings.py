@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,14 +17,16 @@ from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError, CostModel, Size
 from hf_bucketing.columns import CacheInfo, PreparedDataset
+from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.media import ViewRule
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.packing import packed_forward
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import TrainingData, make_data
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.steps import make_step
+from hf_bucketing.training.steps import PackStep, make_step
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run
 
@@ -129,6 +132,86 @@ def test_snr_weighting_reaches_the_objective_of_denoising_models_alone(
         else:
             with pytest.raises(BucketingError, match=message):
                 make_step(config, recipe)
+
+
+class Enabled(NamedTuple):
+    """A step, and the tokens of its packs."""
+
+    step: PackStep
+    lengths: list[int]
+
+
+@pytest.fixture
+def packed_step(pipeline_dirs, prepared_dir, tmp_path: Path, monkeypatch) -> Callable[..., Enabled]:
+    """Make the step of a run on packs, and run it on two samples of one size."""
+
+    def make(family: str = "wan", **settings: Any) -> Enabled:
+        folder = pipeline_dirs[family]
+        recipe = recipe_of(str(folder)).load(str(folder))
+        step = make_step(in_process(folder, prepared_dir, tmp_path, **PACKED, **settings), recipe)
+        lengths: list[int] = []
+        monkeypatch.setattr("hf_bucketing.training.steps.packed_forward", lambda transformer, pack: lengths.extend(
+            pack.layout.lengths) or packed_forward(transformer, pack))  # fmt: skip
+        recipe.transformer.train()
+        pixels = torch.rand(2, 3, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+        batch = {"pixel_values": list(pixels), "caption": ["red", "blue"], "index": [3, 4], "fps": [0.0, 0.0]}
+        losses.append(step(recipe.transformer, batch, epoch=0).values.detach())
+        return Enabled(step, lengths)
+
+    losses = make.losses = []
+    return make
+
+
+def test_positions_and_the_attention_backend_of_packs_reach_the_model(packed_step) -> None:
+    native = packed_step().step.packing
+    assert (native.backend, native.base_size) == ("auto", None)
+    step = packed_step(positions="interpolate", base_size=[1, 2, 2], attention_backend="dense").step
+    assert (step.packing.backend, tuple(step.packing.base_size)) == ("dense", (1, 2, 2))
+    plain, stretched = packed_step.losses
+    assert not torch.allclose(plain, stretched, rtol=1e-6), "the samples have other positions"
+
+
+def test_tokens_are_dropped_from_packs_and_fewer_are_planned(packed_step, data) -> None:
+    whole = packed_step().lengths
+    half = packed_step(token_drop_rate=0.5).lengths
+    assert half == [count // 2 for count in whole]
+    assert packed_step(token_drop_rate=0.5, seed=1).lengths == half
+    assert not torch.allclose(*packed_step.losses[1:]), "the seed of the run draws what is dropped"
+    assert packed_step(token_drop_rate=0.5, token_drop_mode="frames").lengths == whole, "one frame is kept"
+    full, dropped = data(**PACKED), data(**PACKED, token_drop_rate=0.5)
+    used = full.num_tokens > 0
+    assert (dropped.num_tokens[used] == np.floor(full.num_tokens[used] * 0.5 + 0.5)).all()
+    assert len(dropped.sampler.plan(0).offsets) < len(full.sampler.plan(0).offsets)
+
+
+def test_models_that_cannot_drop_tokens_refuse_it_before_the_first_step(packed_step) -> None:
+    with pytest.raises(BucketingError, match=r"`token_drop_rate`.*LatteTransformer3DModel does more than attention"):
+        packed_step("latte", token_drop_rate=0.5)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"positions": "interpolate", "base_size": [1, 2, 2]}, "Omit `positions`, `base_size`: no effect"),
+    ({"attention_backend": "dense"}, "Omit `attention_backend`"),
+    ({"token_drop_rate": 0.5}, "Omit `token_drop_rate`"),
+    ({**PACKED, "positions": "interpolate"}, "`positions=\"interpolate\"` and `base_size` go together"),
+    ({**PACKED, "base_size": [1, 2, 2]}, "`positions=\"interpolate\"` and `base_size` go together"),
+    ({**PACKED, "positions": "interpolate", "base_size": [1, 2]}, "`base_size` must be three"),
+    ({**PACKED, "token_drop_mode": "tube"}, "Omit `token_drop_mode`"),
+    ({**PACKED, "token_drop_rate": 1.5}, "`token_drop_rate` must be"),
+])  # fmt: skip
+def test_settings_of_packs_are_refused_where_they_have_no_effect(
+    pipeline_dir, prepared_dir, tmp_path: Path, settings: dict, message: str
+) -> None:
+    with pytest.raises(BucketingError, match=message):
+        in_process(pipeline_dir, prepared_dir, tmp_path, **settings)
+
+
+def test_base_size_is_a_flag_of_three_numbers(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    parser = FlagParser("")
+    parser.add_settings(TrainingConfig)
+    args = ["--pretrained_model_name_or_path", "m", "--dataset_dir", "d", "--output_dir", "o", "--batching", "pack",
+            "--max_tokens", "64", "--positions", "interpolate", "--base_size", "1", "2", "3"]  # fmt: skip
+    assert from_flags(TrainingConfig, parser.parse_args(args)).batches.base_size == [1, 2, 3]
 
 
 def test_a_run_trains_the_adapters_on_captions_of_the_length_and_with_the_clipping_that_are_set(

@@ -5,6 +5,7 @@ The stock model runs images and videos of exactly `video_length` frames; packed,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from ..positions import hook_patch_embed, sincos_table
 class LatteFamily(Family):
     """Packing of `LatteTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
-    The model itself stretches positions inside a frame to `sample_size`; a base size stretches the frames.
+    The model itself stretches rows and columns to `sample_size`, whatever their number, so a sample stretched to a
+    base size has the rows and columns that it has anyway; the frames of a base size stretch those of the samples.
     """
 
     transformer_class = "LatteTransformer3DModel"
@@ -42,13 +44,7 @@ class LatteFamily(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding, and the first temporal block, whose input gets the positions of frames."""
-
-        def add_frames(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden_states, *rest = args  # (tokens, 1, dim)
-            (positions,) = position_strips(active_layout(), lambda grid: (_frames(transformer, grid, base_size),))
-            return hidden_states + positions.flatten(0, 1)[:, None].to(hidden_states.dtype), *rest
-
-        first = transformer.temporal_transformer_blocks[0]
+        first, add_frames = transformer.temporal_transformer_blocks[0], partial(_add_frames, transformer, base_size)
         return [hook_patch_embed(transformer.pos_embed, sincos_table), first.register_forward_pre_hook(add_frames)]
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
@@ -66,6 +62,14 @@ class LatteFamily(Family):
             return super().run(transformer, rows, wrapped=wrapped)
         finally:
             transformer.temp_pos_embed = table
+
+
+def _add_frames(
+    transformer: Transformer, base_size: Grid | None, block: torch.nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    hidden_states, *rest = args  # (tokens, 1, dim)
+    (positions,) = position_strips(active_layout(), lambda grid: (_frames(transformer, grid, base_size),))
+    return hidden_states + positions.flatten(0, 1)[:, None].to(hidden_states.dtype), *rest
 
 
 def _frames(transformer: Transformer, grid: Grid, base_size: Grid | None) -> torch.Tensor:

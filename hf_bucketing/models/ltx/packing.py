@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
 from ...packing.layout import Grid
-from ...packing.positions import axis_coordinates, over_grid, position_strips
+from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import PackedAttnProcessor, rotate_channels
 
 SCALES = "rope_interpolation_scale"
@@ -37,8 +38,10 @@ class LTXFamily(Family):
     transformer_class = "LTXVideoTransformer3DModel"
     tested_forwards = ("3a95e0c2f781",)
     processor_class = PackedLTXVideoAttnProcessor
+    stock_processors = ("LTXVideoAttnProcessor",)
     interpolates = True
     latents_as = "tokens"
+    attention_kwargs = "attention_kwargs"
     text_by_strip = True
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
@@ -47,19 +50,7 @@ class LTXFamily(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass `rope` each token's own coordinates."""
-        patch = self.patch(transformer)
-
-        def locate(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden_states, _, _, _, scales, _ = args
-
-            def table(grid: Grid) -> tuple[torch.Tensor]:
-                axes = axis_coordinates(grid, base_size, device=hidden_states.device)
-                return (torch.stack(over_grid(axes), 1),)
-
-            (coordinates,) = position_strips(active_layout(), table)  # (strips, strip_length, 3)
-            scaled = coordinates * scales.to(coordinates)[:, None]
-            return hidden_states, None, None, None, None, (scaled * coordinates.new_tensor(patch)).transpose(1, 2)
-
+        locate = partial(_locate, Tables(partial(_locations, self.patch(transformer), base_size)))
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
@@ -70,6 +61,20 @@ class LTXFamily(Family):
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the scales as the model takes them, the same for all rows."""
         return {SCALES: tuple(rows.conditioning[SCALES][0].tolist())}
+
+
+def _locations(
+    patch: Grid, base_size: Grid | None, rope: torch.nn.Module, grid: Grid, device: torch.device
+) -> tuple[torch.Tensor]:
+    axes = axis_coordinates(grid, base_size, device=device)
+    return (torch.stack(over_grid([axis * side for axis, side in zip(axes, patch, strict=True)]), 1),)
+
+
+def _locate(tables: Tables, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden_states, _, _, _, scales, _ = args
+    # (strips, strip_length, 3)
+    (coordinates,) = position_strips(active_layout(), lambda grid: tables(rope, grid, hidden_states.device))
+    return hidden_states, *[None] * 4, (coordinates * scales.to(coordinates)[:, None]).transpose(1, 2)
 
 
 FAMILY = LTXFamily()

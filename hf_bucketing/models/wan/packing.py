@@ -64,11 +64,14 @@ class WanFamily(Family):
     transformer_class = "WanTransformer3DModel"
     tested_forwards = ("cbdc8a11aa2f", "96f65c99f94a")
     processor_class = PackedWanAttnProcessor
+    stock_processors = ("WanAttnProcessor",)
+    processors_read_fusion = True
     text_channels = "text_dim"
     text_rule = "keep_padding"
     interpolates = True
     position_module = "rope"
     conditioning_by_strip = False
+    attention_kwargs = "attention_kwargs"
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""
@@ -97,8 +100,8 @@ class WanFamily(Family):
         images = transformer.condition_embedder.image_embedder
         if images is not None:
             handles += [
-                images.register_forward_pre_hook(lambda module, args: _frames(module, args[0])),
-                images.register_forward_hook(lambda module, args, output: output.flatten(0, 1)[None]),
+                images.register_forward_pre_hook(_row_per_frame),
+                images.register_forward_hook(_one_row),
             ]
         return handles
 
@@ -114,6 +117,14 @@ class WanFamily(Family):
         """Return the image tokens, a row per frame."""
         images = transformer.condition_embedder.image_embedder
         return {name: _frames(images, values) for name, values in rows.conditioning.items()}
+
+
+def _row_per_frame(embedder: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return _frames(embedder, args[0])
+
+
+def _one_row(embedder: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.flatten(0, 1)[None]
 
 
 def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -49,12 +49,17 @@ def resolve_backend(backend: str) -> Backend:
     return backend  # type: ignore[return-value]
 
 
-def choose_backend(query: torch.Tensor, options: AttentionOptions | None = None) -> Backend:
+def choose_backend(
+    query: torch.Tensor, options: AttentionOptions | None = None, *, segments: SegmentSpans | None = None
+) -> Backend:
     """Return the backend that `"auto"` stands for on the device and in the dtype of `query`.
 
-    It is `"varlen"` in half precision on CUDA devices if there is a kernel, and `"segments"` otherwise.
+    It is `"varlen"` in half precision on CUDA devices if there is a kernel, and `"segments"` otherwise. Segments that
+    are too short or too many for such kernels, as in Latte's attention over frames, stay on `"segments"` too.
     """
     reason = _refusal("varlen", query, options or AttentionOptions())
+    if reason is None and segments is not None and not segments.suits_varlen:
+        reason = "computes short segments in blocks, and takes a limited number of them"
     chosen: Backend = "segments" if reason else "varlen"
     if not torch.compiler.is_compiling():
         _announce(chosen, query.device.type, query.dtype, reason)
@@ -107,7 +112,7 @@ def packed_attention(
     query, key, value = _in_autocast_dtype(query, key, value)
     _check(query, key, segments, options)
     if backend == "auto":
-        backend = choose_backend(query, options)
+        backend = choose_backend(query, options, segments=segments)
     elif reason := _refusal(backend, query, options):
         raise PackingError(
             f"The attention backend {backend!r} {reason}; use 'auto', or 'segments', which always works."
@@ -128,7 +133,7 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
         dense_mask(segments, device)
     elif backend == "flex":
         block_mask(segments, device)
-    elif backend == "varlen" or (backend == "auto" and device.type == "cuda"):
+    elif backend == "varlen" or (backend == "auto" and segments.suits_varlen and device.type == "cuda"):
         segments.varlen(device)
 
 

@@ -68,12 +68,24 @@ def attend_by_segments(
         if key_length:
             k = _stack([(keys[number], runs[number].keys) for number in numbers])
             v = _stack([(values[number], runs[number].keys) for number in numbers])
-            out = F.scaled_dot_product_attention(q, k, v, **options.for_sdpa())
+            out = _attended(q, k, v, options)
         else:
             out = torch.zeros_like(q)
         counts = [runs[number].queries.times for number in numbers]
         outputs.update(zip(numbers, out.transpose(1, 2).split(counts), strict=True))
     return _join([(outputs[number], run.queries) for number, run in enumerate(runs)], segments.num_queries)
+
+
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Attend with queries `(N, H, L, D)`; to a single key without a kernel, because the result is its value.
+
+    Kernels compute short segments in blocks, with 128 rows of a backward buffer for each. Queries and keys still get
+    gradients, of zero, because DDP waits for one from every parameter.
+    """
+    if k.shape[2] > 1 or options.dropout:
+        return F.scaled_dot_product_attention(q, k, v, **options.for_sdpa())
+    heads, nothing = q.shape[1] // v.shape[1], q[:0].sum() + k[:0].sum()
+    return (v.repeat_interleave(heads, 1) if heads > 1 else v).expand_as(q) + nothing
 
 
 def find_runs(segments: SegmentSpans) -> list[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 from typing import Literal, cast
@@ -14,6 +15,7 @@ Kernel = Literal["torch", "flash-attn"]
 
 
 @torch.compiler.assume_constant_result
+@functools.cache
 def varlen_kernel(*, dropout: bool = False) -> Kernel | None:
     """Return the installed kernel: that of `torch.nn.attention.varlen`, which has no dropout, else flash-attn's."""
     if not dropout and importlib.util.find_spec("torch.nn.attention.varlen") is not None:
