@@ -281,8 +281,8 @@ class JointLayout:
     Attributes:
         text_slots (`int`): Text tokens that each strip carries.
         strips (`int`): Strips of the pack.
-        sizes (two tuples of `int`): Of the tokens of all strips and of their text slots: each sample's, then the
-            padding after them, in turn.
+        sizes (two tuples of `int`): Lengths of each sample's tokens and of the padding after them, in turn; the same
+            of its text and of empty text slots.
         order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all
             strips followed by their text slots. Padding comes last.
         inverse (`torch.Tensor` of shape `(entries,)`): The inverse permutation of `order`.
