@@ -141,6 +141,8 @@ def _modulate_text(
     norm: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
     """Replace what a norm made of the text, and its gate, by those of the text's own sample."""
+    if active_layout().joint.text_strips() is None:
+        return output
     hidden_states, text, embedding = args
     # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
     _, text, _, gate = norm.forward(hidden_states[:, :0], text, of_text(embedding))

@@ -72,5 +72,5 @@ class JointFamily(Family):
 
 def of_text(values: torch.Tensor) -> torch.Tensor:
     """Return modulation `(strips, …)` of strips' tokens as that of the text in their slots."""
-    rows = active_layout().joint.modulated_as
-    return values if rows is None else values.index_select(0, rows)
+    strips = active_layout().joint.text_strips()
+    return values if strips is None else values.index_select(0, strips)

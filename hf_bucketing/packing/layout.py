@@ -281,8 +281,8 @@ class JointLayout:
     Attributes:
         text_slots (`int`): Text tokens that each strip carries.
         strips (`int`): Strips of the pack.
-        sizes (two tuples of `int`): Of the tokens of all strips and of their text slots: each sample's, then the
-            padding after them, in turn.
+        sizes (two tuples of `int`): Lengths of each sample's tokens and of the padding after them, in turn; the same
+            of its text and of empty text slots.
         order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all
             strips followed by their text slots. Padding comes last.
         inverse (`torch.Tensor` of shape `(entries,)`): The inverse permutation of `order`.
@@ -292,7 +292,8 @@ class JointLayout:
         text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
         first_strips (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
         modulated_as (`torch.Tensor` of shape `(strips,)`, *optional*): For the text of each strip, a strip with tokens
-            of the same sample; None where a strip's text is of the strip's sample.
+            of the same sample; None where strips carry text of their own sample alone.
+        aligned (`bool`): Whether all strips happen to carry text of their own sample, as in a pack of one.
     """
 
     text_slots: int
@@ -305,6 +306,7 @@ class JointLayout:
     text_target: torch.Tensor
     first_strips: torch.Tensor
     modulated_as: torch.Tensor | None
+    aligned: bool
 
     @classmethod
     def of(cls, layout: PackedLayout) -> JointLayout:
@@ -317,7 +319,7 @@ class JointLayout:
             raise PackingError("The strips of this layout carry no text; make one with text_slots of at least 1.")
         strips, slots = layout.num_strips, layout.text_slots
         firsts = text_firsts = _starts(layout.strips_per_sample)
-        modulated = None
+        modulated, aligned = None, True
         if layout.text_apart:
             counts = layout.text_strips_per_sample
             if sum(counts) > strips:
@@ -325,7 +327,9 @@ class JointLayout:
                     f"The texts fill {sum(counts)} strips of {slots} text slots, and the pack has {strips} strips; "
                     "use more slots (pad_text_to), or pack fewer samples."
                 )
-            text_firsts = _starts(counts)
+            text_firsts, samples = _starts(counts), np.arange(len(layout))
+            of_text = np.repeat(samples, counts)
+            aligned = np.array_equal(of_text, np.repeat(samples, layout.strips_per_sample)[: len(of_text)])
             modulated = np.repeat([*firsts, 0], [*counts, strips - sum(counts)])
         targets = [first * slots + np.arange(n) for first, n in zip(text_firsts, layout.text_lengths, strict=True)]
         pieces = [
@@ -352,6 +356,7 @@ class JointLayout:
             text_target=on_device(np.concatenate(targets)),
             first_strips=on_device(np.array(firsts)),
             modulated_as=None if modulated is None else on_device(modulated),
+            aligned=aligned,
         )
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -378,6 +383,10 @@ class JointLayout:
             sides = [_join([*itertools.chain.from_iterable(zip(*pair, strict=False))]) for pair in parts]
         tokens, text = (side.unflatten(0, (self.strips, -1)) for side in sides)
         return tokens, text
+
+    def text_strips(self) -> torch.Tensor | None:
+        """Return `modulated_as`, or None where it makes no difference; a compiled model gets one graph for both."""
+        return None if self.aligned and not torch.compiler.is_compiling() else self.modulated_as
 
     def text_by_strip(self, text: torch.Tensor) -> torch.Tensor:
         """Put a pack's stored texts into the strips of the samples that read them: `(strips, text_slots, …)`."""

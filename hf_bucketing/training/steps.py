@@ -152,7 +152,7 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     if batches.token_drop is not None and not recipe.family.drops_tokens:
         name = type(recipe.transformer).__name__
         raise BucketingError(
-            f"Omit `token_drop_rate`: {name} does more than attention across tokens, so none may be left out."
+            f"Omit `token_drop_rate`: {name} does more than attention across tokens, and needs them all."
         )
     packing = enable_packing(
         recipe.transformer,

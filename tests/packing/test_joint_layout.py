@@ -86,6 +86,8 @@ def test_text_apart_fills_the_slots_of_any_strips_in_order(samples, strip_length
     of_strip = layout.strip_segments[joint.modulated_as][:, None]
     text = joint.text_by_strip(layout.text_segment_ids[:, None] + 1)[..., 0] - 1
     assert torch.equal(torch.where(text >= 0, of_strip, -1), text), "text is modulated as its own sample"
+    own = torch.where(text >= 0, layout.strip_segments[:, None], -1)
+    assert (joint.text_strips() is None) == torch.equal(own, text)
     tokens = layout.segment_ids.view(layout.num_strips, -1)
     sequence = joint.gather(tokens, text)
     for sample, (start, stop) in enumerate(joint.segments.queries):
