@@ -222,6 +222,11 @@ class BucketTable:
             raise BucketingError(f"Expected a table as BucketTable.to_json writes it: {error}.") from error
 
     @property
+    def ids_mark(self) -> str:
+        """Text that marks a `bucket_id` column as this table's; it depends on all that gives an id its meaning."""
+        return f"ids of table {hashlib.sha256(repr([tuple(size) for size in self.sizes]).encode()).hexdigest()[:16]}"
+
+    @property
     def fingerprint(self) -> str:
         """Sixteen hex digits that depend on all sizes, tiers, the base, and their order."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]

@@ -18,6 +18,8 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
+from ..plans.rows import column_of
+from ..settings import numbers_by_id, plain_bool, plain_number
 from .state import VERSION, check_state, describe, settings
 
 Config = TypeVar("Config")
@@ -61,10 +63,16 @@ class PlannedBatchSampler(Sampler[list[int]]):
         num_processes: int | None,
         process_index: int | None,
     ) -> None:
-        self.weights = (
-            weights if weights is None or isinstance(weights, Mapping) else whole_column(weights, np.float64)
-        )
-        self.longest_first = longest_first
+        self.weights: Mapping[int, float] | FloatArray | None = None
+        if isinstance(weights, Mapping):
+            self.weights = numbers_by_id(weights, "weights", whole=False, error=PlanError)
+        elif weights is not None:
+            self.weights = column_of(whole_column(weights), "weights").astype(np.float64)
+        self.longest_first = plain_bool(longest_first, "longest_first", error=PlanError)
+        if num_processes is not None:
+            num_processes = plain_number(num_processes, "num_processes", whole=True, error=PlanError)
+            if num_processes < 1:
+                raise PlanError(f"`num_processes` must be at least 1, got {num_processes}.")
         self._num_processes = num_processes
         self.process_index = process_index
         self.epoch = 0
@@ -225,9 +233,9 @@ def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
     return kind(**{field.name: arguments[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
 
-def whole_column(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+def whole_column(values: Any) -> npt.NDArray[Any]:
     """Return values as an array; a `datasets.Column` is sliced, since numpy would read it row by row."""
-    return np.asarray(values[:] if isinstance(values, Column) else values, dtype)
+    return np.asarray(values[:] if isinstance(values, Column) else values)
 
 
 def warn_of_rejected(

@@ -12,11 +12,11 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import has_bucket
 from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose
-from ..settings import check_literals
+from ..settings import numbers_by_id
 from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
 from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order
 from .epoch import EpochPlan
-from .rows import EpochRows, PlanConfig, epoch_rows
+from .rows import EpochRows, PlanConfig, column_of, epoch_rows
 
 Weights = npt.ArrayLike | Mapping[int, float]
 
@@ -40,10 +40,10 @@ class BucketPlanConfig(PlanConfig):
     lockstep: bool = True
 
     def __post_init__(self) -> None:
+        PlanConfig.__post_init__(self)
         sizes = self.batch_size.values() if isinstance(self.batch_size, Mapping) else [self.batch_size]
         if not sizes or min(sizes) < 1:
             raise PlanError(f"Every `batch_size` must be at least 1, got {self.batch_size!r}.")
-        check_literals(self, error=PlanError)
         if self.remainder == "catch_all" and self.base is None:
             raise PlanError('`remainder="catch_all"` needs `base`, the bucket whose size the mixed batches get.')
         if not self.lockstep and self.remainder != "catch_all":
@@ -123,7 +123,7 @@ def plan_buckets(
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons), sorted(plan.bucket_ids.tolist())
         (3, 10, {'remainder': 1}, [0, 0, 0, 0, 3, 3])
     """
-    ids = np.asarray(bucket_ids) if np.size(bucket_ids) else np.zeros(0, np.int64)
+    ids = column_of(bucket_ids, "bucket_ids", whole=True)
     by_row = row_weights(ids, weights) if isinstance(weights, Mapping) else weights
     chosen = epoch_rows(
         has_bucket(ids),
@@ -179,7 +179,7 @@ def plan_lockstep(bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochR
 def row_weights(bucket_ids: IntArray, weights: Mapping[int, float]) -> FloatArray:
     """Return the weight of each row from weights by bucket; 1 for buckets that are not named."""
     by_row = np.ones(len(bucket_ids))
-    for bucket, weight in weights.items():
+    for bucket, weight in numbers_by_id(weights, "weights", whole=False, error=PlanError).items():
         by_row[bucket_ids == bucket] = weight
     return by_row
 

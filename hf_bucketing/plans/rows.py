@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,10 @@ import numpy.typing as npt
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError
 from ..randomness import Purpose, generator
+from ..settings import check_at_least, check_types
+
+MOST_OCCURRENCES = 100
+"""Largest mean number of occurrences of a row in an epoch; data sets of fewer than a million rows may have more."""
 
 Oversize = Literal["error", "own_batch", "drop"]
 """What happens to a sample that exceeds a limit by itself: an error, a batch above the limit, or a counted drop."""
@@ -22,6 +26,10 @@ class PlanConfig:
 
     shuffle: bool = True
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self, error=PlanError)
+        check_at_least(0, self, "seed", error=PlanError)
 
 
 class EpochRows(NamedTuple):
@@ -74,10 +82,10 @@ def epoch_rows(
 
     Raises:
         PlanError: If there is no process, there are not as many weights as rows, a weight is negative or not finite,
-            or a consumed row does not exist.
+            the weights ask for more occurrences than fit in memory, or a consumed row does not exist.
     """
     if num_processes < 1:
-        raise PlanError(f"num_processes must be at least 1, got {num_processes}.")
+        raise PlanError(f"`num_processes` must be at least 1, got {num_processes}.")
     reasons = {"rejected": len(usable) - int(np.count_nonzero(usable))}
     if oversize is not None:
         reasons["oversize"] = int(np.count_nonzero(usable & oversize))
@@ -88,7 +96,7 @@ def epoch_rows(
     else:
         counts = usable.astype(np.int64)
         if weights is not None:
-            wanted = occurrences(_checked(weights, len(usable)), seed=config.seed, epoch=epoch)
+            wanted = occurrences(_checked(weights, usable), seed=config.seed, epoch=epoch)
             counts = np.where(usable, wanted, 0)
             reasons["weight"] = int(np.count_nonzero(usable & (counts == 0)))
         total = int(counts.sum())
@@ -148,13 +156,42 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     return counts
 
 
-def _checked(weights: npt.ArrayLike, num_rows: int) -> FloatArray:
-    values = np.asarray(weights, np.float64)
-    if values.shape != (num_rows,):
-        raise PlanError(f"`weights` needs one value per row: expected shape ({num_rows},), got {values.shape}.")
-    if len(values) and not (np.isfinite(values).all() and values.min() >= 0):
-        raise PlanError("`weights` are occurrences of each row per epoch; they must be finite and at least 0.")
+def _checked(weights: npt.ArrayLike, usable: BoolArray) -> FloatArray:
+    values = column_of(weights, "weights").astype(np.float64, copy=False)
+    if values.shape != usable.shape:
+        raise PlanError(f"`weights` needs one value per row: expected shape {usable.shape}, got {values.shape}.")
+    if len(values) and values.min() < 0:
+        raise PlanError("`weights` are occurrences of each row per epoch; they must be at least 0.")
+    total, most = float(np.where(usable, values, 0).sum()), MOST_OCCURRENCES * max(len(values), 2**20)
+    if total > most:
+        raise PlanError(
+            f"The weights ask for {total:.3g} occurrences in an epoch, and at most {most:,} can be planned; lower "
+            "`weights`, and train more epochs."
+        )
     return values
+
+
+def column_of(values: Any, name: str, *, whole: bool = False) -> npt.NDArray[Any]:
+    """Return a column as an array of shape `(n,)` of finite numbers, `int64` or narrower if they must be whole.
+
+    Raises:
+        PlanError: If the values are no finite numbers, or not whole if they must be; the message names the first row.
+    """
+    array = np.asarray(values)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        return array
+    wanted = f"expected a {'whole' if whole else 'finite'} number"
+    if array.ndim == 1 and array.dtype.kind == "O":
+        rows = [row for row, value in enumerate(array.tolist()) if not isinstance(value, int | float)]
+        if rows:
+            raise PlanError(f"Row {rows[0]} of `{name}` is {array[rows[0]]!r}; {wanted}.")
+        array = array.astype(np.float64)
+    if array.ndim != 1 or array.dtype.kind != "f":
+        raise PlanError(f"`{name}` needs one number per row, got {array.dtype} of shape {array.shape}.")
+    wrong = np.flatnonzero(~np.isfinite(array) | (whole and array != np.rint(array)))
+    if len(wrong):
+        raise PlanError(f"Row {wrong[0]} of `{name}` is {array[wrong[0]]}; {wanted}.")
+    return array.astype(np.int64) if whole else array
 
 
 def check_positive(config: object, *names: str) -> None:

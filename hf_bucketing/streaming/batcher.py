@@ -14,8 +14,9 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import BucketingError
+from ..loaders.bucket_sampler import check_table
 from ..loaders.state import describe
-from .grouping import Group, Grouping, OpenGroups, Row
+from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row
 from .resume import Place, ResumableStream, StreamBatch
 
 
@@ -49,7 +50,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         process_index (`int`, *optional*): This process's number; by default accelerate's, else 0.
 
     Raises:
-        BucketingError: On a value below 1, or a data set that is no stream.
+        BucketingError: On a value below 1, a data set that is no stream, or bucket ids of another table.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
                 f"Expected values of 1 or more, got max_buffered={max_buffered}, snapshot_every={snapshot_every} and "
                 f"steps_per_epoch={steps_per_epoch}."
             )
+        if isinstance(grouping, BucketGrouping):
+            check_table(dataset.features, grouping.table, column="bucket_id")
         state = PartialState() if PartialState._shared_state else None
         self.num_processes = num_processes or (state.num_processes if state else 1)
         self.process_index = process_index if process_index is not None else (state.process_index if state else 0)
