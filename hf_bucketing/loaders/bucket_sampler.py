@@ -47,7 +47,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
             steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
             `"drop"` drops them from this epoch.
-            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated.
+            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated. A bucket of
+            fewer samples than a batch makes batches of all its samples, so that a batch holds none twice.
             `"catch_all"` deals the remainders of all buckets in batches at the size of the table's `base` bucket; the
             last such step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows
             happen to be of one bucket keeps that bucket's size.

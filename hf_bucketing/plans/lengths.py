@@ -223,9 +223,9 @@ def _batch_sizes(bounds: npt.NDArray[Any], config: LengthPlanConfig) -> dict[int
 
 def _one_after_the_other(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: EpochRows) -> EpochPlan:
     """Cut the rows, in random order or sorted, into batches, and make steps of neighbouring batches."""
-    rows = chosen.shuffled(chosen.rows)
+    rows, turns = chosen.in_order(apart=config.batch_size)
     if config.strategy == "sorted":
-        rows = rows[np.argsort(values[rows], kind="stable")]
+        rows = rows[np.lexsort((values[rows], turns))]
     offsets = _cut(values[rows], config)
     if config.remainder == "drop":
         size = np.diff(offsets)

@@ -117,7 +117,7 @@ def plan_packs(
             f"{len(chosen.rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
             "Look at the counts of the data set's rejection column."
         )
-    rows, offsets = _packs(chosen.shuffled(chosen.rows), spans, oversize, config=config)
+    rows, offsets = _packs(chosen.in_order()[0], spans, oversize, config=config)
     rows, offsets = even_batches(rows, offsets, chosen)
     order = _order(spans[rows], offsets, config, chosen)
     return unbucketed_plan(rows, offsets[:-1][order], np.diff(offsets)[order], label=PACKED, chosen=chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -57,6 +58,12 @@ class EpochRows(NamedTuple):
     def shuffled(self, values: IntArray) -> IntArray:
         """Return values in random order, or in their own without a generator."""
         return values if self.rng is None else self.rng.permutation(values)
+
+    def in_order(self, *, apart: int | None = None) -> tuple[IntArray, IntArray]:
+        """Return all rows in random order, or in their own, and the turn of each; see [`spread_repeats`]."""
+        if not self.repeats:
+            return self.shuffled(self.rows), np.zeros(len(self.rows), np.int64)
+        return spread_repeats(self.rows, np.array([len(self.rows)]), apart=apart, rng=self.rng)
 
     def spare(self, count: int) -> IntArray:
         """Return which of `count` items to drop so that they divide evenly: random ones, or the last ones."""
@@ -154,6 +161,56 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     phase = (np.arange(len(rows)) + shift) / np.repeat(size, size)
     counts[rows] += (np.floor(phase + (epoch + 1) * part) - np.floor(phase + epoch * part)).astype(np.int64)
     return counts
+
+
+def spread_repeats(
+    rows: IntArray, counts: IntArray, *, apart: IntArray | int | None, rng: np.random.Generator | None
+) -> tuple[IntArray, IntArray]:
+    """Order the rows of each group so that the occurrences of one row lie far apart.
+
+    A group takes as many turns as its most frequent row has occurrences. The occurrences of a row go to different
+    turns, spread over all, and the turns are equally long within one row. In each turn, the rows of a part of it come
+    in random order, so that two occurrences lie at least `apart` places apart wherever turns are longer than that.
+
+    Args:
+        rows (`int64`, shape `(n,)`): Rows of all groups, one group after the other.
+        counts (`int64`, shape `(k,)`): Occurrences in each group, at least 1.
+        apart (`int` or array of `int`, shape `(k,)`, *optional*): Fewest places between two occurrences of a row; by
+            default half of a turn.
+        rng (`numpy.random.Generator`, *optional*): Source of the order; without it, each turn keeps the order of
+            rows.
+
+    Returns:
+        Rows and the turn of each, both `int64` of shape `(n,)`.
+
+    Example:
+        >>> spread_repeats(np.array([0, 0, 0, 1, 2, 2]), np.array([6]), apart=None, rng=None)
+        (array([0, 1, 0, 2, 0, 2]), array([0, 0, 1, 1, 2, 2]))
+    """
+    group = np.repeat(np.arange(len(counts)), counts)
+    end = int(rows.max(initial=0)) + 1
+    rank = rows if rng is None else rng.permutation(end)[rows]
+    order = np.argsort(group * end + rank, kind="stable")
+    rank = rank[order]
+    starts = np.cumsum(counts) - counts
+    starts_row = np.append(True, rank[1:] != rank[:-1])[: len(rows)]
+    starts_row[starts] = True
+    number = np.cumsum(starts_row) - 1
+    turns = np.maximum.reduceat(np.bincount(number)[number], starts) if len(rows) else counts
+    length = counts // np.maximum(turns, 1)
+    part = np.maximum((length - (length // 2 if apart is None else apart)) // 2, 1)[group]
+    place = np.arange(len(rows)) - starts[group]
+    stride = np.array([_stride(int(number)) for number in turns], np.int64)
+    turn = place * stride[group] % turns[group]
+    last = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
+    key = 2 * (len(rows) + 1) * group + (length[group] + 1) * turn + place // turns[group] // part
+    last = last[np.argsort(key[last], kind="stable")]
+    return rows[order][last], turn[last]
+
+
+def _stride(turns: int) -> int:
+    """Return the step from one occurrence of a row to its next turn: near the golden section, and it visits all."""
+    return next(step for step in range(max(1, round(0.618 * turns)), 2 * turns + 1) if math.gcd(step, turns) == 1)
 
 
 def _checked(weights: npt.ArrayLike, usable: BoolArray) -> FloatArray:
