@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..errors import BucketingError
 from ..loaders.bucket_sampler import check_table
 from ..loaders.state import describe
+from .definition import define
 from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row
 from .resume import Place, ResumableStream, StreamBatch
 
@@ -37,11 +38,13 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
 
     Args:
         dataset (`datasets.IterableDataset`): Rows with `bucket_id` or `num_tokens`, or the columns they follow from.
+            Split among the processes, unless `split_dataset_by_node` did that already.
         grouping ([`BucketGrouping`] or [`PackGrouping`]): The rule by which rows become batches.
         collate_fn (callable): Makes a `dict` from a list of rows, in the worker.
         max_buffered (`int`): Largest number of rows that wait in a worker; above it, the group of the oldest row is
             sent incomplete.
-        steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left.
+        steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left. The
+            next epoch goes on where it ended.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
             from the start.
@@ -50,7 +53,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         process_index (`int`, *optional*): This process's number; by default accelerate's, else 0.
 
     Raises:
-        BucketingError: On a value below 1, a data set that is no stream, or bucket ids of another table.
+        BucketingError: On a value below 1, a data set that is no stream or split for another process, or bucket ids of
+            another table.
     """
 
     def __init__(
@@ -78,13 +82,14 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         self.num_processes = num_processes or (state.num_processes if state else 1)
         self.process_index = process_index if process_index is not None else (state.process_index if state else 0)
         self.num_shards = dataset.num_shards
-        self.dataset = split_dataset_by_node(dataset, rank=self.process_index, world_size=self.num_processes)
+        self.dataset = _split(dataset, self.process_index, self.num_processes)
         self.grouping = grouping
         self.collate_fn = collate_fn
         self.max_buffered = max_buffered
         self.steps_per_epoch = steps_per_epoch
         self.snapshot_every = snapshot_every
-        self._rereads = _has_shuffle_buffer(dataset)
+        self._definition = define(dataset)
+        self._rereads = any("buffer_size" in step for step in self._definition)
         self.epoch = 0
         self._places: list[Place | None] = []
         self._turn = 0
@@ -128,7 +133,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         """Return all that the batches depend on, beside seed and epoch."""
         parts = {
             **self.grouping.settings(),
-            "columns": self.dataset.column_names,
+            "stream": self._definition,
             "max_buffered": self.max_buffered,
             "num_shards": self.num_shards,
             "num_processes": self.num_processes,
@@ -136,16 +141,20 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         }
         return {name: describe(part) for name, part in parts.items()}
 
-    def start_at(self, epoch: int, places: Sequence[Place | None] = (), *, turn: int = 0) -> None:
+    def start_at(
+        self, epoch: int, places: Sequence[Place | None] = (), *, began: int | None = None, turn: int = 0
+    ) -> None:
         """Choose what the next iteration yields.
 
         Args:
-            epoch (`int`): Passed to the stream, so that it shuffles anew.
+            epoch (`int`): Passed to the collator.
+            began (`int`, *optional*): Epoch in which this pass over the stream began, by default the same; passed to
+                the stream, so that every pass is shuffled anew.
             places (sequence, *optional*): Each worker's place, from its last [`StreamBatch`]; by default the start.
             turn (`int`): The worker whose batch comes first; those before it send an empty one.
         """
         self.epoch, self._places, self._turn = epoch, list(places), turn
-        self.dataset.set_epoch(epoch)
+        self.dataset.set_epoch(epoch if began is None else began)
         if hasattr(self.collate_fn, "set_epoch"):
             self.collate_fn.set_epoch(epoch)
 
@@ -227,13 +236,16 @@ def _read_again(rows: Iterator[Row], place: Place, grouping: Grouping, groups: O
         yield from groups.restore(group, [measure for measure in measures if measure is not None])
 
 
-def _has_shuffle_buffer(dataset: Stream) -> bool:
-    step: Any = dataset._ex_iterable
-    while step is not None:
-        if "Shuffled" in type(step).__name__ and hasattr(step, "buffer_size"):
-            return True
-        step = getattr(step, "ex_iterable", None)
-    return False
+def _split(dataset: Stream, process: int, num_processes: int) -> Stream:
+    split = dataset._distributed
+    if split is None:
+        return split_dataset_by_node(dataset, rank=process, world_size=num_processes)
+    if (split.rank, split.world_size) != (process, num_processes):
+        raise BucketingError(
+            f"The stream is split for process {split.rank} of {split.world_size} already, but this is process "
+            f"{process} of {num_processes}; give the stream before split_dataset_by_node, which is applied here."
+        )
+    return dataset
 
 
 def _unchanged(batch: Any) -> Any:
