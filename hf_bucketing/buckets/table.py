@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -15,6 +16,11 @@ from ..errors import BucketingError
 from .arrays import IntArray
 from .assignment import Assignment, AssignmentRule, BucketSearch, as_columns
 from .sizes import LatentSpec, Size
+
+
+@functools.lru_cache(maxsize=8)
+def _search(sizes: tuple[Size, ...], tiers: tuple[int, ...], rule: AssignmentRule) -> BucketSearch:
+    return BucketSearch(sizes, tiers, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +126,7 @@ class BucketTable:
         Raises:
             BucketingError: If the three arrays differ in length.
         """
-        return BucketSearch(self.sizes, self.tiers, rule or AssignmentRule()).assign(
-            *as_columns(frames, heights, widths)
-        )
+        return _search(self.sizes, self.tiers, rule or AssignmentRule()).assign(*as_columns(frames, heights, widths))
 
     def with_base(self, size: Sequence[int] | None = None) -> BucketTable:
         """Return the same table with a base bucket, for batches that mix buckets (`remainder="catch_all"`).

@@ -17,7 +17,7 @@ from ..errors import BucketingError
 from ..loaders.bucket_sampler import check_table
 from ..loaders.state import describe
 from .definition import define
-from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row
+from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row, bytes_of
 from .resume import Place, ResumableStream, StreamBatch
 
 
@@ -43,6 +43,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         collate_fn (callable): Makes a `dict` from a list of rows, in the worker.
         max_buffered (`int`): Largest number of rows that wait in a worker; above it, the group of the oldest row is
             sent incomplete.
+        max_buffered_bytes (`int`): Largest number of bytes of those rows, likewise. A worker reads up to 1,024 rows
+            ahead, of a quarter as many bytes and one row more.
         steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left. The
             next epoch goes on where it ended.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
@@ -64,6 +66,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         *,
         collate_fn: Callable[[Sequence[Row]], dict[str, Any]],
         max_buffered: int = 1024,
+        max_buffered_bytes: int = 2**30,
         steps_per_epoch: int | None = None,
         snapshot_every: int = 256,
         num_processes: int | None = None,
@@ -71,10 +74,13 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
     ) -> None:
         if not isinstance(dataset, Stream):
             raise BucketingError(f"Expected a datasets.IterableDataset, got {type(dataset).__name__}; use a sampler.")
-        if min(max_buffered, snapshot_every, steps_per_epoch or 1) < 1 or steps_per_epoch == 0:
+        smallest = min(
+            max_buffered, max_buffered_bytes, snapshot_every, 1 if steps_per_epoch is None else steps_per_epoch
+        )
+        if smallest < 1:
             raise BucketingError(
-                f"Expected values of 1 or more, got max_buffered={max_buffered}, snapshot_every={snapshot_every} and "
-                f"steps_per_epoch={steps_per_epoch}."
+                f"Expected values of 1 or more, got max_buffered={max_buffered}, max_buffered_bytes="
+                f"{max_buffered_bytes}, snapshot_every={snapshot_every} and steps_per_epoch={steps_per_epoch}."
             )
         if isinstance(grouping, BucketGrouping):
             check_table(dataset.features, grouping.table, column="bucket_id")
@@ -86,6 +92,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         self.grouping = grouping
         self.collate_fn = collate_fn
         self.max_buffered = max_buffered
+        self.max_buffered_bytes = max_buffered_bytes
         self.steps_per_epoch = steps_per_epoch
         self.snapshot_every = snapshot_every
         self._definition = define(dataset)
@@ -135,6 +142,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
             **self.grouping.settings(),
             "stream": self._definition,
             "max_buffered": self.max_buffered,
+            "max_buffered_bytes": self.max_buffered_bytes,
             "num_shards": self.num_shards,
             "num_processes": self.num_processes,
             "steps_per_epoch": self.steps_per_epoch,
@@ -184,36 +192,61 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         rows = iter(self.dataset)
         groups = self.grouping.start()
         complete = deque(_read_again(rows, place, self.grouping, groups))
-        for row in itertools.chain([None], rows):
-            if row is not None:
-                measure = self.grouping.measure(row)
-                if measure is None:
-                    rejected += 1
-                else:
-                    complete.extend(groups.add(row, ordinal=read, measure=measure))
+        measured = self._measured(rows, snapshots, read=read)
+        while True:
+            while complete or groups.num_rows > self.max_buffered or groups.num_bytes > self.max_buffered_bytes:
+                if not complete:
+                    complete.append(groups.flush(next(iter(groups)).key))
+                group = complete.popleft()
+                yield group.rows, _place(snapshots, complete, groups, read=read, rejected=rejected)
+            row, measure, num_bytes = next(measured, (None, None, 0))
+            if row is None:
+                break
+            if measure is None:
+                rejected += 1
+            else:
+                complete.extend(groups.add(row, ordinal=read, measure=measure, num_bytes=num_bytes))
+            read += 1
+        for key in sorted(groups.waiting):
+            yield groups.flush(key).rows, _place(snapshots, (), groups, read=read, rejected=rejected)
+        yield [], _place(snapshots, (), groups, read=read, rejected=rejected)
+
+    def _measured(
+        self, rows: Iterator[Row], snapshots: deque[tuple[int, Any]], *, read: int
+    ) -> Iterator[tuple[Row, int | None, int]]:
+        """Yield rows with their measures and bytes, and save states of the stream; rows are measured many at a time."""
+        while True:
+            chunk: list[Row] = []
+            sizes: list[int] = []
+            num_bytes = 0
+            for row in itertools.islice(rows, _READ_AHEAD):
                 read += 1
                 if read % self.snapshot_every == 0 and not self._rereads:
                     snapshots.append((read, self.dataset.state_dict()))
-                if not complete and groups.num_rows > self.max_buffered:
-                    complete.append(groups.flush(min(groups, key=lambda group: group.ordinals[0]).key))
-            while complete:
-                group = complete.popleft()
-                yield group.rows, _place(snapshots, [*complete, *groups], read=read, rejected=rejected)
-        for key in sorted(groups.waiting):
-            yield groups.flush(key).rows, _place(snapshots, [*groups], read=read, rejected=rejected)
-        yield [], _place(snapshots, [], read=read, rejected=rejected)
+                chunk.append(row)
+                sizes.append(bytes_of(row))
+                num_bytes += sizes[-1]
+                if num_bytes > self.max_buffered_bytes // 4:
+                    break
+            if not chunk:
+                return
+            yield from zip(chunk, self.grouping.measures(chunk), sizes, strict=True)
 
+
+_READ_AHEAD = 1024
 
 _START: Place = {"ordinal": 0, "stream": None, "read": 0, "rejected": 0, "groups": []}
 
 
-def _place(snapshots: deque[tuple[int, Any]], groups: Sequence[Group], *, read: int, rejected: int) -> Place:
+def _place(
+    snapshots: deque[tuple[int, Any]], complete: Sequence[Group], groups: OpenGroups, *, read: int, rejected: int
+) -> Place:
     """Return the place, with the last state of the stream before the oldest row that still waits."""
-    oldest = min((group.ordinals[0] for group in groups), default=read)
+    oldest = min((group.ordinals[0] for group in (*complete, *itertools.islice(groups, 1))), default=read)
     while len(snapshots) > 1 and snapshots[1][0] <= oldest:
         snapshots.popleft()
     ordinal, stream = snapshots[0]
-    waiting = [[group.key, list(group.ordinals)] for group in groups]
+    waiting = [group.saved for group in complete] + [group.saved for group in groups.waiting.values()]
     return {"ordinal": ordinal, "stream": stream, "read": read, "rejected": rejected, "groups": waiting}
 
 
@@ -230,7 +263,7 @@ def _read_again(rows: Iterator[Row], place: Place, grouping: Grouping, groups: O
         if ordinal in waiting:
             waiting[ordinal].rows.append(row)
     for group in saved:
-        measures = [grouping.measure(row) for row in group.rows]
+        measures = grouping.measures(group.rows)
         if None in measures:
             raise BucketingError("A row that the saved run kept is rejected now; the stream has changed.")
         yield from groups.restore(group, [measure for measure in measures if measure is not None])

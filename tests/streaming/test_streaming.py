@@ -133,7 +133,7 @@ def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options)
     batches = list(loader(grouping, dataset=rows.to_iterable_dataset()))
     config = PackPlanConfig(max_tokens=100, strip_length=grouping.strip_length, open_packs=settings["open_packs"],
                             max_samples=grouping.max_samples)  # fmt: skip
-    spans = np.array([grouping.measure(row) for row in rows])
+    spans = np.array(grouping.measures(list(rows)))
     packs = packs_of(spans, np.zeros(400), config)
     wanted = [np.flatnonzero(packs == pack).tolist() for pack in range(packs.max() + 1)]
     assert sorted(batch["index"] for batch in batches) == wanted
@@ -162,12 +162,62 @@ def test_memory_is_bounded_by_flushing_the_oldest_group() -> None:
     assert len(waiting) > 8
 
 
-def test_max_tokens_gives_each_bucket_as_many_samples_as_fit() -> None:
+def heavy_rows(index: list[int], read: list[int]):
+    for number in index:
+        read.append(number)
+        media = {"bytes": bytes(1000), "path": None}
+        yield {"index": number, "bucket_id": number % 3, "media": media, "num_tokens": 1}
+
+
+@pytest.mark.parametrize("grouping", [BucketGrouping(table=TABLE, batch_size=1000), PackGrouping(max_tokens=1000)])
+def test_waiting_rows_and_those_read_ahead_keep_to_a_number_of_bytes(grouping) -> None:
+    read: list[int] = []
+    rows = IterableDataset.from_generator(partial(heavy_rows, list(range(60)), read))
+    stream = batcher(grouping, dataset=rows, max_buffered_bytes=10_000)
+    sent: list[int] = []
+    for batch in itertools.takewhile(lambda batch: not batch.ended, iter(stream)):
+        sent += batch.batch["index"]
+        assert len(read) - len(sent) <= 12, "some 10 waiting or read ahead"
+    assert sorted(sent) == list(range(60))
+    assert read[:60] == list(range(60))
+
+
+def test_a_state_of_a_stream_bound_in_bytes_yields_exactly_the_rest() -> None:
+    def fresh():
+        rows = IterableDataset.from_generator(partial(heavy_rows, list(range(60)), []))
+        return loader(BucketGrouping(table=TABLE, batch_size=8), dataset=rows, max_buffered_bytes=9000)
+
+    whole, states, wanted = fresh(), [], []
+    for batch in whole:
+        wanted.append(batch["index"])
+        states.append(whole.state_dict())
+    for finished, state in enumerate(states[:-1], start=1):
+        again = fresh()
+        again.load_state_dict(state)
+        assert [batch["index"] for batch in again] == wanted[finished:]
+
+
+def test_sizes_are_assigned_many_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"index": i, "num_tokens": 1, "num_frames": 1, "height": 64, "width": 64 + i % 128} for i in range(2000)]
+    dataset = Dataset.from_list(rows).to_iterable_dataset()
+    calls = []
+    assign = BucketTable.assign
+    monkeypatch.setattr(BucketTable, "assign", lambda self, *s: calls.append(len(s[0])) or assign(self, *s))
+    batches = itertools.takewhile(lambda batch: not batch.ended, iter(batcher(dataset=dataset)))
+    buckets = {i: bucket for batch in batches for i, bucket in zip(*list(batch.batch.values())[:2], strict=True)}
+    assert sum(calls) == 2000
+    assert len(calls) <= 10
+    one_by_one = [int(assign(TABLE, [1], [64], [row["width"]]).bucket_id[0]) for row in rows[:128]]
+    assert [buckets.get(i, -1) for i in range(128)] == one_by_one
+
+
+def test_max_tokens_gives_each_bucket_as_many_samples_as_fit_but_at_most_max_samples() -> None:
     tokens = TABLE.num_tokens(np.arange(3), spec=SPEC)
-    sizes = Counter()
-    for batch in loader(BucketGrouping(table=TABLE, max_tokens=96, spec=SPEC)):
-        sizes[batch["bucket_id"][0]] = max(sizes[batch["bucket_id"][0]], len(batch["index"]))
-    assert sizes == {bucket: 96 // tokens[bucket] for bucket in range(3)}
+    for most in (None, 4):
+        sizes = Counter()
+        for batch in loader(BucketGrouping(table=TABLE, max_tokens=96, spec=SPEC, max_samples=most)):
+            sizes[batch["bucket_id"][0]] = max(sizes[batch["bucket_id"][0]], len(batch["index"]))
+        assert sizes == {bucket: min(96 // tokens[bucket], most or 99) for bucket in range(3)}
 
 
 def test_epochs_of_some_steps_go_on_through_the_stream_until_all_rows_have_come() -> None:
@@ -254,8 +304,11 @@ def test_what_cannot_work_is_an_error() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(BucketingError, match=r"Expected a datasets\.IterableDataset"):
         batcher(dataset=Dataset.from_dict({"a": [1]}))
-    with pytest.raises(BucketingError, match="values of 1 or more"):
-        batcher(max_buffered=0)
+    for wrong in ({"max_buffered": 0}, {"max_buffered_bytes": 0}, {"steps_per_epoch": 0}, {"snapshot_every": 0}):
+        with pytest.raises(BucketingError, match="values of 1 or more"):
+            batcher(**wrong)
+    with pytest.raises(PlanError, match="`batch_size` must be a whole number, got '4'"):
+        BucketGrouping(table=TABLE, batch_size="4")
     with pytest.raises(PlanError, match="without preparing"):
         resume(accelerator, accelerator.prepare(batcher().make_loader()))
     with pytest.raises(PlanError, match="Persistent workers"):
