@@ -46,7 +46,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         max_buffered_bytes (`int`): Largest number of bytes of those rows, likewise. A worker reads up to 1,024 rows
             ahead, of a quarter as many bytes and one row more.
         steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left. The
-            next epoch goes on where it ended.
+            next epoch continues where it ended.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
             from the start.
@@ -214,7 +214,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
     def _measured(
         self, rows: Iterator[Row], snapshots: deque[tuple[int, Any]], *, read: int
     ) -> Iterator[tuple[Row, int | None, int]]:
-        """Yield rows with their measures and bytes, and save states of the stream; rows are measured many at a time."""
+        """Yield rows with their measures and bytes, measured many at a time; save states of the stream."""
         while True:
             chunk: list[Row] = []
             sizes: list[int] = []

@@ -77,7 +77,7 @@ class ResumableStream(DataLoaderStateMixin):
     gets a `weight` (`float32`, shape `(n,)`) for [`global_mean`][hf_bucketing.losses.global_mean]. Before each step,
     the processes ask each other whether any has a batch left.
 
-    With `steps_per_epoch`, the next epoch goes on where the last one stopped, until all rows have come; the epoch
+    With `steps_per_epoch`, the next epoch continues where the last one stopped, until all rows have come; the epoch
     after the end of the stream begins the next pass over it, shuffled anew. So does one that `set_epoch` jumps to.
 
     What [`ResumableLoader`][hf_bucketing.loaders.ResumableLoader] says of saving holds here as well. All processes

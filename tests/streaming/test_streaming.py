@@ -220,7 +220,7 @@ def test_max_tokens_gives_each_bucket_as_many_samples_as_fit_but_at_most_max_sam
         assert sizes == {bucket: min(96 // tokens[bucket], most or 99) for bucket in range(3)}
 
 
-def test_epochs_of_some_steps_go_on_through_the_stream_until_all_rows_have_come() -> None:
+def test_epochs_of_some_steps_continue_the_stream_until_all_rows_have_come() -> None:
     wanted = [batch["index"] for batch in loader()]
     source = loader(steps_per_epoch=5)
     epochs = [[batch["index"] for batch in source] for _ in range(-(-len(wanted) // 5))]
