@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -103,6 +105,8 @@ class Interrupted(KeyboardInterrupt):
 def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_names: str) -> Callable[[Target], Target]:
     """Decorate a class or function whose keyword arguments were renamed: an old name raises an error with the new one.
 
+    An unknown name raises one as well, with the argument whose name is most similar.
+
     Args:
         error (subclass of `BucketingError`): The error to raise.
         **new_names (`str`): The new name of each old one, or what to write instead.
@@ -110,11 +114,16 @@ def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_name
 
     def decorate(target: Target) -> Target:
         call: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+        known = inspect.signature(call).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
         @functools.wraps(call)
         def checked(*args: Any, **options: Any) -> Any:
             for old in options.keys() & new_names.keys():
                 raise error(f"{target.__name__} takes {new_names[old]} where it took {old}; use the new name.")
+            for name in () if takes_any else options.keys() - known.keys():
+                similar = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, n=1))
+                raise error(f"{target.__name__} has no argument {name}{similar or '.'}")
             return call(*args, **options)
 
         if isinstance(target, type):

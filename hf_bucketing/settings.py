@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import types
 from collections.abc import Hashable, Iterator, Mapping
+from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from .errors import BucketingError
@@ -128,6 +130,57 @@ def check_literals(config: Any, *, error: type[BucketingError] = BucketingError)
         if allowed is not None and value not in allowed and not (value is None and type(None) in get_args(hint)):
             listed = ", ".join(f'"{choice}"' for choice in allowed)
             raise error(f"`{name}` must be one of {listed}, got {value!r}.")
+
+
+def check_types(config: Any, *, error: type[BucketingError] = BucketingError) -> None:
+    """Check the values of a frozen dataclass against their annotations, and make its numbers plain.
+
+    A whole number becomes an `int`, whatever its type, so that equal settings look alike in saved states.
+
+    Raises:
+        BucketingError: If a setting is not of its type, or a number is not finite.
+    """
+    for name, hint in _hints(cast(Any, type(config))).items():
+        value, kinds = getattr(config, name), parts_of(hint)
+        if value is None and type(None) in get_args(hint):
+            continue
+        if get_origin(kinds[-1]) is Mapping and isinstance(value, Mapping):
+            value = numbers_by_id(value, name, whole=True, error=error)
+        elif int in kinds or float in kinds:
+            value = plain_number(value, name, whole=float not in kinds, error=error)
+        elif kinds == [bool]:
+            value = plain_bool(value, name, error=error)
+        object.__setattr__(config, name, value)
+    check_literals(config, error=error)
+
+
+def plain_number(value: Any, name: str, *, whole: bool, error: type[BucketingError] = BucketingError) -> Any:
+    """Return a finite number as an `int` if it is whole, else as a `float`; raise an error for anything else."""
+    number = value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
+    valid = isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number)
+    if valid and number == int(number):
+        return int(number)
+    if not valid or whole:
+        raise error(f"`{name}` must be a {'whole' if whole else 'finite'} number, got {value!r}.")
+    return float(number)
+
+
+def plain_bool(value: Any, name: str, *, error: type[BucketingError] = BucketingError) -> bool:
+    """Return True or False, also of numpy; raise an error for anything else."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise error(f"`{name}` must be True or False, got {value!r}.")
+    return bool(value)
+
+
+def numbers_by_id(
+    values: Mapping[Any, Any], name: str, *, whole: bool, error: type[BucketingError] = BucketingError
+) -> dict[int, Any]:
+    """Return a mapping of bucket ids to numbers with plain keys, sorted, and values; raise an error for any other."""
+    for key in values:
+        if isinstance(key, str) or plain_number(key, f"a key of {name}", whole=False, error=error) % 1:
+            raise error(f"`{name}` maps ids of buckets, whole numbers, got the key {key!r}; give JSON keys as int.")
+    plain = ((int(key), plain_number(values[key], f"{name}[{key}]", whole=whole, error=error)) for key in values)
+    return dict(sorted(plain))
 
 
 def check_at_least(smallest: int, config: Any, *names: str, error: type[BucketingError] = BucketingError) -> None:

@@ -1,15 +1,17 @@
 r"""Print how much of the samples token ladders of different steps keep, and how many buckets they take.
 
+The last line tells what NovelAI's buckets keep.
+
 python scripts/report_ladders.py --bucket_tokens 8190,32760 --bucket_frames 1,17,49,81 \
     --bucket_sizes "480,832;720,1280"
 """
 
 import argparse
 
-from hf_bucketing import BucketTable, LatentSpec
+from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, novelai_ladder
 from hf_bucketing.command_line.flags import FlagParser, numbers
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.report import LadderChoice, format_ladders, measure_ladder
+from hf_bucketing.report import LadderChoice, count_kept, format_ladders, measure_ladder
 
 
 def make_parser() -> FlagParser:
@@ -46,6 +48,12 @@ def main(args: argparse.Namespace) -> None:
         for step in args.aspect_steps
     ]
     print(format_ladders([measure_ladder(choice, spec, num_samples=args.samples) for choice in choices]))
+    rules = [AssignmentRule(), AssignmentRule.novelai()]
+    ours, novelai = count_kept(novelai_ladder(), rules, num_samples=args.samples)
+    print(
+        f"\nOf {args.samples:,} images of the mix, novelai_ladder() keeps {ours:,} under the default rule (nothing is "
+        f"enlarged) and {novelai:,} under AssignmentRule.novelai()."
+    )
 
 
 if __name__ == "__main__":

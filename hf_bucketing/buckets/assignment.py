@@ -89,6 +89,11 @@ class AssignmentRule:
         if not self.max_upscale > 0 or (self.max_aspect_error is not None and not self.max_aspect_error > 0):
             raise BucketingError(f"`max_upscale` and `max_aspect_error` must be above 0, got {self}.")
 
+    @classmethod
+    def novelai(cls) -> AssignmentRule:
+        """Return NovelAI's rule: the nearest aspect ratio, a linear error below 4, and images enlarged at will."""
+        return cls(metric="linear", max_upscale=math.inf)
+
     @property
     def aspect_limit(self) -> float:
         """Largest aspect error: `max_aspect_error`, or the default of the metric."""

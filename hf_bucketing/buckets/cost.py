@@ -33,6 +33,8 @@ class CostModel:
     quadratic: float
 
     def __post_init__(self) -> None:
+        for name in ("linear", "quadratic"):  # whatever type they were given as
+            object.__setattr__(self, name, float(getattr(self, name)))
         coefficients = (self.linear, self.quadratic)
         if not (np.isfinite(coefficients).all() and min(coefficients) >= 0 and max(coefficients) > 0):
             raise BucketingError(f"Costs must be finite and at least 0, and one of them above 0, got {self}.")

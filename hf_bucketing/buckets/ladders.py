@@ -29,6 +29,9 @@ def novelai_ladder(
     The table holds the tallest bucket for each width and the widest for each height, by rising width and, for equal
     widths, by falling height. Source: NovelAI's aspect ratio bucketing (2022).
 
+    NovelAI enlarges small images. Our default rule rejects them instead; `AssignmentRule.novelai()` is NovelAI's.
+    `scripts/report_ladders.py` counts what either keeps.
+
     Args:
         max_size (`tuple[int, int]`): Two sides in pixels whose product caps the area of a bucket, inclusive.
         min_dim (`int`): Shortest side in pixels, a multiple of `step`.

@@ -221,6 +221,11 @@ class OpenTable:
         return replace(self, image_sizes=ImageSizes(sizes=tuple(sizes), rule=rule or AssignmentRule()))
 
     @property
+    def ids_mark(self) -> str:
+        """Text that marks a `bucket_id` column as this table's; it depends on all that gives an id its meaning."""
+        return f"ids of open table {hashlib.sha256(str(self.spec).encode()).hexdigest()[:16]}"
+
+    @property
     def fingerprint(self) -> str:
         """Sixteen hex digits that depend on the strides, the patch, `image_sizes` and `max_frames`."""
         options = "".join(f" {option}" for option in (self.image_sizes, self.max_frames) if option is not None)

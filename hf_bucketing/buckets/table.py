@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -15,6 +16,11 @@ from ..errors import BucketingError
 from .arrays import IntArray, whole_column
 from .assignment import Assignment, AssignmentRule, BucketSearch, as_columns
 from .sizes import LatentSpec, Size
+
+
+@functools.lru_cache(maxsize=8)
+def _search(sizes: tuple[Size, ...], tiers: tuple[int, ...], rule: AssignmentRule) -> BucketSearch:
+    return BucketSearch(sizes, tiers, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +126,7 @@ class BucketTable:
         Raises:
             BucketingError: If the three arrays differ in length.
         """
-        return BucketSearch(self.sizes, self.tiers, rule or AssignmentRule()).assign(
-            *as_columns(frames, heights, widths)
-        )
+        return _search(self.sizes, self.tiers, rule or AssignmentRule()).assign(*as_columns(frames, heights, widths))
 
     def with_base(self, size: Sequence[int] | None = None) -> BucketTable:
         """Return the same table with a base bucket, for batches that mix buckets (`remainder="catch_all"`).
@@ -220,6 +224,11 @@ class BucketTable:
             return cls(sizes=tuple(Size(*size) for size in data["sizes"]), tiers=data["tiers"], base=data["base"])
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise BucketingError(f"Expected a table as BucketTable.to_json writes it: {error}.") from error
+
+    @property
+    def ids_mark(self) -> str:
+        """Text that marks a `bucket_id` column as this table's; it depends on all that gives an id its meaning."""
+        return f"ids of table {hashlib.sha256(repr([tuple(size) for size in self.sizes]).encode()).hexdigest()[:16]}"
 
     @property
     def fingerprint(self) -> str:

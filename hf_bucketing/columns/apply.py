@@ -22,7 +22,8 @@ class ColumnFunction(Protocol):
     """Batch function that can be pickled and names the columns that it reads and writes.
 
     A function whose results depend on more than itself and the columns, such as on the contents of files, also has
-    `reusable = False`: datasets then neither stores its results, nor reuses earlier ones, nor hashes the function.
+    `reusable = False`: datasets then neither stores its results, nor reuses earlier ones, nor hashes the function. One
+    that knows the types of its columns may give them as `features`.
 
     Attributes:
         input_columns (`tuple[str, ...]`): Columns that a batch must have.
@@ -90,6 +91,7 @@ def map_columns(
             writer_batch_size=batch_size,
             num_proc=num_proc,
             remove_columns=columns,
+            features=getattr(function, "features", None),
             desc=f"{type(function).__name__}: {', '.join(function.output_columns)}",
             **reuse,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from datasets import Features, Value
 
 from ..buckets.assignment import AssignmentRule, Rejection
 from ..buckets.open_table import OpenTable
@@ -55,6 +56,13 @@ class BucketColumns:
                 "`rule` has no effect with an open table, which fits every sample, or has its own rule for images; "
                 "leave it out."
             )
+
+    @property
+    def features(self) -> Features:
+        """Types of the four columns; that of `bucket_id` says which table the ids belong to."""
+        types = zip(self.output_columns, ("float32", "int32", "int64", "string"), strict=True)
+        marks = {"bucket_id": self.table.ids_mark}
+        return Features({name: Value(dtype, id=marks.get(name)) for name, dtype in types})
 
     def __call__(self, batch: Mapping[str, Sequence[Any]] | pa.Table) -> dict[str, npt.NDArray[Any]] | pa.Table:
         """Return the four columns for a batch of sizes; for an Arrow table, return a table.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from datasets.arrow_dataset import Column
 
 from ..buckets.arrays import FloatArray, IntArray, whole_column
 from ..buckets.assignment import has_bucket
@@ -18,6 +20,8 @@ from ..errors import PlanError, refuse_old_names
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
+from ..plans.rows import column_of
+from ..settings import plain_number
 from .planned import PlannedBatchSampler, warn_of_rejected
 
 
@@ -27,7 +31,8 @@ class BucketBatchSampler(PlannedBatchSampler):
 
     Args:
         bucket_ids (array of `int`, shape `(n,)`): The data set's `bucket_id` column; rejected rows are never drawn.
-        table ([`BucketTable`] or [`OpenTable`]): The table that the ids belong to.
+        table ([`BucketTable`] or [`OpenTable`]): The table that the ids belong to. A column that `map_columns` made
+            says which table it is, and another is refused; a plain array does not.
         batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
         max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`: each bucket gets as many
             samples as fit. Needs `spec`.
@@ -42,7 +47,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
             steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
             `"drop"` drops them from this epoch.
-            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated.
+            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated. A bucket of
+            fewer samples than a batch makes batches of all its samples, so that a batch holds none twice.
             `"catch_all"` deals the remainders of all buckets in batches at the size of the table's `base` bucket; the
             last such step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows
             happen to be of one bucket keeps that bucket's size.
@@ -67,9 +73,9 @@ class BucketBatchSampler(PlannedBatchSampler):
         process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
-        PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, an id is not
-            in the table, a sample exceeds a limit, `weights` names a bucket that the table lacks, or
-            `remainder="catch_all"` has no base bucket or one of too many frames.
+        PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, the ids are
+            another table's, one is not in the table, a sample exceeds a limit, `weights` names a bucket that the table
+            lacks, or `remainder="catch_all"` has no base bucket or one of too many frames.
     """
 
     config: BucketPlanConfig
@@ -103,14 +109,17 @@ class BucketBatchSampler(PlannedBatchSampler):
             num_processes=num_processes,
             process_index=process_index,
         )
-        ids = whole_column(bucket_ids, np.int64)
+        if isinstance(bucket_ids, Column):
+            check_table(bucket_ids.source.features, table, column=bucket_ids.column_name)
+        ids = column_of(whole_column(bucket_ids), "bucket_ids", whole=True)
         end = len(table) if isinstance(table, BucketTable) else 2**31
         if len(ids) and ids.max() >= end:
             raise PlanError(
                 f"Row {ids.argmax()} has bucket_id {ids.max()}, but the table ends at {end - 1}; compute the column "
                 "again with this table."
             )
-        unknown = [bucket for bucket in weights if not 0 <= bucket < end] if isinstance(weights, Mapping) else []
+        weighted = self.weights if isinstance(self.weights, Mapping) else ()
+        unknown = [bucket for bucket in weighted if not 0 <= bucket < end]
         if unknown:
             raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {end - 1}.")
         self.bucket_ids = ids.astype(np.int32)
@@ -118,7 +127,11 @@ class BucketBatchSampler(PlannedBatchSampler):
         self.cost_model = cost_model
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
         warn_of_rejected(bucket_ids, has_bucket(ids), rejection=rejection, process_index=self.process_index)
-        limits = {"max_tokens": max_tokens, "max_cost": max_cost, "max_samples": max_samples}
+        given = {"max_tokens": max_tokens, "max_cost": max_cost, "max_samples": max_samples}
+        limits = {
+            name: limit if limit is None else plain_number(limit, name, whole=name != "max_cost", error=PlanError)
+            for name, limit in given.items()
+        }
         self._check_limits(batch_size, limits)
         base = self._base() if remainder == "catch_all" else None
         self.config = BucketPlanConfig(
@@ -206,3 +219,13 @@ class BucketBatchSampler(PlannedBatchSampler):
 
     def _columns(self) -> dict[str, object]:
         return {"rows": self.bucket_ids, "table": self.table.fingerprint}
+
+
+def check_table(features: Mapping[str, Any] | None, table: BucketTable | OpenTable, *, column: str) -> None:
+    """Raise PlanError if a data set's column says that its bucket ids are those of another table."""
+    mark = getattr((features or {}).get(column), "id", None)
+    if mark is not None and mark != table.ids_mark:
+        raise PlanError(
+            f"`bucket_ids` were computed with another table: the column {column} holds {mark}, `table` has "
+            f"{table.ids_mark}; give the table that the column was computed with, or compute it again with this one."
+        )

@@ -21,7 +21,7 @@ from ..plans.lengths import (
     oversize_rows,
     plan_lengths,
 )
-from ..plans.rows import Oversize
+from ..plans.rows import Oversize, column_of
 from .planned import PlannedBatchSampler, config_from
 
 
@@ -101,7 +101,7 @@ class LengthBatchSampler(PlannedBatchSampler):
             num_processes=num_processes,
             process_index=process_index,
         )
-        self.lengths = whole_column(lengths)
+        self.lengths = column_of(whole_column(lengths), "lengths")
         self.config = config_from(LengthPlanConfig, locals())
         oversize_rows(self.lengths, self.config)
 

@@ -14,7 +14,7 @@ from ..errors import PlanError, refuse_old_names
 from ..plans.bin_packing import PackStrategy
 from ..plans.epoch import EpochPlan
 from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
-from ..plans.rows import Oversize
+from ..plans.rows import Oversize, column_of
 from .planned import PlannedBatchSampler, config_from, warn_of_rejected
 
 
@@ -103,8 +103,8 @@ class PackBatchSampler(PlannedBatchSampler):
             num_processes=num_processes,
             process_index=process_index,
         )
-        self._num_tokens = num_tokens if callable(num_tokens) else whole_column(num_tokens, np.int64)
-        self.text_tokens = whole_column(text_tokens, np.int64)
+        self._num_tokens = num_tokens if callable(num_tokens) else whole_column(num_tokens)
+        self.text_tokens = whole_column(text_tokens)
         self.config = config_from(PackPlanConfig, locals())
         first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
@@ -118,7 +118,7 @@ class PackBatchSampler(PlannedBatchSampler):
     def tokens_in(self, epoch: int) -> IntArray:
         """Return the tokens of each row in an epoch, shape `(n,)`."""
         given = self._num_tokens
-        return np.asarray(given(epoch) if callable(given) else given, np.int64)
+        return column_of(given(epoch) if callable(given) else given, "num_tokens", whole=True).astype(np.int64)
 
     @property
     def num_rows(self) -> int:

@@ -19,6 +19,8 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
+from ..plans.rows import column_of
+from ..settings import numbers_by_id, plain_bool, plain_number
 from .host import check_host, current_loader, process_group, skipped_by
 from .state import VERSION, check_state, describe, settings
 
@@ -69,10 +71,16 @@ class PlannedBatchSampler(Sampler[list[int]]):
         num_processes: int | None,
         process_index: int | None,
     ) -> None:
-        self.weights = (
-            weights if weights is None or isinstance(weights, Mapping) else whole_column(weights, np.float64)
-        )
-        self.longest_first = longest_first
+        self.weights: Mapping[int, float] | FloatArray | None = None
+        if isinstance(weights, Mapping):
+            self.weights = numbers_by_id(weights, "weights", whole=False, error=PlanError)
+        elif weights is not None:
+            self.weights = column_of(whole_column(weights), "weights").astype(np.float64)
+        self.longest_first = plain_bool(longest_first, "longest_first", error=PlanError)
+        if num_processes is not None:
+            num_processes = plain_number(num_processes, "num_processes", whole=True, error=PlanError)
+            if num_processes < 1:
+                raise PlanError(f"`num_processes` must be at least 1, got {num_processes}.")
         if evaluation and (longest_first or weights is not None):
             raise PlanError(
                 "`evaluation=True` takes every row once, in order; leave `weights` and `longest_first` out."

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import PlanError
 
-VERSION = 3
+VERSION = 4
 
 
 def describe(value: object) -> str:
@@ -22,7 +22,8 @@ def describe(value: object) -> str:
         ('16', '5 values, digest 281b02b10f5f')
     """
     if isinstance(value, np.ndarray):
-        digest = hashlib.sha256(np.ascontiguousarray(value).data)
+        plain = value.astype(np.int64 if value.dtype.kind in "iu" else np.float64, copy=False)
+        digest = hashlib.sha256(np.ascontiguousarray(plain).data)
         return f"{len(value)} values, digest {digest.hexdigest()[:12]}"
     text = repr(dict(sorted(value.items())) if isinstance(value, Mapping) else value)
     return text if len(text) <= 60 else f"{text[:30]}…, digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -9,6 +10,12 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
+
+from ..errors import PlanError
+from .trust import refuse_code
+
+VERSION = 1
+"""Version of the file of random states."""
 
 Place = TypeVar("Place")
 
@@ -70,34 +77,58 @@ class _RandomStates:
 
     def restore(self) -> None:
         if self._loaded is not None and self._loaded.is_file():
-            _set_random_states(torch.load(self._loaded, weights_only=False))
+            _set_random_states(_read(self._loaded))
         self._loaded = None
 
     def _save(self, folder: Path) -> None:
         if self.states is not None and not self.accelerator.sync_gradients:
-            torch.save(self.states, self._file(folder))
+            self._file(folder).write_text(json.dumps(self.states))
         else:
             self._file(folder).unlink(missing_ok=True)
 
     def _find(self, folder: Path) -> None:
+        refuse_code(folder)
         self._loaded = self._file(folder)
+        if self._loaded.with_suffix(".pkl").is_file():
+            raise PlanError(
+                f"An earlier release wrote {self._loaded.with_suffix('.pkl')}; resume with it, or from a checkpoint "
+                "between two windows of gradient accumulation."
+            )
 
     def _file(self, folder: Path) -> Path:
-        return folder / f"window_random_{self.accelerator.process_index}.pkl"
+        return folder / f"window_random_{self.accelerator.process_index}.json"
 
 
 def _random_states() -> dict[str, Any]:
+    """Return the states as JSON values."""
+    name, keys, *rest = np.random.get_state(legacy=True)
     return {
+        "version": VERSION,
         "random": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
     }
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        states: dict[str, Any] = json.loads(path.read_text())
+        version = states["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path} does not hold random states: {error}; take the checkpoint anew.") from error
+    if version != VERSION:
+        raise PlanError(
+            f"{path.name} has version {version}, this release reads version {VERSION}; resume with the release that "
+            "saved it, or from a checkpoint between two windows of gradient accumulation."
+        )
+    return states
+
+
 def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["random"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
+    kind, keys, gauss = states["random"]
+    random.setstate((kind, tuple(keys), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     if states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"])
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))

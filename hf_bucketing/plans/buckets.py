@@ -12,11 +12,11 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import has_bucket
 from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose
-from ..settings import check_literals
+from ..settings import numbers_by_id
 from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
-from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order
+from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order, with_spread_repeats
 from .epoch import EpochPlan
-from .rows import EpochRows, PlanConfig, check_evaluation, epoch_rows
+from .rows import EpochRows, PlanConfig, column_of, epoch_rows
 
 Weights = npt.ArrayLike | Mapping[int, float]
 
@@ -40,11 +40,10 @@ class BucketPlanConfig(PlanConfig):
     lockstep: bool = True
 
     def __post_init__(self) -> None:
+        PlanConfig.__post_init__(self)
         sizes = self.batch_size.values() if isinstance(self.batch_size, Mapping) else [self.batch_size]
         if not sizes or min(sizes) < 1:
             raise PlanError(f"Every `batch_size` must be at least 1, got {self.batch_size!r}.")
-        check_literals(self, error=PlanError)
-        check_evaluation(self)
         if self.remainder == "catch_all" and self.base is None:
             raise PlanError('`remainder="catch_all"` needs `base`, the bucket whose size the mixed batches get.')
         if not self.lockstep and self.remainder != "catch_all":
@@ -104,7 +103,8 @@ def plan_buckets(
         num_processes (`int`): Processes that share the batches, at least 1.
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per
             epoch of each row, or of each row of a bucket: 2.0 is twice, 0.5 in every second epoch. Buckets that a
-            mapping does not name have weight 1. By default every row occurs once.
+            mapping does not name have weight 1. By default every row occurs once. Occurrences are spread over the
+            batches of a bucket: one batch holds a row twice only if it occurs nearly as often as there are batches.
         consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions. The plan then holds
             what is left of the epoch, which may be no step at all.
 
@@ -124,7 +124,7 @@ def plan_buckets(
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons), sorted(plan.bucket_ids.tolist())
         (3, 10, {'remainder': 1}, [0, 0, 0, 0, 3, 3])
     """
-    ids = np.asarray(bucket_ids) if np.size(bucket_ids) else np.zeros(0, np.int64)
+    ids = column_of(bucket_ids, "bucket_ids", whole=True)
     by_row = row_weights(ids, weights) if isinstance(weights, Mapping) else weights
     chosen = epoch_rows(
         has_bucket(ids),
@@ -147,14 +147,17 @@ def plan_buckets(
 def plan_lockstep(bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochRows) -> EpochPlan:
     """Plan steps in which all processes take the same bucket; without a generator, rows and buckets stay in order."""
     rng = chosen.rng
-    groups = group_rows(chosen.rows, bucket_ids, rng=rng)
+    groups = group_rows(chosen.rows, bucket_ids, rng=None if chosen.repeats else rng)
+    sizes = config.batch_sizes(groups.buckets)
+    if chosen.repeats:
+        groups = with_spread_repeats(groups, apart=sizes * chosen.num_processes, rng=rng)
     spare = None
     if config.remainder == "repeat" and chosen.consumed:
         # Fill a nearly exhausted bucket with rows seen earlier, rather than repeating the few that remain.
         spare = group_rows(np.concatenate([chosen.shuffled(chosen.seen), groups.rows]), bucket_ids, rng=None)
     dealt = deal(
         groups,
-        config.batch_sizes(groups.buckets),
+        sizes,
         chosen=chosen,
         remainder=config.remainder,
         base_size=config.base_size,
@@ -180,7 +183,7 @@ def plan_lockstep(bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochR
 def row_weights(bucket_ids: IntArray, weights: Mapping[int, float]) -> FloatArray:
     """Return the weight of each row from weights by bucket; 1 for buckets that are not named."""
     by_row = np.ones(len(bucket_ids))
-    for bucket, weight in weights.items():
+    for bucket, weight in numbers_by_id(weights, "weights", whole=False, error=PlanError).items():
         by_row[bucket_ids == bucket] = weight
     return by_row
 
@@ -201,7 +204,8 @@ def _plan_independent(bucket_ids: IntArray, config: BucketPlanConfig, chosen: Ep
     rows = rows[: len(rows) // (size * num_processes) * size * num_processes]
     num_steps = len(rows) // (size * num_processes)
     batches = [
-        _batches_of(rows[process::num_processes], bucket_ids, size=size, rng=rng) for process in range(num_processes)
+        _batches_of(rows[process::num_processes], bucket_ids, size=size, repeats=chosen.repeats, rng=rng)
+        for process in range(num_processes)
     ]
     indices = np.stack(batches, axis=1).ravel() if num_steps else rows
     offsets = np.arange(num_steps * num_processes + 1) * size
@@ -209,9 +213,13 @@ def _plan_independent(bucket_ids: IntArray, config: BucketPlanConfig, chosen: Ep
     return counted_plan(indices, offsets, labels, chosen=chosen)
 
 
-def _batches_of(rows: IntArray, bucket_ids: IntArray, *, size: int, rng: np.random.Generator) -> IntArray:
+def _batches_of(
+    rows: IntArray, bucket_ids: IntArray, *, size: int, repeats: bool, rng: np.random.Generator
+) -> IntArray:
     """Return one process's batches, shape `(num_steps, size)`, in random order."""
     groups = group_rows(rows, bucket_ids, rng=rng)
+    if repeats:
+        groups = with_spread_repeats(groups, apart=size, rng=rng)
     full = groups.counts // size * size
     whole = groups.rows[np.repeat(groups.starts, full) + ranges(full)]
     count = groups.counts - full

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..buckets.arrays import IntArray
 from ..buckets.assignment import REJECTED_BUCKET
 from .epoch import MIXED
-from .rows import EpochRows
+from .rows import EpochRows, spread_repeats
 
 Remainder = Literal["short", "drop", "repeat", "catch_all"]
 
@@ -71,6 +71,12 @@ def group_rows(rows: IntArray, bucket_ids: IntArray, *, rng: np.random.Generator
     return groups
 
 
+def with_spread_repeats(groups: Groups, *, apart: IntArray | int, rng: np.random.Generator | None) -> Groups:
+    """Return the groups with the occurrences of a row `apart` places apart or more, in groups that are long enough."""
+    rows, _ = spread_repeats(groups.rows, groups.counts, apart=apart, rng=rng)
+    return groups._replace(rows=rows)
+
+
 def deal(
     groups: Groups,
     sizes: IntArray,
@@ -103,13 +109,14 @@ def deal(
         mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
         return _join(groups.rows, whole, short, extra=(left, mixed))
     if remainder == "repeat":
-        filled = _filled(groups, groups if spare is None else spare, first_left=first_left, per_step=per_step)
+        spare = groups if spare is None else spare
         some = left_over > 0
-        first = np.cumsum(per_step[some]) - per_step[some]
-        steps = Steps(first, sizes[some], groups.buckets[some])
-        return _join(groups.rows, whole, extra=(filled, steps))._replace(
-            filled=int((per_step - left_over)[some].sum())
-        )
+        # A bucket of fewer rows than a batch makes smaller ones, so that no batch holds a row twice.
+        size = np.minimum(sizes, spare.counts[np.searchsorted(spare.buckets, groups.buckets)])
+        places = size * num_processes
+        filled = _filled(groups, spare, first_left=first_left, per_step=places)
+        steps = Steps((np.cumsum(places[some]) - places[some]), size[some], groups.buckets[some])
+        return _join(groups.rows, whole, extra=(filled, steps))._replace(filled=int((places - left_over)[some].sum()))
     if remainder == "catch_all":
         assert base_size is not None
         left, size = _spread(_left(groups, first_left), base_size, chosen)

@@ -14,13 +14,13 @@ import numpy.typing as npt
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose
-from ..settings import check_at_least, check_literals
+from ..settings import check_at_least
 from .assemble import unbucketed_plan, with_steps
 from .balance import even_batches
 from .buckets import BucketPlanConfig, plan_lockstep
 from .deal import Remainder
 from .epoch import MIXED, EpochPlan
-from .rows import EpochRows, Oversize, PlanConfig, check_evaluation, check_positive, epoch_rows
+from .rows import EpochRows, Oversize, PlanConfig, check_positive, column_of, epoch_rows
 
 LengthStrategy = Literal["bucket", "random", "sorted"]
 LengthRemainder = Literal["short", "drop"]
@@ -53,8 +53,7 @@ class LengthPlanConfig(PlanConfig):
     def __post_init__(self) -> None:
         if self.remainder not in get_args(LengthRemainder) and self.remainder in get_args(Remainder):
             raise PlanError(f'`remainder="{self.remainder}"` is for buckets of sizes; lengths take "short" or "drop".')
-        check_literals(self, error=PlanError)
-        check_evaluation(self)
+        PlanConfig.__post_init__(self)
         if (self.batch_size is None) == (self.max_tokens is None):
             raise PlanError("Give either `batch_size` or `max_tokens`.")
         if self.batch_size is not None and self.max_samples is not None:
@@ -65,9 +64,12 @@ class LengthPlanConfig(PlanConfig):
             if self.boundaries not in ("quantile", "uniform"):
                 raise PlanError(f'`boundaries` must be "quantile", "uniform" or numbers, got {self.boundaries!r}.')
         else:
-            bounds = tuple(map(float, self.boundaries))
-            if not bounds or not all(low < high for low, high in pairwise(bounds)):
-                raise PlanError(f"`boundaries` must be numbers that rise, got {self.boundaries!r}.")
+            try:
+                bounds = tuple(map(float, self.boundaries))
+            except (TypeError, ValueError):
+                bounds = ()
+            if not bounds or not np.isfinite(bounds).all() or not all(low < high for low, high in pairwise(bounds)):
+                raise PlanError(f"`boundaries` must be finite numbers that rise, got {self.boundaries!r}.")
             object.__setattr__(self, "boundaries", bounds)
 
     def upper_bounds(self, lengths: npt.NDArray[Any]) -> FloatArray:
@@ -130,7 +132,7 @@ def plan_lengths(
         >>> [batch.tolist() for batch in plan.batches()]
         [[1, 2, 3, 5], [0], [4]]
     """
-    values = np.asarray(lengths)
+    values = column_of(lengths, "lengths")
     over = oversize_rows(values, config)
     chosen = epoch_rows(
         values > 0,
@@ -182,7 +184,7 @@ def length_buckets(lengths: npt.ArrayLike, config: LengthPlanConfig) -> npt.NDAr
     Raises:
         PlanError: If no row has a length.
     """
-    values = np.asarray(lengths)
+    values = column_of(lengths, "lengths")
     limit = _limit(config)
     over = values[values > limit] if config.oversize == "own_batch" else values[:0]
     inside = values[(values > 0) & (values <= limit)]
@@ -221,9 +223,9 @@ def _batch_sizes(bounds: npt.NDArray[Any], config: LengthPlanConfig) -> dict[int
 
 def _one_after_the_other(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: EpochRows) -> EpochPlan:
     """Cut the rows, in random order or sorted, into batches, and make steps of neighbouring batches."""
-    rows = chosen.shuffled(chosen.rows)
+    rows, turns = chosen.in_order(apart=config.batch_size)
     if config.strategy == "sorted":
-        rows = rows[np.argsort(values[rows], kind="stable")]
+        rows = rows[np.lexsort((values[rows], turns))]
     offsets = _cut(values[rows], config)
     if config.remainder == "drop":
         size = np.diff(offsets)

@@ -13,12 +13,12 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.cost import CostModel
 from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose
-from ..settings import check_at_least, check_literals
+from ..settings import check_at_least, plain_number
 from .assemble import unbucketed_plan
 from .balance import even_batches, longest_first_to_least_loaded, similar_costs_together
 from .bin_packing import Limits, PackStrategy, fill_packs
 from .epoch import PACKED, EpochPlan
-from .rows import EpochRows, Oversize, PlanConfig, check_evaluation, check_positive, epoch_rows
+from .rows import EpochRows, Oversize, PlanConfig, check_positive, column_of, epoch_rows
 
 Balance = Literal["none", "cost"]
 
@@ -48,8 +48,7 @@ class PackPlanConfig(PlanConfig):
     oversize: Oversize = "error"
 
     def __post_init__(self) -> None:
-        check_literals(self, error=PlanError)
-        check_evaluation(self)
+        PlanConfig.__post_init__(self)
         counts = ("max_tokens", "open_packs", "window", "max_samples", "strip_length", "accumulation_steps")
         check_at_least(1, self, *counts, error=PlanError)
         check_positive(self, "max_cost")
@@ -101,7 +100,7 @@ def plan_packs(
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons)
         (1, 4, {'rejected': 1})
     """
-    tokens = np.asarray(num_tokens, np.int64)
+    tokens = column_of(num_tokens, "num_tokens", whole=True)
     spans, oversize = sample_spans(tokens, config, text_tokens=text_tokens)
     chosen = epoch_rows(
         tokens > 0,
@@ -118,7 +117,7 @@ def plan_packs(
             f"{len(chosen.rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
             "Look at the counts of the data set's rejection column."
         )
-    rows, offsets = _packs(chosen.shuffled(chosen.rows), spans, oversize, config=config)
+    rows, offsets = _packs(chosen.in_order()[0], spans, oversize, config=config)
     rows, offsets = even_batches(rows, offsets, chosen)
     order = _order(spans[rows], offsets, config, chosen)
     return unbucketed_plan(rows, offsets[:-1][order], np.diff(offsets)[order], label=PACKED, chosen=chosen)
@@ -138,7 +137,12 @@ def sample_spans(
         PlanError: If there are not as many texts as rows, one has fewer than 0 tokens, or a sample exceeds a limit and
             `config.oversize` is `"error"`; the message names the largest.
     """
-    text = np.asarray(text_tokens, np.int64)
+    text = np.asarray(text_tokens)
+    text = (
+        column_of(text, "text_tokens", whole=True)
+        if text.ndim
+        else np.asarray(plain_number(text, "text_tokens", whole=True, error=PlanError))
+    )
     if text.ndim and text.shape != num_tokens.shape:
         raise PlanError(
             f"`text_tokens` must be one number or one per row: expected shape {num_tokens.shape}, got {text.shape}."

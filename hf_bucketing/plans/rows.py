@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
 from ..errors import PlanError
 from ..randomness import Purpose, generator
+from ..settings import check_at_least, check_types
+
+MOST_OCCURRENCES = 100
+"""Largest mean number of occurrences of a row in an epoch; data sets of fewer than a million rows may have more."""
 
 Oversize = Literal["error", "own_batch", "drop"]
 """What happens to a sample that exceeds a limit by itself: an error, a batch above the limit, or a counted drop."""
@@ -23,6 +28,11 @@ class PlanConfig:
     shuffle: bool = True
     seed: int = 0
     evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self, error=PlanError)
+        check_at_least(0, self, "seed", error=PlanError)
+        check_evaluation(self)
 
 
 class EpochRows(NamedTuple):
@@ -53,6 +63,12 @@ class EpochRows(NamedTuple):
         """Return values in random order, or in their own without a generator."""
         return values if self.rng is None else self.rng.permutation(values)
 
+    def in_order(self, *, apart: int | None = None) -> tuple[IntArray, IntArray]:
+        """Return all rows in random order, or in their own, and the turn of each; see [`spread_repeats`]."""
+        if not self.repeats:
+            return self.shuffled(self.rows), np.zeros(len(self.rows), np.int64)
+        return spread_repeats(self.rows, np.array([len(self.rows)]), apart=apart, rng=self.rng)
+
     def spare(self, count: int) -> IntArray:
         """Return which of `count` items to drop so that they divide evenly: random ones, or the last ones."""
         order = np.arange(count)[::-1] if self.rng is None else self.rng.permutation(count)
@@ -77,10 +93,10 @@ def epoch_rows(
 
     Raises:
         PlanError: If there is no process, there are not as many weights as rows, a weight is negative or not finite,
-            or a consumed row does not exist.
+            the weights ask for more occurrences than fit in memory, or a consumed row does not exist.
     """
     if num_processes < 1:
-        raise PlanError(f"num_processes must be at least 1, got {num_processes}.")
+        raise PlanError(f"`num_processes` must be at least 1, got {num_processes}.")
     reasons = {"rejected": len(usable) - int(np.count_nonzero(usable))}
     if oversize is not None:
         reasons["oversize"] = int(np.count_nonzero(usable & oversize))
@@ -91,7 +107,7 @@ def epoch_rows(
     else:
         counts = usable.astype(np.int64)
         if weights is not None:
-            wanted = occurrences(_checked(weights, len(usable)), seed=config.seed, epoch=epoch)
+            wanted = occurrences(_checked(weights, usable), seed=config.seed, epoch=epoch)
             counts = np.where(usable, wanted, 0)
             reasons["weight"] = int(np.count_nonzero(usable & (counts == 0)))
         total = int(counts.sum())
@@ -151,12 +167,68 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     return counts
 
 
-def _checked(weights: npt.ArrayLike, num_rows: int) -> FloatArray:
-    values = np.asarray(weights, np.float64)
-    if values.shape != (num_rows,):
-        raise PlanError(f"`weights` needs one value per row: expected shape ({num_rows},), got {values.shape}.")
-    if len(values) and not (np.isfinite(values).all() and values.min() >= 0):
-        raise PlanError("`weights` are occurrences of each row per epoch; they must be finite and at least 0.")
+def spread_repeats(
+    rows: IntArray, counts: IntArray, *, apart: IntArray | int | None, rng: np.random.Generator | None
+) -> tuple[IntArray, IntArray]:
+    """Order the rows of each group so that the occurrences of one row lie far apart.
+
+    A group takes as many turns as its most frequent row has occurrences. The occurrences of a row go to different
+    turns, spread over all, and the turns are equally long within one row. In each turn, the rows of a part of it come
+    in random order, so that two occurrences lie at least `apart` places apart wherever turns are longer than that.
+
+    Args:
+        rows (`int64`, shape `(n,)`): Rows of all groups, one group after the other.
+        counts (`int64`, shape `(k,)`): Occurrences in each group, at least 1.
+        apart (`int` or array of `int`, shape `(k,)`, *optional*): Fewest places between two occurrences of a row; by
+            default half of a turn.
+        rng (`numpy.random.Generator`, *optional*): Source of the order; without it, each turn keeps the order of
+            rows.
+
+    Returns:
+        Rows and the turn of each, both `int64` of shape `(n,)`.
+
+    Example:
+        >>> spread_repeats(np.array([0, 0, 0, 1, 2, 2]), np.array([6]), apart=None, rng=None)
+        (array([0, 1, 0, 2, 0, 2]), array([0, 0, 1, 1, 2, 2]))
+    """
+    group = np.repeat(np.arange(len(counts)), counts)
+    end = int(rows.max(initial=0)) + 1
+    rank = rows if rng is None else rng.permutation(end)[rows]
+    order = np.argsort(group * end + rank, kind="stable")
+    rank = rank[order]
+    starts = np.cumsum(counts) - counts
+    starts_row = np.append(True, rank[1:] != rank[:-1])[: len(rows)]
+    starts_row[starts] = True
+    number = np.cumsum(starts_row) - 1
+    turns = np.maximum.reduceat(np.bincount(number)[number], starts) if len(rows) else counts
+    length = counts // np.maximum(turns, 1)
+    part = np.maximum((length - (length // 2 if apart is None else apart)) // 2, 1)[group]
+    place = np.arange(len(rows)) - starts[group]
+    stride = np.array([_stride(int(number)) for number in turns], np.int64)
+    turn = place * stride[group] % turns[group]
+    last = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
+    key = 2 * (len(rows) + 1) * group + (length[group] + 1) * turn + place // turns[group] // part
+    last = last[np.argsort(key[last], kind="stable")]
+    return rows[order][last], turn[last]
+
+
+def _stride(turns: int) -> int:
+    """Return the step from one occurrence of a row to its next turn: near the golden section, and it visits all."""
+    return next(step for step in range(max(1, round(0.618 * turns)), 2 * turns + 1) if math.gcd(step, turns) == 1)
+
+
+def _checked(weights: npt.ArrayLike, usable: BoolArray) -> FloatArray:
+    values = column_of(weights, "weights").astype(np.float64, copy=False)
+    if values.shape != usable.shape:
+        raise PlanError(f"`weights` needs one value per row: expected shape {usable.shape}, got {values.shape}.")
+    if len(values) and values.min() < 0:
+        raise PlanError("`weights` are occurrences of each row per epoch; they must be at least 0.")
+    total, most = float(np.where(usable, values, 0).sum()), MOST_OCCURRENCES * max(len(values), 2**20)
+    if total > most:
+        raise PlanError(
+            f"The weights ask for {total:.3g} occurrences in an epoch, and at most {most:,} can be planned; lower "
+            "`weights`, and train more epochs."
+        )
     return values
 
 
@@ -167,6 +239,29 @@ def check_evaluation(config: Any) -> None:
             raise PlanError(f'`evaluation=True` takes every row once; leave `{name}="{getattr(config, name)}"` out.')
     if config.evaluation and not getattr(config, "lockstep", True):
         raise PlanError("`lockstep=False` drops rows, of which `evaluation=True` takes every one; leave one out.")
+
+
+def column_of(values: Any, name: str, *, whole: bool = False) -> npt.NDArray[Any]:
+    """Return a column as an array of shape `(n,)` of finite numbers, `int64` or narrower if they must be whole.
+
+    Raises:
+        PlanError: If the values are no finite numbers, or not whole if they must be; the message names the first row.
+    """
+    array = whole_column(values)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        return array
+    wanted = f"expected a {'whole' if whole else 'finite'} number"
+    if array.ndim == 1 and array.dtype.kind == "O":
+        rows = [row for row, value in enumerate(array.tolist()) if not isinstance(value, int | float)]
+        if rows:
+            raise PlanError(f"Row {rows[0]} of `{name}` is {array[rows[0]]!r}; {wanted}.")
+        array = array.astype(np.float64)
+    if array.ndim != 1 or array.dtype.kind != "f":
+        raise PlanError(f"`{name}` needs one number per row, got {array.dtype} of shape {array.shape}.")
+    wrong = np.flatnonzero(~np.isfinite(array) | (whole and array != np.rint(array)))
+    if len(wrong):
+        raise PlanError(f"Row {wrong[0]} of `{name}` is {array[wrong[0]]}; {wanted}.")
+    return array.astype(np.int64) if whole else array
 
 
 def check_positive(config: object, *names: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..buckets.arrays import FloatArray, IntArray
-from ..buckets.assignment import REJECTED_BUCKET, count_rejections, has_bucket
+from ..buckets.assignment import REJECTED_BUCKET, AssignmentRule, count_rejections, has_bucket
 from ..buckets.ladders import COMMON_RATIOS, token_ladder
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec
@@ -303,12 +303,7 @@ def measure_ladder(
         sizes = _sizes(counts, np.tile(logarithms, len(choice.frames)), np.full(len(counts), _LARGE))
         return bucket_targets(sizes, table, spec=spec, rule=config.rule).kept_area
 
-    rng = generator(Purpose.LADDER_MIX, seed)
-    shapes = rng.normal(math.log(1.2), 0.35, 2 * num_samples + 100)
-    shapes = shapes[np.abs(shapes) <= limit][:num_samples]
-    counts = rng.choice(np.array(choice.frames), len(shapes))
-    counts += np.where(counts > 1, rng.integers(0, 16, len(shapes)), 0)
-    mix = _sizes(counts, shapes, rng.lognormal(math.log(1000), 0.4, len(shapes)))
+    mix = _mix(choice.frames, limit, num_samples=num_samples, seed=seed)
     targets = bucket_targets(mix, table, spec=spec, rule=config.rule)
     plan = plan_batches(targets.bucket_id.astype(np.int64), config)
     in_bucket = has_bucket(targets.bucket_id)
@@ -321,6 +316,24 @@ def measure_ladder(
         too_small=1 - float(in_bucket.mean()),
         short_batches=mean(np.diff(plan.offsets) < config.batch_size),
     )
+
+
+def count_kept(
+    table: BucketTable, rules: Sequence[AssignmentRule], *, num_samples: int = 100_000, seed: int = 0
+) -> list[int]:
+    """Return how many images of the mix of [`measure_ladder`], of all aspect ratios, each rule gives a bucket."""
+    mix = _mix([1], math.inf, num_samples=num_samples, seed=seed)
+    return [int(has_bucket(table.assign(*mix, rule=rule).bucket_id).sum()) for rule in rules]
+
+
+def _mix(frames: Sequence[int], limit: float, *, num_samples: int, seed: int) -> Sizes:
+    """Return the sizes of the mix of [`measure_ladder`], with aspect ratios up to a limit of their logarithms."""
+    rng = generator(Purpose.LADDER_MIX, seed)
+    shapes = rng.normal(math.log(1.2), 0.35, 2 * num_samples + 100)
+    shapes = shapes[np.abs(shapes) <= limit][:num_samples]
+    counts = rng.choice(np.array(frames), len(shapes))
+    counts += np.where(counts > 1, rng.integers(0, 16, len(shapes)), 0)
+    return _sizes(counts, shapes, rng.lognormal(math.log(1000), 0.4, len(shapes)))
 
 
 def _sizes(frames: IntArray, logarithms: FloatArray, sides: FloatArray) -> Sizes:

@@ -14,8 +14,10 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import BucketingError
+from ..loaders.bucket_sampler import check_table
 from ..loaders.state import describe
-from .grouping import Group, Grouping, OpenGroups, Row
+from .definition import define
+from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row, bytes_of
 from .resume import Place, ResumableStream, StreamBatch
 
 
@@ -36,11 +38,15 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
 
     Args:
         dataset (`datasets.IterableDataset`): Rows with `bucket_id` or `num_tokens`, or the columns they follow from.
+            Split among the processes, unless `split_dataset_by_node` did that already.
         grouping ([`BucketGrouping`] or [`PackGrouping`]): The rule by which rows become batches.
         collate_fn (callable): Makes a `dict` from a list of rows, in the worker.
         max_buffered (`int`): Largest number of rows that wait in a worker; above it, the group of the oldest row is
             sent incomplete.
-        steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left.
+        max_buffered_bytes (`int`): Largest number of bytes of those rows, likewise. A worker reads up to 1,024 rows
+            ahead, of a quarter as many bytes and one row more.
+        steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left. The
+            next epoch continues where it ended.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
             from the start.
@@ -49,7 +55,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         process_index (`int`, *optional*): This process's number; by default accelerate's, else 0.
 
     Raises:
-        BucketingError: On a value below 1, or a data set that is no stream.
+        BucketingError: On a value below 1, a data set that is no stream or split for another process, or bucket ids of
+            another table.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         *,
         collate_fn: Callable[[Sequence[Row]], dict[str, Any]],
         max_buffered: int = 1024,
+        max_buffered_bytes: int = 2**30,
         steps_per_epoch: int | None = None,
         snapshot_every: int = 256,
         num_processes: int | None = None,
@@ -66,22 +74,29 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
     ) -> None:
         if not isinstance(dataset, Stream):
             raise BucketingError(f"Expected a datasets.IterableDataset, got {type(dataset).__name__}; use a sampler.")
-        if min(max_buffered, snapshot_every, steps_per_epoch or 1) < 1 or steps_per_epoch == 0:
+        smallest = min(
+            max_buffered, max_buffered_bytes, snapshot_every, 1 if steps_per_epoch is None else steps_per_epoch
+        )
+        if smallest < 1:
             raise BucketingError(
-                f"Expected values of 1 or more, got max_buffered={max_buffered}, snapshot_every={snapshot_every} and "
-                f"steps_per_epoch={steps_per_epoch}."
+                f"Expected values of 1 or more, got max_buffered={max_buffered}, max_buffered_bytes="
+                f"{max_buffered_bytes}, snapshot_every={snapshot_every} and steps_per_epoch={steps_per_epoch}."
             )
+        if isinstance(grouping, BucketGrouping):
+            check_table(dataset.features, grouping.table, column="bucket_id")
         state = PartialState() if PartialState._shared_state else None
         self.num_processes = num_processes or (state.num_processes if state else 1)
         self.process_index = process_index if process_index is not None else (state.process_index if state else 0)
         self.num_shards = dataset.num_shards
-        self.dataset = split_dataset_by_node(dataset, rank=self.process_index, world_size=self.num_processes)
+        self.dataset = _split(dataset, self.process_index, self.num_processes)
         self.grouping = grouping
         self.collate_fn = collate_fn
         self.max_buffered = max_buffered
+        self.max_buffered_bytes = max_buffered_bytes
         self.steps_per_epoch = steps_per_epoch
         self.snapshot_every = snapshot_every
-        self._rereads = _has_shuffle_buffer(dataset)
+        self._definition = define(dataset)
+        self._rereads = any("buffer_size" in step for step in self._definition)
         self.epoch = 0
         self._places: list[Place | None] = []
         self._turn = 0
@@ -125,24 +140,29 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         """Return all that the batches depend on, beside seed and epoch."""
         parts = {
             **self.grouping.settings(),
-            "columns": self.dataset.column_names,
+            "stream": self._definition,
             "max_buffered": self.max_buffered,
+            "max_buffered_bytes": self.max_buffered_bytes,
             "num_shards": self.num_shards,
             "num_processes": self.num_processes,
             "steps_per_epoch": self.steps_per_epoch,
         }
         return {name: describe(part) for name, part in parts.items()}
 
-    def start_at(self, epoch: int, places: Sequence[Place | None] = (), *, turn: int = 0) -> None:
+    def start_at(
+        self, epoch: int, places: Sequence[Place | None] = (), *, began: int | None = None, turn: int = 0
+    ) -> None:
         """Choose what the next iteration yields.
 
         Args:
-            epoch (`int`): Passed to the stream, so that it shuffles anew.
+            epoch (`int`): Passed to the collator.
+            began (`int`, *optional*): Epoch in which this pass over the stream began, by default the same; passed to
+                the stream, so that every pass is shuffled anew.
             places (sequence, *optional*): Each worker's place, from its last [`StreamBatch`]; by default the start.
             turn (`int`): The worker whose batch comes first; those before it send an empty one.
         """
         self.epoch, self._places, self._turn = epoch, list(places), turn
-        self.dataset.set_epoch(epoch)
+        self.dataset.set_epoch(epoch if began is None else began)
         if hasattr(self.collate_fn, "set_epoch"):
             self.collate_fn.set_epoch(epoch)
 
@@ -172,36 +192,61 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         rows = iter(self.dataset)
         groups = self.grouping.start()
         complete = deque(_read_again(rows, place, self.grouping, groups))
-        for row in itertools.chain([None], rows):
-            if row is not None:
-                measure = self.grouping.measure(row)
-                if measure is None:
-                    rejected += 1
-                else:
-                    complete.extend(groups.add(row, ordinal=read, measure=measure))
+        measured = self._measured(rows, snapshots, read=read)
+        while True:
+            while complete or groups.num_rows > self.max_buffered or groups.num_bytes > self.max_buffered_bytes:
+                if not complete:
+                    complete.append(groups.flush(next(iter(groups)).key))
+                group = complete.popleft()
+                yield group.rows, _place(snapshots, complete, groups, read=read, rejected=rejected)
+            row, measure, num_bytes = next(measured, (None, None, 0))
+            if row is None:
+                break
+            if measure is None:
+                rejected += 1
+            else:
+                complete.extend(groups.add(row, ordinal=read, measure=measure, num_bytes=num_bytes))
+            read += 1
+        for key in sorted(groups.waiting):
+            yield groups.flush(key).rows, _place(snapshots, (), groups, read=read, rejected=rejected)
+        yield [], _place(snapshots, (), groups, read=read, rejected=rejected)
+
+    def _measured(
+        self, rows: Iterator[Row], snapshots: deque[tuple[int, Any]], *, read: int
+    ) -> Iterator[tuple[Row, int | None, int]]:
+        """Yield rows with their measures and bytes, measured many at a time; save states of the stream."""
+        while True:
+            chunk: list[Row] = []
+            sizes: list[int] = []
+            num_bytes = 0
+            for row in itertools.islice(rows, _READ_AHEAD):
                 read += 1
                 if read % self.snapshot_every == 0 and not self._rereads:
                     snapshots.append((read, self.dataset.state_dict()))
-                if not complete and groups.num_rows > self.max_buffered:
-                    complete.append(groups.flush(min(groups, key=lambda group: group.ordinals[0]).key))
-            while complete:
-                group = complete.popleft()
-                yield group.rows, _place(snapshots, [*complete, *groups], read=read, rejected=rejected)
-        for key in sorted(groups.waiting):
-            yield groups.flush(key).rows, _place(snapshots, [*groups], read=read, rejected=rejected)
-        yield [], _place(snapshots, [], read=read, rejected=rejected)
+                chunk.append(row)
+                sizes.append(bytes_of(row))
+                num_bytes += sizes[-1]
+                if num_bytes > self.max_buffered_bytes // 4:
+                    break
+            if not chunk:
+                return
+            yield from zip(chunk, self.grouping.measures(chunk), sizes, strict=True)
 
+
+_READ_AHEAD = 1024
 
 _START: Place = {"ordinal": 0, "stream": None, "read": 0, "rejected": 0, "groups": []}
 
 
-def _place(snapshots: deque[tuple[int, Any]], groups: Sequence[Group], *, read: int, rejected: int) -> Place:
+def _place(
+    snapshots: deque[tuple[int, Any]], complete: Sequence[Group], groups: OpenGroups, *, read: int, rejected: int
+) -> Place:
     """Return the place, with the last state of the stream before the oldest row that still waits."""
-    oldest = min((group.ordinals[0] for group in groups), default=read)
+    oldest = min((group.ordinals[0] for group in (*complete, *itertools.islice(groups, 1))), default=read)
     while len(snapshots) > 1 and snapshots[1][0] <= oldest:
         snapshots.popleft()
     ordinal, stream = snapshots[0]
-    waiting = [[group.key, list(group.ordinals)] for group in groups]
+    waiting = [group.saved for group in complete] + [group.saved for group in groups.waiting.values()]
     return {"ordinal": ordinal, "stream": stream, "read": read, "rejected": rejected, "groups": waiting}
 
 
@@ -218,19 +263,22 @@ def _read_again(rows: Iterator[Row], place: Place, grouping: Grouping, groups: O
         if ordinal in waiting:
             waiting[ordinal].rows.append(row)
     for group in saved:
-        measures = [grouping.measure(row) for row in group.rows]
+        measures = grouping.measures(group.rows)
         if None in measures:
             raise BucketingError("A row that the saved run kept is rejected now; the stream has changed.")
         yield from groups.restore(group, [measure for measure in measures if measure is not None])
 
 
-def _has_shuffle_buffer(dataset: Stream) -> bool:
-    step: Any = dataset._ex_iterable
-    while step is not None:
-        if "Shuffled" in type(step).__name__ and hasattr(step, "buffer_size"):
-            return True
-        step = getattr(step, "ex_iterable", None)
-    return False
+def _split(dataset: Stream, process: int, num_processes: int) -> Stream:
+    split = dataset._distributed
+    if split is None:
+        return split_dataset_by_node(dataset, rank=process, world_size=num_processes)
+    if (split.rank, split.world_size) != (process, num_processes):
+        raise BucketingError(
+            f"The stream is split for process {split.rank} of {split.world_size} already, but this is process "
+            f"{process} of {num_processes}; give the stream before split_dataset_by_node, which is applied here."
+        )
+    return dataset
 
 
 def _unchanged(batch: Any) -> Any:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..buckets.table import BucketTable
 from ..errors import PlanError, refuse_old_names
 from ..loaders.state import settings
 from ..plans.bin_packing import FirstFit, Limits
-from ..settings import check_at_least
+from ..settings import check_at_least, check_types
 
 Row = Mapping[str, Any]
 
@@ -29,31 +30,37 @@ class Group:
         key (`int`): Bucket id, or number of the pack; batches at the end of the stream come in this order.
         ordinals (list of `int`): Positions of the rows in the stream, rising.
         rows (list): The rows themselves.
+        num_bytes (`int`): Memory that the rows take.
+        saved (list): Key and ordinals as a place holds them; replaced, never changed, when a row is added.
     """
 
     key: int
     ordinals: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    num_bytes: int = 0
+    saved: list[Any] = field(default_factory=list)
 
 
 class OpenGroups(ABC):
     """The groups in which one worker's rows wait.
 
     Attributes:
-        waiting (`dict`): The open groups by their keys.
+        waiting (`dict`): The open groups by their keys, that of the oldest row first.
         num_rows (`int`): Rows in them.
+        num_bytes (`int`): Memory that those take.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[int, Group] = {}
         self.num_rows = 0
+        self.num_bytes = 0
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self.waiting.values())
 
     @abstractmethod
-    def add(self, row: Row, *, ordinal: int, measure: int) -> list[Group]:
-        """Put a row into a group; return the groups that are complete now, which wait no longer."""
+    def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
+        """Put a row of so many bytes into a group; return the groups that are complete now, which wait no longer."""
 
     @abstractmethod
     def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
@@ -63,14 +70,18 @@ class OpenGroups(ABC):
         """Remove a waiting group and return it, complete or not."""
         group = self.waiting.pop(key)
         self.num_rows -= len(group.rows)
+        self.num_bytes -= group.num_bytes
         return group
 
-    def _append(self, key: int, row: Row, ordinal: int) -> Group:
+    def _append(self, key: int, row: Row, ordinal: int, num_bytes: int) -> Group:
         group = self.waiting.get(key)
         if group is None:
             group = self.waiting[key] = Group(key)
         group.rows.append(row)
         group.ordinals.append(ordinal)
+        group.saved = [key, group.ordinals[:]]
+        group.num_bytes += num_bytes
+        self.num_bytes += num_bytes
         self.num_rows += 1
         return group
 
@@ -85,18 +96,23 @@ class BucketGrouping:
             or computed from `num_frames`, `height` and `width`.
         batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
         max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`; needs `spec`.
+        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
         spec ([`LatentSpec`], *optional*): Strides and patch, for `max_tokens`.
 
     Raises:
-        PlanError: If not exactly one of `batch_size` and `max_tokens` is given, or `spec` is missing.
+        PlanError: If not exactly one of `batch_size` and `max_tokens` is given, `spec` is missing, or a value is no
+            whole number from 1.
     """
 
     table: BucketTable | OpenTable
     batch_size: int | Mapping[int, int] | None = None
     max_tokens: int | None = None
+    max_samples: int | None = None
     spec: LatentSpec | None = None
 
     def __post_init__(self) -> None:
+        check_types(self, error=PlanError)
+        check_at_least(1, self, "max_tokens", "max_samples", error=PlanError)
         if (self.batch_size is None) == (self.max_tokens is None):
             raise PlanError(
                 f"Give either batch_size or max_tokens, got batch_size={self.batch_size!r} and "
@@ -118,20 +134,18 @@ class BucketGrouping:
                     f"One sample of bucket {self.table.size(bucket)} takes {tokens} tokens and exceeds "
                     f"max_tokens={self.max_tokens}."
                 )
-            return self.max_tokens // tokens
+            return min(self.max_tokens // tokens, self.max_samples or self.max_tokens)
         size = self.batch_size.get(bucket, 0) if isinstance(self.batch_size, Mapping) else self.batch_size
         if not size or size < 1:
             raise PlanError(f"batch_size names no size of 1 or more for bucket {bucket}, got {self.batch_size!r}.")
         return size
 
-    def measure(self, row: Row) -> int | None:
-        """Return a row's bucket id; None if it has none."""
-        if "bucket_id" in row:
-            bucket = int(row["bucket_id"])
-        else:
-            frames, height, width = _size(row)
-            bucket = int(self.table.assign([frames], [height], [width]).bucket_id[0])
-        return bucket if bucket >= 0 else None
+    def measures(self, rows: Sequence[Row]) -> list[int | None]:
+        """Return the bucket id of each row; None if it has none."""
+        sizes = [_size(row) for row in rows if "bucket_id" not in row]
+        assigned = iter(self.table.assign(*zip(*sizes, strict=True)).bucket_id.tolist() if sizes else ())
+        ids = (int(row["bucket_id"]) if "bucket_id" in row else next(assigned) for row in rows)
+        return [bucket if bucket >= 0 else None for bucket in ids]
 
     def start(self) -> OpenGroups:
         """Return the groups of a worker that has read no row."""
@@ -150,15 +164,15 @@ class _BucketGroups(OpenGroups):
         self.grouping = grouping
         self._sizes: dict[int, int] = {}
 
-    def add(self, row: Row, *, ordinal: int, measure: int) -> list[Group]:
+    def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
         if measure not in self._sizes:
             self._sizes[measure] = self.grouping.size_of(measure)
-        group = self._append(measure, {**row, "bucket_id": measure}, ordinal)
+        group = self._append(measure, {**row, "bucket_id": measure}, ordinal, num_bytes)
         return [self.flush(measure)] if len(group.rows) >= self._sizes[measure] else []
 
     def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
         for row, ordinal, measure in zip(group.rows, group.ordinals, measures, strict=True):
-            self._append(group.key, {**row, "bucket_id": measure}, ordinal)
+            self._append(group.key, {**row, "bucket_id": measure}, ordinal, bytes_of(row))
         return []  # a complete batch of a bucket is sent before the next row is read
 
 
@@ -187,27 +201,37 @@ class PackGrouping:
     strip_length: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self, error=PlanError)
         check_at_least(1, self, "max_tokens", "open_packs", "max_samples", "strip_length", error=PlanError)
 
-    def measure(self, row: Row) -> int | None:
-        """Return the tokens that a row takes; None if it was rejected.
+    def measures(self, rows: Sequence[Row]) -> list[int | None]:
+        """Return the tokens that each row takes; None if it was rejected.
 
         Raises:
             PlanError: If they exceed `max_tokens`, or cannot be computed.
         """
-        if "num_tokens" in row:
-            tokens = int(row["num_tokens"])
-        elif self.spec is not None:
-            tokens = self.spec.num_tokens(self.spec.snap(_size(row)))
-        else:
+        sizes = [_size(row) for row in rows if "num_tokens" not in row]
+        if sizes and self.spec is None:
             raise PlanError("Rows have no num_tokens column; map BucketColumns over the stream, or pass spec=.")
-        span = -(-tokens // self.strip_length) * self.strip_length
-        if span > self.max_tokens:
-            raise PlanError(
-                f"Row {row.get('index', 'without an index')} takes {span} tokens and exceeds "
-                f"max_tokens={self.max_tokens}; raise max_tokens, or filter such rows out of the stream."
-            )
-        return span if span > 0 else None
+        counted = iter(self._tokens(sizes) if sizes else ())
+        spans = []
+        for row in rows:
+            tokens = int(row["num_tokens"]) if "num_tokens" in row else next(counted)
+            span = -(-tokens // self.strip_length) * self.strip_length
+            if span > self.max_tokens:
+                raise PlanError(
+                    f"Row {row.get('index', 'without an index')} takes {span} tokens and exceeds "
+                    f"max_tokens={self.max_tokens}; raise max_tokens, or filter such rows out of the stream."
+                )
+            spans.append(span if span > 0 else None)
+        return spans
+
+    def _tokens(self, sizes: Sequence[Size]) -> list[int]:
+        """Return the tokens of each size, 0 for that of an unreadable file."""
+        assert self.spec is not None, "measures checks it"
+        table = np.array(sizes, np.int64)
+        t, h, w = self.spec.grid_of(*self.spec.snap_arrays(*np.maximum(table, 1).T))
+        return np.where(table.min(axis=1) > 0, t * h * w, 0).tolist()
 
     def start(self) -> OpenGroups:
         """Return the groups of a worker that has read no row."""
@@ -227,14 +251,14 @@ class _PackGroups(OpenGroups):
         limits = Limits(grouping.max_tokens, math.inf, samples, smallest=grouping.strip_length, cheapest=0.0)
         self.packs = FirstFit(limits, open_packs=grouping.open_packs)
 
-    def add(self, row: Row, *, ordinal: int, measure: int) -> list[Group]:
-        self._append(self.packs.add(measure), row, ordinal)
+    def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
+        self._append(self.packs.add(measure), row, ordinal, num_bytes)
         return self._complete()
 
     def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
         number = self.packs.reopen(sum(measures), count=len(measures))
         for row, ordinal in zip(group.rows, group.ordinals, strict=True):
-            self._append(number, row, ordinal)
+            self._append(number, row, ordinal, bytes_of(row))
         return self._complete()
 
     def flush(self, key: int) -> Group:
@@ -252,8 +276,29 @@ Grouping: TypeAlias = BucketGrouping | PackGrouping
 """A rule by which rows become batches."""
 
 
+def bytes_of(row: Any) -> int:
+    """Return about how much memory a row takes: its bytes, texts, arrays, tensors and images, at any depth."""
+    total = 0
+    for value in row.values() if isinstance(row, Mapping) else row:
+        kind = type(value)
+        if kind in _NUMBERS:
+            total += 8
+        elif kind is bytes or kind is str:
+            total += len(value)
+        elif isinstance(value, Mapping | list | tuple):
+            total += bytes_of(value)
+        elif hasattr(value, "getbands"):  # an image of Pillow
+            total += value.width * value.height * len(value.getbands())
+        else:
+            total += getattr(value, "nbytes", 8)
+    return total
+
+
+_NUMBERS = {int, float, bool, NoneType}
+
+
 def _size(row: Row) -> Size:
-    missing = [name for name in ("num_frames", "height", "width") if name not in row]
-    if missing:
-        raise PlanError(f"A row of the stream lacks {missing}; map MediaMetadata over it first.")
-    return Size(int(row["num_frames"]), int(row["height"]), int(row["width"]))
+    try:
+        return Size(row["num_frames"], row["height"], row["width"])
+    except KeyError as error:
+        raise PlanError(f"A row of the stream lacks [{error}]; map MediaMetadata over it first.") from error

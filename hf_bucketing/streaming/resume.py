@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,7 +47,7 @@ class BatchStream(Protocol):
     steps_per_epoch: int | None
     collate_fn: Any
 
-    def start_at(self, epoch: int, places: Sequence[Place | None] = (), *, turn: int = 0) -> None: ...
+    def start_at(self, epoch: int, places: Sequence[Place | None] = (), *, began: int, turn: int = 0) -> None: ...
     def fingerprint(self) -> dict[str, str]: ...
 
 
@@ -54,7 +55,8 @@ class StreamPlace(NamedTuple):
     """Place of this process in its stream.
 
     Attributes:
-        step (`int`): Finished steps.
+        step (`int`): Finished steps of the epoch.
+        began (`int`): Epoch in which the present pass over the stream began.
         workers (tuple): The place of each worker.
         turn (`int`): The worker whose batch comes next.
         ended (`bool`): Whether its part of the stream is at its end; the place is then before its last batch, which
@@ -62,6 +64,7 @@ class StreamPlace(NamedTuple):
     """
 
     step: int = 0
+    began: int = 0
     workers: tuple[Any, ...] = ()
     turn: int = 0
     ended: bool = False
@@ -74,6 +77,9 @@ class ResumableStream(DataLoaderStateMixin):
     gets a `weight` (`float32`, shape `(n,)`) for [`global_mean`][hf_bucketing.losses.global_mean]. Before each step,
     the processes ask each other whether any has a batch left.
 
+    With `steps_per_epoch`, the next epoch continues where the last one stopped, until all rows have come; the epoch
+    after the end of the stream begins the next pass over it, shuffled anew. So does one that `set_epoch` jumps to.
+
     What [`ResumableLoader`][hf_bucketing.loaders.ResumableLoader] says of saving holds here as well. All processes
     must save together, and a run is resumed on as many processes and workers as it had.
 
@@ -83,7 +89,8 @@ class ResumableStream(DataLoaderStateMixin):
         stream ([`StreamingBucketBatcher`]): The loader's data set.
 
     Raises:
-        PlanError: If the loader was prepared, has persistent workers or is for other processes than run.
+        PlanError: If the loader was prepared, has persistent workers, `in_order=False`, or is for other processes than
+            run.
     """
 
     def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], stream: BatchStream) -> None:
@@ -91,6 +98,8 @@ class ResumableStream(DataLoaderStateMixin):
             raise PlanError("accelerate would shard the stream a second time: pass its loader without preparing it.")
         if loader.persistent_workers:
             raise PlanError("Persistent workers would not learn of the next epoch; leave persistent_workers out.")
+        if not getattr(loader, "in_order", True):
+            raise PlanError("With in_order=False nobody knows which batches came already; leave in_order=False out.")
         if (stream.num_processes, stream.process_index) != (accelerator.num_processes, accelerator.process_index):
             raise PlanError(
                 f"This is process {accelerator.process_index} of {accelerator.num_processes}, but the stream is for "
@@ -125,29 +134,35 @@ class ResumableStream(DataLoaderStateMixin):
         """Choose the epoch to read, from its start; choosing the current one changes nothing."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self._place = self._window.start = StreamPlace()
+            self._place = self._window.start = StreamPlace(began=epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._generator.manual_seed(integer_seed(Purpose.LOADER, self.epoch))
-        self.stream.start_at(self.epoch, self._place.workers, turn=self._place.turn)
+        place = self._place
+        self.stream.start_at(self.epoch, place.workers, began=place.began, turn=place.turn)
         self.begin()
         try:
-            yield from self._steps()
+            rows_left = yield from self._steps()
         finally:
             self.end()
-        self.set_epoch(self.epoch + 1)
+        if rows_left:
+            self.epoch += 1
+            self._place = self._window.start = self._place._replace(step=0)
+        else:
+            self.set_epoch(self.epoch + 1)
 
-    def _steps(self) -> Iterator[dict[str, Any]]:
-        limit = self.stream.steps_per_epoch
+    def _steps(self) -> Generator[dict[str, Any], None, bool]:
+        """Yield the batches of an epoch; return whether any process has rows left in this pass over the stream."""
+        limit = self.stream.steps_per_epoch or math.inf
         source = self._own_batches()
         last = None
         if self._place.ended:  # only to repeat it
             last, source = next(source), iter(())
         current = next(source, None)
-        more = self._any(current is not None) and (limit is None or self.step < limit)
-        while more:
+        rows_left = self._any(current is not None)
+        while rows_left and self.step < limit:
             following = next(source, None) if current is not None else None
-            more = self._any(following is not None) and (limit is None or self.step + 1 < limit)
+            rows_left = self._any(following is not None)
             self._window.enter(self._place)
             if current is not None:
                 last = current
@@ -159,10 +174,11 @@ class ResumableStream(DataLoaderStateMixin):
                     f"Process {self.accelerator.process_index} has no row of the stream in epoch {self.epoch}; it has "
                     f"{self.stream.num_shards} shards: make more of them, or run fewer processes."
                 )
-            self._place = place._replace(step=self.step + 1)
-            self.end_of_dataloader = not more
+            self._place = place._replace(step=self.step + 1, began=self._place.began)
+            self.end_of_dataloader = not rows_left or self.step == limit
             yield self._weighted(last[0], weight=float(current is not None))
             current = following
+        return rows_left
 
     def _own_batches(self) -> Iterator[tuple[StreamBatch, StreamPlace]]:
         """Yield this process's batches, each with the place after it."""
@@ -199,6 +215,7 @@ class ResumableStream(DataLoaderStateMixin):
             "fingerprint": self._fingerprint(),
             "seed": self._seed,
             "epoch": self.epoch,
+            "began": place.began,
             "consumed": place.step,
             "processes": gather_object([mine]) if self.accelerator.num_processes > 1 else [mine],
         }
@@ -212,7 +229,9 @@ class ResumableStream(DataLoaderStateMixin):
         check_state(state, fingerprint=self._fingerprint(), seed=self._seed)
         mine = state["processes"][self.accelerator.process_index]
         self.epoch = int(state["epoch"])
-        self._place = StreamPlace(int(state["consumed"]), tuple(mine["workers"]), mine["turn"], mine["ended"])
+        self._place = StreamPlace(
+            int(state["consumed"]), int(state["began"]), tuple(mine["workers"]), mine["turn"], mine["ended"]
+        )
         self._window.restore(self._place)
 
     @property

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_bucketing import BucketingError, BucketTable, LatentSpec, Size, novelai_ladder, token_ladder
+from hf_bucketing import AssignmentRule, BucketingError, BucketTable, LatentSpec, Size, novelai_ladder, token_ladder
 from hf_bucketing.buckets.ladders import COMMON_RATIOS
 from hf_bucketing.report import LadderChoice, measure_ladder
 
@@ -27,6 +27,18 @@ def test_novelai_ladder_gives_the_19_buckets_of_the_blog_post_in_order() -> None
     table = novelai_ladder()
     assert " ".join(f"{size.width}×{size.height}" for size in table.sizes) == NOVELAI
     assert table.size(table.base) == Size(1, 512, 512)
+
+
+def test_novelais_rule_assigns_as_its_script_does_whatever_the_size() -> None:
+    table, rng = novelai_ladder(), np.random.default_rng(0)
+    height, width = rng.integers(1, 2000, (2, 5000))
+    aspects = np.array([size.aspect_ratio for size in table.sizes])
+    errors = np.abs(width / height - aspects[:, None])
+    wanted = np.where(errors.min(axis=0) < 4, errors.argmin(axis=0), -1)
+    ids = table.assign(np.ones(5000), height, width, rule=AssignmentRule.novelai()).bucket_id
+    ties = np.diff(np.sort(errors, axis=0)[:2], axis=0)[0]
+    assert np.array_equal(ids[ties > 1e-9], wanted[ties > 1e-9])
+    assert 0 < np.count_nonzero(ids < 0) < 500
 
 
 def test_a_base_that_is_not_square_keeps_its_own_ratio() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import json
 import typing
 
 import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset, load_from_disk
 from torch.utils.data import DataLoader, Subset
 
 from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
 from hf_bucketing.buckets.cost import CostModel
+from hf_bucketing.columns import BucketColumns, map_columns
 from hf_bucketing.loaders import (
     BucketBatchSampler,
     BucketCollator,
@@ -24,6 +27,7 @@ from hf_bucketing.loaders import (
     PadCollator,
 )
 from hf_bucketing.plans import BucketPlanConfig, LengthPlanConfig, PackPlanConfig
+from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 192)), base=0)
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -285,9 +289,95 @@ def test_equal_epochs_refuse_what_cannot_be_cut() -> None:
             EqualEpochs(sampler)
 
 
-def test_an_unknown_option_is_an_error() -> None:
-    with pytest.raises(TypeError, match="num_bucket"):
+def test_an_unknown_option_is_an_error_that_names_a_similar_one() -> None:
+    with pytest.raises(PlanError, match=r"LengthBatchSampler has no argument num_bucket; did you mean num_buckets\?"):
         length_sampler(num_bucket=3)
+
+
+EQUAL = {
+    bucket_sampler: [
+        ({"batch_size": 4}, {"batch_size": np.int64(4)}),
+        ({"batch_size": {0: 4, 1: 4, 2: 2}}, {"batch_size": {np.int32(2): 2.0, 1: np.int64(4), 0: 4}}),
+        ({"weights": {0: 2.0, 1: 0.5}}, {"weights": {np.int64(1): np.float32(0.5), np.int64(0): 2}}),
+        ({"weights": WEIGHTS}, {"weights": WEIGHTS.tolist()}),
+        ({"seed": 3, "shuffle": True}, {"seed": np.uint8(3), "shuffle": np.True_}),
+        ({"batch_size": None, "max_cost": 5000, "spec": WAN, "cost_model": COST},
+         {"batch_size": None, "max_cost": np.float64(5000), "spec": WAN, "cost_model": COST}),
+    ],
+    length_sampler: [
+        ({"max_tokens": 30, "max_samples": 5}, {"max_tokens": 30.0, "max_samples": np.int64(5)}),
+        ({"boundaries": [3, 7]}, {"boundaries": np.array([3.0, 7.0])}),
+    ],
+    pack_sampler: [
+        ({"max_tokens": 60, "text_tokens": 9}, {"max_tokens": 60.0, "text_tokens": np.int64(9)}),
+        ({"max_cost": 900, "cost_model": COST},
+         {"max_cost": 900.0, "cost_model": CostModel(linear=np.float32(1.0), quadratic=np.float64(0.5))}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", EQUAL)
+def test_equal_settings_of_other_types_are_the_same_run(make) -> None:
+    for options, same in EQUAL[make]:
+        sampler = make(**options)
+        again = make(**same, num_processes=np.int64(2))
+        again.load_state_dict(sampler.state_dict(step=1))
+        sampler.load_state_dict(json.loads(json.dumps(again.state_dict())))
+        assert list(again) == list(sampler)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: LengthBatchSampler([3, np.nan, 2], batch_size=1), "Row 1 of `lengths` is nan; expected a finite number"),
+    (lambda: LengthBatchSampler([3, np.inf, 2], batch_size=1), "Row 1 of `lengths` is inf"),
+    (lambda: LengthBatchSampler(["3", "4"], batch_size=1), "`lengths` needs one number per row, got"),
+    (lambda: LengthBatchSampler([3, None], batch_size=1), "Row 1 of `lengths` is None"),
+    (lambda: LengthBatchSampler([[3, 4]], batch_size=1), r"`lengths` needs one number per row, got .*\(1, 2\)"),
+    (lambda: PackBatchSampler([3.5, 4], max_tokens=9), "Row 0 of `num_tokens` is 3.5; expected a whole number"),
+    (lambda: PackBatchSampler([3, 4], max_tokens=9, text_tokens=[0, np.nan]), "Row 1 of `text_tokens` is nan"),
+    (lambda: PackBatchSampler([3, 4], max_tokens="9"), "`max_tokens` must be a whole number, got '9'"),
+    (lambda: PackBatchSampler([3, 4], max_tokens=9.5), "`max_tokens` must be a whole number, got 9.5"),
+    (lambda: BucketBatchSampler([0, 1.5], table=TABLE, batch_size=1), "Row 1 of `bucket_ids` is 1.5"),
+    (lambda: bucket_sampler(weights={"0": 2.0}), "`weights` maps ids of buckets, whole numbers, got the key '0'"),
+    (lambda: bucket_sampler(weights={0: np.nan}), r"`weights\[0\]` must be a finite number, got nan"),
+    (lambda: list(bucket_sampler(weights={0: -1})), "at least 0"),
+    (lambda: bucket_sampler(weights={0: "2"}), r"`weights\[0\]` must be a finite number, got '2'"),
+    (lambda: bucket_sampler(weights=["a"] * 90), "`weights` needs one number per row"),
+    (lambda: list(bucket_sampler(weights={0: 1e9})), "occurrences in an epoch.*lower `weights`"),
+    (lambda: list(pack_sampler(weights=[1e300] * 90)), "occurrences in an epoch"),
+    (lambda: bucket_sampler(batch_size="4"), "`batch_size` must be a whole number, got '4'"),
+    (lambda: bucket_sampler(batch_size={"0": 4}), "`batch_size` maps ids of buckets, whole numbers, got the key '0'"),
+    (lambda: bucket_sampler(batch_size=None, max_tokens=np.nan, spec=WAN), "`max_tokens` must be a whole number"),
+    (lambda: bucket_sampler(batch_size=None, max_tokens="9", spec=WAN), "`max_tokens` must be a whole number"),
+    (lambda: bucket_sampler(shuffle="no"), "`shuffle` must be True or False, got 'no'"),
+    (lambda: bucket_sampler(longest_first="no", spec=WAN), "`longest_first` must be True or False"),
+    (lambda: bucket_sampler(seed=-1), "`seed` must be at least 0, got -1"),
+    (lambda: bucket_sampler(seed="1"), "`seed` must be a whole number"),
+    (lambda: bucket_sampler(num_processes=0), "`num_processes` must be at least 1, got 0"),
+    (lambda: bucket_sampler(num_processes="2"), "`num_processes` must be a whole number"),
+    (lambda: length_sampler(max_tokens=np.inf), "`max_tokens` must be a finite number, got inf"),
+    (lambda: length_sampler(boundaries=[3, np.inf]), "`boundaries` must be finite numbers that rise"),
+    (lambda: length_sampler(boundaries=["3", "a"]), "`boundaries` must be finite numbers that rise"),
+])  # fmt: skip
+def test_values_that_are_no_numbers_are_errors_in_a_sentence(make, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+def test_ids_of_another_table_are_refused_however_the_data_set_was_changed(tmp_path) -> None:
+    sizes = Dataset.from_dict({"width": [64, 128, 192, 64], "height": [64, 64, 128, 64], "num_frames": [1] * 4})
+    ds = map_columns(sizes, BucketColumns(TABLE, WAN))
+    ds.save_to_disk(tmp_path / "data")
+    other = BucketTable(sizes=TABLE.sizes[::-1])
+    for changed in (ds, ds.shuffle(seed=0).select([1, 3]), load_from_disk(tmp_path / "data"), ds.map(lambda row: row)):
+        ids = changed["bucket_id"]
+        assert BucketBatchSampler(ids, table=TABLE.with_base((64, 128)), batch_size=1).plan().kept == len(changed)
+        with pytest.raises(PlanError, match="`bucket_ids` were computed with another table"):
+            BucketBatchSampler(ids, table=other, batch_size=1)
+        with pytest.raises(PlanError, match="computed with another table"):
+            BucketBatchSampler(ids, table=open_table(WAN), batch_size=1)
+        BucketBatchSampler(ids[:], table=other, batch_size=1)  # a plain list does not say where it comes from
+    with pytest.raises(PlanError, match="computed with another table"):
+        StreamingBucketBatcher(ds.to_iterable_dataset(), BucketGrouping(table=other, batch_size=1), collate_fn=list)
 
 
 def first_step_cost(sampler, cost) -> tuple[float, float]:

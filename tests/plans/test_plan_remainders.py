@@ -28,20 +28,27 @@ def label(column, batch, base: int) -> int:
 
 
 @given(columns, processes, sizes)
-def test_repeat_fills_every_step_with_samples_of_its_bucket(ids, num_processes: int, batch_size: int) -> None:
+def test_repeat_completes_steps_with_samples_of_their_bucket_each_once_per_batch(
+    ids, num_processes: int, batch_size: int
+) -> None:
     column = np.array(ids)
     plan = plan_of(column, batch_size=batch_size, remainder="repeat", num_processes=num_processes)
     counts = Counter(column[column >= 0].tolist())
     per_step = batch_size * num_processes
     assert plan.kept == sum(counts.values())
     assert plan.num_steps == sum(-(-count // per_step) for count in counts.values())
-    assert plan.repeated == sum(-count % per_step for count in counts.values())
+    places = {b: num_processes * min(batch_size, count) for b, count in counts.items()}
+    assert plan.repeated == sum(-count % per_step if count >= batch_size else places[b] - count
+                                for b, count in counts.items())  # fmt: skip
     assert "remainder" not in plan.drop_reasons
     for position, batch in enumerate(plan.batches()):
         assert set(column[batch].tolist()) == {plan.bucket_ids[position]}
-        assert len(batch) == batch_size
-        if counts[plan.bucket_ids[position]] >= per_step:
-            assert len(set(batch.tolist())) == batch_size, "no sample twice in a batch where there are others"
+        assert len(batch) == len(set(batch.tolist())) == min(batch_size, counts[plan.bucket_ids[position]])
+
+
+def test_repeat_draws_a_bucket_of_one_row_once_per_process() -> None:
+    plan = plan_of([0, *[1] * 512], batch_size=32, remainder="repeat", num_processes=8)
+    assert (plan.num_steps, plan.kept, plan.repeated) == (3, 513, 7)
 
 
 def test_repeat_fills_the_rest_of_an_epoch_with_samples_seen_before() -> None:

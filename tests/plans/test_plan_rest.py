@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from hf_bucketing.plans import (
     LengthPlanConfig,
     PackPlanConfig,
     plan_buckets,
+    plan_lengths,
+    plan_packs,
 )
 from hf_bucketing.plans.rows import occurrences
 from tests.plans.plan_cases import COLUMN, LOSSY_PLANS, PLANS, WEIGHTS
@@ -181,3 +184,43 @@ def test_weights_by_bucket_mix_data_sets() -> None:
 def test_impossible_weights_are_errors(weights, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_buckets([0, 0, 1], BucketPlanConfig(batch_size=1), epoch=0, num_processes=1, weights=weights)
+
+
+SPREAD = {
+    "buckets": partial(plan_buckets, config=BucketPlanConfig(batch_size=8)),
+    "buckets in order": partial(plan_buckets, config=BucketPlanConfig(batch_size=8, shuffle=False)),
+    "buckets repeat": partial(plan_buckets, config=BucketPlanConfig(batch_size=8, remainder="repeat")),
+    "buckets catch-all": partial(plan_buckets, config=BucketPlanConfig(batch_size=8, remainder="catch_all", base=1)),
+    "buckets without lockstep": partial(
+        plan_buckets, config=BucketPlanConfig(batch_size=4, remainder="catch_all", base=1, lockstep=False)
+    ),
+    "lengths": partial(plan_lengths, config=LengthPlanConfig(batch_size=8, num_buckets=3)),
+    "lengths random": partial(plan_lengths, config=LengthPlanConfig(batch_size=8, strategy="random")),
+    "lengths sorted": partial(plan_lengths, config=LengthPlanConfig(batch_size=8, strategy="sorted")),
+    "lengths sorted, of many tokens": partial(plan_lengths, config=LengthPlanConfig(max_tokens=30, strategy="sorted")),
+    "packs": partial(plan_packs, config=PackPlanConfig(max_tokens=16)),
+    "packs in order": partial(plan_packs, config=PackPlanConfig(max_tokens=16, strategy="sequential")),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("weights", [[2.0], [3.0, 1.0, 1.0, 2.0], [5.0, *[1.0] * 9]], ids=str)
+def test_a_weighted_row_comes_at_most_once_per_batch(name: str, weights: list[float]) -> None:
+    column = np.random.default_rng(4).integers(1, 4, 300)
+    for epoch in range(3):
+        plan = SPREAD[name](column, epoch=epoch, num_processes=2, weights=np.resize(weights, 300))
+        batches = [batch.tolist() for batch in plan.batches()]
+        assert len(plan.indices) > 1.3 * 300
+        assert [batch for batch in batches if len(batch) != len(set(batch))] == []
+        if "in order" not in name and name != "lengths sorted":
+            sets = Counter(frozenset(batch) for batch in batches if len(batch) > 3)
+            assert sum(sets.values()) - len(sets) <= 1, "a row meets other rows when it comes again"
+
+
+def test_a_row_of_more_occurrences_than_batches_is_spread_evenly_over_them() -> None:
+    weights = np.where(np.arange(100) == 7, 60.0, 1.0)
+    plan = plan_buckets([0] * 100, BucketPlanConfig(batch_size=8), epoch=0, num_processes=1, weights=weights)
+    times = [np.count_nonzero(batch == 7) for batch in plan.batches() if len(batch) == 8]
+    assert len(times) == 19
+    assert max(times) <= 4, "60 occurrences in 20 batches are 3 each"
+    assert min(times) >= 2

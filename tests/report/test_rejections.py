@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -169,6 +170,8 @@ def test_own_sizes_and_the_step_of_token_buckets_are_flags(images: Path, pipelin
 def test_the_report_of_ladders_prints_a_table_in_markdown() -> None:
     flags = ("--bucket_tokens", 8190, "--bucket_frames", 1, "--samples", 2000, "--aspect_steps", "0.08,inf")
     lines = run_script_here("report_ladders.py", *flags).stdout.splitlines()
+    *lines, _, novelai = lines
+    assert re.fullmatch(r"Of 2,000 images .* keeps [\d,]+ under the default rule .* and 2,000 under .*", novelai)
     assert lines[0].startswith("| own sizes | aspect_step | buckets |")
     assert [line.split(" | ")[1] for line in lines[2:]] == ["0.08", "inf"] * 2
     buckets = [int(line.split(" | ")[2]) for line in lines[2:]]

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, BucketTable, LatentSpec, PlanError, Size
@@ -44,6 +45,14 @@ def loader(grouping=BUCKET, *, num_workers: int = 0, **options):
     return resume(Accelerator(cpu=True), batcher(grouping, **options).make_loader(num_workers=num_workers))
 
 
+def odd(row) -> bool:
+    return row["index"] % 2 == 1
+
+
+def as_it_is(row):
+    return row
+
+
 def rejected(index: int) -> bool:
     return index % 10 == 9
 
@@ -72,6 +81,8 @@ def test_every_row_comes_once_in_full_batches_but_for_the_tails(grouping, num_wo
 @groupings
 @pytest.mark.parametrize(("num_workers", "options"), [
     (0, {}), (2, {}), (0, {"max_buffered": 5, "snapshot_every": 3}), (0, {"dataset": "shuffled"}),
+    (0, {"dataset": "interleaved", "snapshot_every": 4}), (0, {"dataset": "concatenated", "snapshot_every": 4}),
+    (0, {"steps_per_epoch": 9}),
     pytest.param(2, {"snapshot_every": 4}, marks=pytest.mark.slow),
     pytest.param(2, {"steps_per_epoch": 9}, marks=pytest.mark.slow),
     pytest.param(3, {"dataset": "few shards"}, marks=pytest.mark.slow),
@@ -82,6 +93,8 @@ def test_a_state_of_any_step_yields_exactly_the_rest(grouping, num_workers: int,
         dataset = {
             "few shards": make_stream(shards=2),
             "shuffled": make_stream().shuffle(seed=3, buffer_size=20),
+            "interleaved": interleave_datasets([make_stream(50).shuffle(seed=3, buffer_size=20), make_stream(40)]),
+            "concatenated": concatenate_datasets([make_stream(40), make_stream(40).shuffle(seed=3, buffer_size=20)]),
         }.get(options.get("dataset"))
         return loader(grouping, num_workers=num_workers, **{**options, "dataset": dataset})
 
@@ -92,7 +105,7 @@ def test_a_state_of_any_step_yields_exactly_the_rest(grouping, num_workers: int,
             wanted.append(batch["index"])
             states.append(json.loads(json.dumps(whole.state_dict())))
     assert len(wanted) > 16
-    for finished, state in list(enumerate(states))[:: 1 if num_workers == 0 else 4]:
+    for finished, state in list(enumerate(states))[:: 4 if num_workers or "dataset" in options else 1]:
         again = fresh()
         again.load_state_dict(state)
         rest = [batch["index"] for epoch in range(again.epoch, 2) for batch in again]
@@ -120,7 +133,7 @@ def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options)
     batches = list(loader(grouping, dataset=rows.to_iterable_dataset()))
     config = PackPlanConfig(max_tokens=100, strip_length=grouping.strip_length, open_packs=settings["open_packs"],
                             max_samples=grouping.max_samples)  # fmt: skip
-    spans = np.array([grouping.measure(row) for row in rows])
+    spans = np.array(grouping.measures(list(rows)))
     packs = packs_of(spans, np.zeros(400), config)
     wanted = [np.flatnonzero(packs == pack).tolist() for pack in range(packs.max() + 1)]
     assert sorted(batch["index"] for batch in batches) == wanted
@@ -149,12 +162,94 @@ def test_memory_is_bounded_by_flushing_the_oldest_group() -> None:
     assert len(waiting) > 8
 
 
-def test_max_tokens_gives_each_bucket_as_many_samples_as_fit() -> None:
+def heavy_rows(index: list[int], read: list[int]):
+    for number in index:
+        read.append(number)
+        media = {"bytes": bytes(1000), "path": None}
+        yield {"index": number, "bucket_id": number % 3, "media": media, "num_tokens": 1}
+
+
+@pytest.mark.parametrize("grouping", [BucketGrouping(table=TABLE, batch_size=1000), PackGrouping(max_tokens=1000)])
+def test_waiting_rows_and_those_read_ahead_keep_to_a_number_of_bytes(grouping) -> None:
+    read: list[int] = []
+    rows = IterableDataset.from_generator(partial(heavy_rows, list(range(60)), read))
+    stream = batcher(grouping, dataset=rows, max_buffered_bytes=10_000)
+    sent: list[int] = []
+    for batch in itertools.takewhile(lambda batch: not batch.ended, iter(stream)):
+        sent += batch.batch["index"]
+        assert len(read) - len(sent) <= 12, "some 10 waiting or read ahead"
+    assert sorted(sent) == list(range(60))
+    assert read[:60] == list(range(60))
+
+
+def test_a_state_of_a_stream_bound_in_bytes_yields_exactly_the_rest() -> None:
+    def fresh():
+        rows = IterableDataset.from_generator(partial(heavy_rows, list(range(60)), []))
+        return loader(BucketGrouping(table=TABLE, batch_size=8), dataset=rows, max_buffered_bytes=9000)
+
+    whole, states, wanted = fresh(), [], []
+    for batch in whole:
+        wanted.append(batch["index"])
+        states.append(whole.state_dict())
+    for finished, state in enumerate(states[:-1], start=1):
+        again = fresh()
+        again.load_state_dict(state)
+        assert [batch["index"] for batch in again] == wanted[finished:]
+
+
+def test_sizes_are_assigned_many_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"index": i, "num_tokens": 1, "num_frames": 1, "height": 64, "width": 64 + i % 128} for i in range(2000)]
+    dataset = Dataset.from_list(rows).to_iterable_dataset()
+    calls = []
+    assign = BucketTable.assign
+    monkeypatch.setattr(BucketTable, "assign", lambda self, *s: calls.append(len(s[0])) or assign(self, *s))
+    batches = itertools.takewhile(lambda batch: not batch.ended, iter(batcher(dataset=dataset)))
+    buckets = {i: bucket for batch in batches for i, bucket in zip(*list(batch.batch.values())[:2], strict=True)}
+    assert sum(calls) == 2000
+    assert len(calls) <= 10
+    one_by_one = [int(assign(TABLE, [1], [64], [row["width"]]).bucket_id[0]) for row in rows[:128]]
+    assert [buckets.get(i, -1) for i in range(128)] == one_by_one
+
+
+def test_max_tokens_gives_each_bucket_as_many_samples_as_fit_but_at_most_max_samples() -> None:
     tokens = TABLE.num_tokens(np.arange(3), spec=SPEC)
-    sizes = Counter()
-    for batch in loader(BucketGrouping(table=TABLE, max_tokens=96, spec=SPEC)):
-        sizes[batch["bucket_id"][0]] = max(sizes[batch["bucket_id"][0]], len(batch["index"]))
-    assert sizes == {bucket: 96 // tokens[bucket] for bucket in range(3)}
+    for most in (None, 4):
+        sizes = Counter()
+        for batch in loader(BucketGrouping(table=TABLE, max_tokens=96, spec=SPEC, max_samples=most)):
+            sizes[batch["bucket_id"][0]] = max(sizes[batch["bucket_id"][0]], len(batch["index"]))
+        assert sizes == {bucket: min(96 // tokens[bucket], most or 99) for bucket in range(3)}
+
+
+def test_epochs_of_some_steps_continue_the_stream_until_all_rows_have_come() -> None:
+    wanted = [batch["index"] for batch in loader()]
+    source = loader(steps_per_epoch=5)
+    epochs = [[batch["index"] for batch in source] for _ in range(-(-len(wanted) // 5))]
+    assert [index for epoch in epochs for index in epoch] == wanted
+    assert source.epoch == len(epochs)
+    shuffled = loader(steps_per_epoch=5, dataset=make_stream().shuffle(seed=1, buffer_size=30))
+    passes = [sorted(i for _ in epochs for batch in shuffled for i in batch["index"]) for _ in range(2)]
+    assert passes[0] == passes[1] == [i for i in range(ROWS) if not rejected(i)], "a second pass follows the first"
+    jumped, whole = loader(steps_per_epoch=5), loader()
+    next(iter(jumped))
+    for other in (jumped, whole):
+        other.set_epoch(7)
+    pairs = zip(jumped, whole, strict=False)
+    assert all(one["index"] == other["index"] for one, other in pairs), "another epoch than the next starts a pass"
+
+
+def test_a_stream_that_is_split_already_is_not_split_again() -> None:
+    def rows_of(process: int, dataset) -> list[int]:
+        stream = iter(batcher(dataset=dataset, num_processes=2, process_index=process))
+        return [
+            i for batch in itertools.takewhile(lambda batch: not batch.ended, stream) for i in batch.batch["index"]
+        ]
+
+    for shards in (6, 3):
+        splits = [split_dataset_by_node(make_stream(shards=shards), rank=rank, world_size=2) for rank in range(2)]
+        rows = [i for process in range(2) for i in rows_of(process, splits[process])]
+        assert sorted(rows) == [i for i in range(ROWS) if not rejected(i)]
+        with pytest.raises(BucketingError, match=r"split for process 1 of 2 .*, but this is process 0 of 2"):
+            rows_of(0, splits[1])
 
 
 def test_rejected_rows_are_counted() -> None:
@@ -169,10 +264,30 @@ def test_rejected_rows_are_counted() -> None:
     ({"dataset": make_stream(shards=3)}, "num_shards was 6 and is 3"),
     ({"num_workers": 2}, "num_workers was 0 and is 2"),
     ({"grouping": BucketGrouping(table=TABLE, batch_size=5)}, "batch_size was 4 and is 5"),
+    ({"dataset": make_stream().filter(odd)}, "stream was"),
+    ({"dataset": make_stream().map(as_it_is)}, "stream was"),
+    ({"dataset": make_stream().shuffle(seed=1, buffer_size=9)}, "stream was"),
 ])  # fmt: skip
 def test_a_state_that_does_not_fit_is_refused_by_name(options, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         loader(**options).load_state_dict(loader().state_dict())
+
+
+def test_a_state_belongs_to_the_definition_of_its_stream() -> None:
+    def streams():
+        yield make_stream().shuffle(seed=1, buffer_size=9)
+        yield make_stream().shuffle(seed=2, buffer_size=9)
+        yield make_stream().shuffle(seed=1, buffer_size=10)
+        yield make_stream().filter(odd).shuffle(seed=1, buffer_size=9)
+        yield interleave_datasets([make_stream(), make_stream()])
+        yield interleave_datasets([make_stream(), make_stream()], probabilities=[0.5, 0.5], seed=1)
+        yield interleave_datasets([make_stream(), make_stream()], probabilities=[0.5, 0.5], seed=2)
+        yield Dataset.from_dict({"index": [0], "bucket_id": [0]}).to_iterable_dataset()
+        yield Dataset.from_dict({"index": [1], "bucket_id": [0]}).to_iterable_dataset()
+
+    first, again = ([batcher(dataset=stream).fingerprint()["stream"] for stream in streams()] for _ in range(2))
+    assert first == again
+    assert len(set(first)) == len(first)
 
 
 def test_a_stream_that_lost_rows_cannot_be_resumed() -> None:
@@ -189,12 +304,17 @@ def test_what_cannot_work_is_an_error() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(BucketingError, match=r"Expected a datasets\.IterableDataset"):
         batcher(dataset=Dataset.from_dict({"a": [1]}))
-    with pytest.raises(BucketingError, match="values of 1 or more"):
-        batcher(max_buffered=0)
+    for wrong in ({"max_buffered": 0}, {"max_buffered_bytes": 0}, {"steps_per_epoch": 0}, {"snapshot_every": 0}):
+        with pytest.raises(BucketingError, match="values of 1 or more"):
+            batcher(**wrong)
+    with pytest.raises(PlanError, match="`batch_size` must be a whole number, got '4'"):
+        BucketGrouping(table=TABLE, batch_size="4")
     with pytest.raises(PlanError, match="without preparing"):
         resume(accelerator, accelerator.prepare(batcher().make_loader()))
     with pytest.raises(PlanError, match="Persistent workers"):
         resume(accelerator, DataLoader(batcher(), batch_size=None, num_workers=1, persistent_workers=True))
+    with pytest.raises(PlanError, match="in_order=False"):
+        resume(accelerator, DataLoader(batcher(), batch_size=None, num_workers=1, in_order=False))
     with pytest.raises(PlanError, match="process 1 of 2"):
         resume(accelerator, batcher(num_processes=2, process_index=1).make_loader())
     with pytest.raises(PlanError, match="takes 48 tokens and exceeds max_tokens=40"):

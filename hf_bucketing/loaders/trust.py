@@ -1,0 +1,29 @@
+"""Refuse checkpoints whose pickles could run code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+
+from accelerate.utils import load
+
+from ..errors import BucketingError
+
+
+def refuse_code(folder: Path) -> None:
+    """Check the pickles of a checkpoint before accelerate loads them.
+
+    What is registered with `register_for_checkpointing` accelerate unpickles whatever it holds, and a file of random
+    states that holds code it passes over in silence. Its other files it reads as plain values, or as safetensors.
+
+    Raises:
+        BucketingError: If a file holds more than plain values, tensors and numpy arrays.
+    """
+    for path in sorted(folder.glob("*.pkl")):
+        try:
+            load(str(path), map_location="cpu", mmap=True)  # weights_only, without reading the tensors
+        except (UnpicklingError, RuntimeError, EOFError) as error:
+            raise BucketingError(
+                f"{path} holds more than plain values and tensors, or is damaged, so loading it could run code; it "
+                "was not loaded. Take the checkpoint from the run that saved it."
+            ) from error
