@@ -6,6 +6,7 @@ python scripts/benchmark_sampling.py --output scripts/benchmark_results/sampling
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -155,6 +156,36 @@ def measure_packs(samples: int) -> dict[str, float]:
     return figures
 
 
+def measure_streams(rows: int) -> dict[str, float]:
+    """Group a stream of random sizes into batches of a table, beside reading the stream alone; in CPU seconds."""
+    from datasets import Dataset
+
+    from hf_bucketing import token_ladder
+    from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher
+
+    rng = np.random.default_rng(0)
+    sizes = {"num_frames": rng.integers(1, 120, rows), "height": rng.integers(200, 1200, rows)}
+    stream = Dataset.from_dict({**sizes, "width": rng.integers(200, 1200, rows)}).to_iterable_dataset()
+    table = token_ladder(WAN, [8190, 32760], frames=[1, 17, 49, 81])
+    batches = StreamingBucketBatcher(stream, BucketGrouping(table=table, batch_size=BATCH_SIZE), collate_fn=as_it_is)
+    start = time.process_time()
+    alone = sum(1 for _ in stream)
+    read = time.process_time()
+    sent = sum(batch.size for batch in itertools.takewhile(lambda batch: not batch.ended, batches))
+    grouped = time.process_time()
+    return {
+        "stream_rows": alone,
+        "stream_rows_in_batches": sent,
+        "stream_buckets": len(table),
+        "stream_reading_us_per_row": (read - start) / rows * 1e6,
+        "stream_reading_and_grouping_us_per_row": (grouped - read) / rows * 1e6,
+    }
+
+
+def as_it_is(rows: Any) -> dict[str, Any]:
+    return {"rows": rows}
+
+
 def measure_scale(rows: list[int], processes: list[int]) -> dict[str, object]:
     """Measure plans of growing size, and extrapolate from the largest two to 10 times the largest."""
     measured = {}
@@ -208,6 +239,7 @@ def main(args: argparse.Namespace) -> None:
     figures = machine("numpy")
     figures.update(measure_buckets(args.rows, args.runs, args.draws))
     figures.update(measure_packs(args.samples))
+    figures.update(measure_streams(args.samples))
     if args.scale_rows:
         figures.update(measure_scale(sorted(args.scale_rows), args.scale_processes))
     report(figures, args.output)

@@ -6,12 +6,14 @@ import json
 import pickle
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
@@ -69,6 +71,14 @@ class Run:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return drawn
+
+
+@pytest.fixture(autouse=True)
+def own_state() -> Iterator[None]:
+    """Other tests do not start inside a window of accumulation."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture

@@ -192,21 +192,19 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         rows = iter(self.dataset)
         groups = self.grouping.start()
         complete = deque(_read_again(rows, place, self.grouping, groups))
-        measured = self._measured(rows, snapshots, read=read)
-        while True:
+        nothing: tuple[None, None, int] = (None, None, 0)  # before the first row, for groups that were complete
+        for row, measure, num_bytes in itertools.chain([nothing], self._measured(rows, snapshots, read=read)):
+            if row is not None:
+                if measure is None:
+                    rejected += 1
+                else:
+                    complete.extend(groups.add(row, ordinal=read, measure=measure, num_bytes=num_bytes))
+                read += 1
             while complete or groups.num_rows > self.max_buffered or groups.num_bytes > self.max_buffered_bytes:
                 if not complete:
                     complete.append(groups.flush(next(iter(groups)).key))
                 group = complete.popleft()
                 yield group.rows, _place(snapshots, complete, groups, read=read, rejected=rejected)
-            row, measure, num_bytes = next(measured, (None, None, 0))
-            if row is None:
-                break
-            if measure is None:
-                rejected += 1
-            else:
-                complete.extend(groups.add(row, ordinal=read, measure=measure, num_bytes=num_bytes))
-            read += 1
         for key in sorted(groups.waiting):
             yield groups.flush(key).rows, _place(snapshots, (), groups, read=read, rejected=rejected)
         yield [], _place(snapshots, (), groups, read=read, rejected=rejected)

@@ -6,13 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import NoneType
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..buckets.arrays import IntArray
 from ..buckets.open_table import OpenTable
-from ..buckets.sizes import LatentSpec, Size
+from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import PlanError, refuse_old_names
 from ..loaders.state import settings
@@ -142,10 +144,10 @@ class BucketGrouping:
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the bucket id of each row; None if it has none."""
-        sizes = [_size(row) for row in rows if "bucket_id" not in row]
-        assigned = iter(self.table.assign(*zip(*sizes, strict=True)).bucket_id.tolist() if sizes else ())
-        ids = (int(row["bucket_id"]) if "bucket_id" in row else next(assigned) for row in rows)
-        return [bucket if bucket >= 0 else None for bucket in ids]
+        sizes = _sizes([row for row in rows if "bucket_id" not in row])
+        assigned = iter(self.table.assign(*sizes.T).bucket_id.tolist())
+        ids = [row["bucket_id"] if "bucket_id" in row else next(assigned) for row in rows]
+        return [int(bucket) if bucket >= 0 else None for bucket in ids]
 
     def start(self) -> OpenGroups:
         """Return the groups of a worker that has read no row."""
@@ -210,10 +212,10 @@ class PackGrouping:
         Raises:
             PlanError: If they exceed `max_tokens`, or cannot be computed.
         """
-        sizes = [_size(row) for row in rows if "num_tokens" not in row]
-        if sizes and self.spec is None:
+        sizes = _sizes([row for row in rows if "num_tokens" not in row])
+        if len(sizes) and self.spec is None:
             raise PlanError("Rows have no num_tokens column; map BucketColumns over the stream, or pass spec=.")
-        counted = iter(self._tokens(sizes) if sizes else ())
+        counted = iter(self._tokens(sizes) if len(sizes) else ())
         spans = []
         for row in rows:
             tokens = int(row["num_tokens"]) if "num_tokens" in row else next(counted)
@@ -226,12 +228,11 @@ class PackGrouping:
             spans.append(span if span > 0 else None)
         return spans
 
-    def _tokens(self, sizes: Sequence[Size]) -> list[int]:
+    def _tokens(self, sizes: IntArray) -> list[int]:
         """Return the tokens of each size, 0 for that of an unreadable file."""
         assert self.spec is not None, "measures checks it"
-        table = np.array(sizes, np.int64)
-        t, h, w = self.spec.grid_of(*self.spec.snap_arrays(*np.maximum(table, 1).T))
-        return np.where(table.min(axis=1) > 0, t * h * w, 0).tolist()
+        t, h, w = self.spec.grid_of(*self.spec.snap_arrays(*np.maximum(sizes, 1).T))
+        return np.where(sizes.min(axis=1) > 0, t * h * w, 0).tolist()
 
     def start(self) -> OpenGroups:
         """Return the groups of a worker that has read no row."""
@@ -297,8 +298,12 @@ def bytes_of(row: Any) -> int:
 _NUMBERS = {int, float, bool, NoneType}
 
 
-def _size(row: Row) -> Size:
+def _sizes(rows: Sequence[Row]) -> IntArray:
+    """Return frames, heights and widths, shape `(n, 3)`."""
     try:
-        return Size(row["num_frames"], row["height"], row["width"])
+        return np.array(list(map(_SIZE, rows)), np.int64).reshape(-1, 3)
     except KeyError as error:
-        raise PlanError(f"A row of the stream lacks [{error}]; map MediaMetadata over it first.") from error
+        raise PlanError(f"A row of the stream lacks {error}; map MediaMetadata over it first.") from error
+
+
+_SIZE = itemgetter("num_frames", "height", "width")
