@@ -39,7 +39,7 @@ def counted_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     init = Tables.__init__
 
     def counting(self: Tables, make: Any) -> None:
-        init(self, lambda *key: made.append(key) or make(*key))
+        init(self, lambda *key, **device: made.append(key) or make(*key, **device))
 
     monkeypatch.setattr(Tables, "__init__", counting)
     yield made
