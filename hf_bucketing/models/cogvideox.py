@@ -41,7 +41,6 @@ class CogVideoXFamily(JointFamily):
     interpolates = True
     latents_as = "frames_first"
     attention_kwargs = "attention_kwargs"
-    text_apart = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""

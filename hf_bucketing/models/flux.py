@@ -16,7 +16,7 @@ from ..packing.family import Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates, over_grid
 from ..packing.processors import Rotary
-from .joint import JointFamily
+from .joint import JointFamily, hook_text_modulation
 
 BLOCK = 2
 """Latent rows and columns that the pipelines put into one token."""
@@ -55,6 +55,10 @@ class FluxFamily(JointFamily):
         """Number tokens by row and column. Text has position zero, which does not rotate: the processor skips it."""
         # module.forward instead of module(…), which would call the hook again
         return tuple(module.forward(_ids(grid, base_size, device=device)))
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook also the norms, to modulate text by its own sample's timestep."""
+        return [*super().hook_positions(transformer, base_size), *hook_text_modulation(transformer, single="first")]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Number the tokens as the pipelines do; the hook replaces these positions in a pack."""

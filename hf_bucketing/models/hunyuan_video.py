@@ -19,7 +19,7 @@ from ..packing.family import Transformer
 from ..packing.layout import Grid, PackedLayout
 from ..packing.positions import axis_coordinates
 from ..packing.processors import Rotary
-from .joint import JointFamily
+from .joint import JointFamily, hook_text_modulation
 from .positions import rotary_tables
 
 if TYPE_CHECKING:
@@ -65,12 +65,13 @@ class HunyuanVideoFamily(JointFamily):
         return rotary_tables(module.rope_dim, axes, theta=module.theta)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the input and output of the text refiner."""
+        """Hook also the input and output of the text refiner, and the norms, as for Flux."""
         refiner = transformer.context_embedder
         return [
             *super().hook_positions(transformer, base_size),
             refiner.register_forward_pre_hook(_gather_texts),
             refiner.register_forward_hook(_fill_slots),
+            *hook_text_modulation(transformer, single="last"),
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Base of the families whose text attends in one sequence with the tokens: each strip carries text of its sample."""
+"""Base of the families whose text attends in one sequence with the tokens: each strip carries some of the text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -20,12 +21,10 @@ class JointFamily(Family):
     """Base of the families whose models attend to tokens and text tokens in one sequence.
 
     Attributes:
-        text_apart (`bool`): Whether text may fill the slots of any strips: its modulation is made apart.
         guidance (`float`): The distilled guidance that the pipeline passes by default.
     """
 
     processor_class = PackedJointAttnProcessor
-    text_apart: ClassVar[bool] = False
     guidance: ClassVar[float] = 3.5
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
@@ -47,9 +46,8 @@ class JointFamily(Family):
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
     ) -> tuple[PackedLayout, int | None]:
-        """Return the layout with text slots: the number with fewest entries, or the given number per strip."""
+        """Return the layout with text slots: as few as hold the texts, or the given number per strip."""
         self.check_layout(transformer, layout)
-        layout = replace(layout, text_apart=self.text_apart)
         if pad_text_to is None:
             return replace(layout, text_slots=best_text_slots(layout)), None
         if pad_to is None or pad_text_to % pad_to or not pad_text_to:
@@ -58,7 +56,7 @@ class JointFamily(Family):
                 f"be a multiple of pad_to, got {pad_text_to} and {pad_to}."
             )
         layout = replace(layout, text_slots=pad_text_to // pad_to)
-        if layout.text_apart and sum(layout.text_strips_per_sample) > pad_to:
+        if sum(layout.text_strips_per_sample) > pad_to:
             raise PackingError(
                 f"The texts fill {sum(layout.text_strips_per_sample)} strips of {layout.text_slots} text slots, more "
                 f"than the {pad_to} to pad to; give a larger pad_text_to, or pack fewer samples."
@@ -66,8 +64,71 @@ class JointFamily(Family):
         return layout, None
 
     def text_rows(self, batch: PackedBatch) -> torch.Tensor:
-        """Give each strip its part of its sample's text."""
+        """Give each strip its part of the pack's texts."""
         return batch.layout.joint.text_by_strip(batch.text)
+
+
+def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "last"] | None = None) -> list[Any]:
+    """Let the blocks modulate the text in a strip's slots by its own sample's timestep, not by the strip's.
+
+    Args:
+        transformer (`torch.nn.Module`): Transformer whose `transformer_blocks` have a norm for the text.
+        single (`"first"` or `"last"`, *optional*): Where its `single_transformer_blocks` put the text of a row, which
+            they modulate together with its tokens; None if it has none.
+
+    Returns:
+        `list`: Handles of the hooks.
+    """
+    handles = [
+        block.norm1_context.register_forward_pre_hook(_modulate_text, with_kwargs=True)
+        for block in transformer.transformer_blocks
+    ]
+    if single is not None:
+        modulate_row = partial(_modulate_row, text_first=single == "first")
+        for block in transformer.single_transformer_blocks:
+            handles.append(block.norm.register_forward_hook(modulate_row, with_kwargs=True))
+    return handles
+
+
+def _modulate_text(norm: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    text, *embedding = args
+    return (text, *map(of_text, embedding)), {name: of_text(value) for name, value in kwargs.items()}
+
+
+def _modulate_row(
+    norm: Any,
+    args: tuple[torch.Tensor, ...],
+    kwargs: dict[str, torch.Tensor],
+    output: tuple[torch.Tensor, torch.Tensor],
+    *,
+    text_first: bool,
+) -> tuple[torch.Tensor, _Gates] | None:
+    """Modulate the text of each row again, and return a gate for it and one for the row's tokens."""
+    joint = active_layout().joint
+    strips = joint.text_strips()
+    if strips is None:
+        return None
+    (rows, embedding), (modulated, gate) = (*args, *kwargs.values()), output
+    tokens = rows.shape[1] - joint.text_slots
+    sizes, side = ((joint.text_slots, tokens), 0) if text_first else ((tokens, joint.text_slots), 1)
+    parts, gates = list(modulated.split(sizes, 1)), [gate, gate]
+    parts[side], gates[side] = norm.forward(rows.split(sizes, 1)[side], emb=embedding.index_select(0, strips))
+    return torch.cat(parts, 1), _Gates(gates, sizes)
+
+
+class _Gates:
+    """Gates `(rows, dim)` of the two parts of rows, in the place of the one gate that a block multiplies rows by."""
+
+    def __init__(self, gates: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+        self.gates = gates
+        self.sizes = sizes
+
+    def unsqueeze(self, dim: int) -> _Gates:
+        return _Gates([gate.unsqueeze(dim) for gate in self.gates], self.sizes)
+
+    def __mul__(self, rows: torch.Tensor) -> torch.Tensor:
+        parts = zip(self.gates, rows.split(self.sizes, 1), strict=True)
+        return torch.cat([gate * part for gate, part in parts], 1)
 
 
 def of_text(values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..errors import PackingError
 from ..packing.family import Transformer
 from ..packing.layout import Grid
 from ..packing.positions import axis_coordinates
-from .joint import JointFamily, of_text
+from .joint import JointFamily, hook_text_modulation
 from .positions import hook_patch_embed
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class SD3Family(JointFamily):
     images_only = True
     latents_as = "images"
     attention_kwargs = "joint_attention_kwargs"
-    text_apart = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""
@@ -53,18 +52,8 @@ class SD3Family(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding, and the norms of text, to modulate it by its own sample's timestep."""
-        return [
-            hook_patch_embed(transformer.pos_embed, partial(_table, base_size=base_size)),
-            *(
-                block.norm1_context.register_forward_pre_hook(_modulate, with_kwargs=True)
-                for block in transformer.transformer_blocks
-            ),
-        ]
-
-
-def _modulate(norm: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-    text, *embedding = args
-    return (text, *map(of_text, embedding)), {name: of_text(value) for name, value in kwargs.items()}
+        table = hook_patch_embed(transformer.pos_embed, partial(_table, base_size=base_size))
+        return [table, *hook_text_modulation(transformer)]
 
 
 def _table(embed: PatchEmbed, grid: Grid, device: torch.device, *, base_size: Grid | None) -> torch.Tensor:

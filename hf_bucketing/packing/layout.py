@@ -34,9 +34,7 @@ class PackedLayout:
         text_lengths (tuple of `int`): Text tokens of each sample. The texts follow one another without padding.
         strip_length (`int`): Tokens per strip.
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
-            the same sequence; a sample then has as many strips as its text needs. 0 where text lies apart.
-        text_apart (`bool`): Whether text fills the slots of any strips, for models that modulate it by itself; a
-            sample then has no more strips than its tokens need.
+            the same sequence; the texts fill the slots of all strips in order. 0 where text lies apart.
         device (`torch.device`): Device of the tensors below.
         caption_ids (tuple of `int`, *optional*): The stored text that each sample reads, numbered by first use. By
             default, each sample has a text of its own.
@@ -62,7 +60,6 @@ class PackedLayout:
     text_lengths: tuple[int, ...]
     strip_length: int
     text_slots: int = 0
-    text_apart: bool = False
     device: torch.device | str = "cpu"
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
@@ -100,10 +97,7 @@ class PackedLayout:
     @cached_property
     def strips_per_sample(self) -> tuple[int, ...]:
         """Strips of each sample."""
-        for_tokens = [_ceil_div(length, self.strip_length) for length in self.lengths]
-        if self.text_apart or not self.text_slots:
-            return tuple(for_tokens)
-        return tuple(map(max, for_tokens, self.text_strips_per_sample))
+        return tuple(_ceil_div(length, self.strip_length) for length in self.lengths)
 
     @cached_property
     def text_strips_per_sample(self) -> tuple[int, ...]:
@@ -291,8 +285,8 @@ class JointLayout:
             among the stored ones; None where they lie in order.
         text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
         first_strips (`torch.Tensor` of shape `(n,)`): The first strip of each sample.
-        modulated_as (`torch.Tensor` of shape `(strips,)`, *optional*): For the text of each strip, a strip with tokens
-            of the same sample; None where strips carry text of their own sample alone.
+        modulated_as (`torch.Tensor` of shape `(strips,)`): For the text of each strip, a strip with tokens of the same
+            sample.
         aligned (`bool`): Whether all strips happen to carry text of their own sample, as in a pack of one.
     """
 
@@ -305,7 +299,7 @@ class JointLayout:
     text_source: torch.Tensor | None
     text_target: torch.Tensor
     first_strips: torch.Tensor
-    modulated_as: torch.Tensor | None
+    modulated_as: torch.Tensor
     aligned: bool
 
     @classmethod
@@ -318,19 +312,16 @@ class JointLayout:
         if not layout.text_slots:
             raise PackingError("The strips of this layout carry no text; make one with text_slots of at least 1.")
         strips, slots = layout.num_strips, layout.text_slots
-        firsts = text_firsts = _starts(layout.strips_per_sample)
-        modulated, aligned = None, True
-        if layout.text_apart:
-            counts = layout.text_strips_per_sample
-            if sum(counts) > strips:
-                raise PackingError(
-                    f"The texts fill {sum(counts)} strips of {slots} text slots, and the pack has {strips} strips; "
-                    "use more slots (pad_text_to), or pack fewer samples."
-                )
-            text_firsts, samples = _starts(counts), np.arange(len(layout))
-            of_text = np.repeat(samples, counts)
-            aligned = np.array_equal(of_text, np.repeat(samples, layout.strips_per_sample)[: len(of_text)])
-            modulated = np.repeat([*firsts, 0], [*counts, strips - sum(counts)])
+        firsts, counts = _starts(layout.strips_per_sample), layout.text_strips_per_sample
+        if sum(counts) > strips:
+            raise PackingError(
+                f"The texts fill {sum(counts)} strips of {slots} text slots, and the pack has {strips} strips; "
+                "use more slots (pad_text_to), or pack fewer samples."
+            )
+        text_firsts, samples = _starts(counts), np.arange(len(layout))
+        of_text = np.repeat(samples, counts)
+        aligned = np.array_equal(of_text, np.repeat(samples, layout.strips_per_sample)[: len(of_text)])
+        modulated = np.repeat([*firsts, 0], [*counts, strips - sum(counts)])
         targets = [first * slots + np.arange(n) for first, n in zip(text_firsts, layout.text_lengths, strict=True)]
         pieces = [
             np.concatenate([np.arange(*span), layout.num_tokens + target])
@@ -355,7 +346,7 @@ class JointLayout:
             text_source=layout.text_index,
             text_target=on_device(np.concatenate(targets)),
             first_strips=on_device(np.array(firsts)),
-            modulated_as=None if modulated is None else on_device(modulated),
+            modulated_as=on_device(modulated),
             aligned=aligned,
         )
 
@@ -386,7 +377,7 @@ class JointLayout:
 
     def text_strips(self) -> torch.Tensor | None:
         """Return `modulated_as`, or None where it makes no difference; a compiled model gets one graph for both."""
-        return None if self.aligned and not torch.compiler.is_compiling() else self.modulated_as
+        return None if not torch.compiler.is_compiling() and self.aligned else self.modulated_as
 
     def text_by_strip(self, text: torch.Tensor) -> torch.Tensor:
         """Put a pack's stored texts into the strips of the samples that read them: `(strips, text_slots, …)`."""
@@ -433,27 +424,21 @@ def _sizes(spans: Sequence[Span], total: int) -> tuple[int, ...]:
 
 
 def best_text_slots(layout: PackedLayout) -> int:
-    """Return the text slots per strip with which a pack has the fewest entries, tokens and text slots together.
+    """Return the smallest number of text slots per strip that holds all texts of a pack.
 
-    One slot per strip suits a long video; a small image with a long text needs many slots, or more strips than its
-    tokens fill. All strips of a pack have the same number, so it is a compromise over the samples; where texts fill
-    the slots of any strips, the smallest number that holds them all.
+    All strips have the same number. The text of a small image fills the slots of many strips, most of them with tokens
+    of other samples.
 
     Example:
-        One token with a text of 12 beside a sample of 40 tokens with the same text, in strips of four. With two
-        slots the first takes six strips and the second ten, `16·6 = 96` entries; with twelve slots they would take one
-        and ten, `11·16 = 176`:
+        One token with a text of 12 beside a sample of 40 tokens with the same text, in eleven strips of four. With two
+        slots the texts would fill twelve strips; with three they fill eight:
 
         >>> best_text_slots(PackedLayout(grids=((1, 1, 1), (1, 5, 8)), text_lengths=(12, 12), strip_length=4))
-        2
+        3
     """
-    for_tokens = _ceil_div(np.array(layout.lengths), layout.strip_length)
     slots = np.arange(1, max(1, *layout.text_lengths) + 1)
     for_text = _ceil_div(np.array(layout.text_lengths), slots[:, None])
-    if layout.text_apart:
-        return int(slots[(for_text.sum(1) <= for_tokens.sum()).argmax()])
-    strips = np.maximum(for_tokens, for_text).sum(1)
-    return int(slots[np.argmin(strips * (layout.strip_length + slots))])
+    return int(slots[(for_text.sum(1) <= sum(layout.strips_per_sample)).argmax()])
 
 
 def _cut_samples(layout: PackedLayout, lengths: Sequence[int]) -> SegmentSpans:
