@@ -30,7 +30,7 @@ def test_notebooks_are_stored_without_outputs(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [
-    pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name == "03_finetune.ipynb" else [])
+    pytest.param(path, id=path.name, marks=[] if path.name == "01_buckets.ipynb" else [pytest.mark.slow])
     for path in NOTEBOOKS
 ])  # fmt: skip
 def test_notebooks_run(path: Path, tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.training.review import count_samples, losses_of, plans_of
 from tests.conftest import launch, run_script_here
-from tests.training.training_cases import BATCHING, batching, in_process, run, train
+from tests.training.training_cases import BATCHING, in_process, run, train
 
 
-@batching
+@pytest.mark.parametrize("flags", [
+    pytest.param(BATCHING["bucket"], id="bucket"), pytest.param(BATCHING["pack"], id="pack", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_two_processes_see_every_sample_once_in_equal_steps(flags, pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     result = train(pipeline_dir, prepared_dir, tmp_path / "out", *flags, "--num_train_epochs", 2)
     assert "Num processes = 2" in result.stderr
