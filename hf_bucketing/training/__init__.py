@@ -4,6 +4,7 @@ from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .config import BatchConfig, LoaderConfig, ObjectiveConfig, TrainingConfig
 from .loop import train
+from .memory.config import MemoryConfig
 from .optimizers import OptimizerConfig
 from .validation import ValidationConfig
 
@@ -12,6 +13,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "LoaderConfig",
+    "MemoryConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "TrainingConfig",

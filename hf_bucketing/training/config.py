@@ -18,6 +18,7 @@ from ..plans.packs import Balance
 from ..settings import build, check_at_least, check_literals, check_shares, explains_names, flatten, not_default
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
+from .memory.config import MemoryConfig
 from .optimizers import OptimizerConfig
 from .validation import ValidationConfig
 
@@ -170,7 +171,6 @@ class TrainingConfig:
         num_train_epochs (`int`): Epochs to train for, unless `max_train_steps` is given.
         max_train_steps (`int`, *optional*): Optimizer steps to train for; by default those of all epochs.
         gradient_accumulation_steps (`int`): Batches per optimizer step.
-        gradient_checkpointing (`bool`): Whether the backward pass recomputes activations, to save memory.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`, *optional*): Precision of activations and of the frozen text
             encoder; by default accelerate's own setting.
         trained_component (`"transformer"` or `"transformer_2"`): Transformer to train, where a pipeline has two: the
@@ -180,6 +180,7 @@ class TrainingConfig:
             average is saved in place of the last weights; by default there is none.
         report_to (`str`): Tracker of accelerate that receives losses and renderings, or `"none"`.
         batches ([`BatchConfig`]): Batches or packs.
+        memory ([`MemoryConfig`][hf_bucketing.training.memory.config.MemoryConfig]): How the model is kept in memory.
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Crop, frames, flip and decoder.
         faults ([`FaultRule`][hf_bucketing.loaders.FaultRule]): Unreadable samples.
         loader ([`LoaderConfig`]): Worker processes.
@@ -201,13 +202,13 @@ class TrainingConfig:
     num_train_epochs: int = 1
     max_train_steps: int | None = None
     gradient_accumulation_steps: int = field(default=1, metadata={"argument": "accumulation_steps"})
-    gradient_checkpointing: bool = False
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
     trained_component: Literal["transformer", "transformer_2"] = "transformer"
     max_sequence_length: int | None = None
     ema_decay: float | None = None
     report_to: str = "tensorboard"
     batches: BatchConfig = field(default_factory=BatchConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     views: ViewRule = field(default_factory=ViewRule)
     faults: FaultRule = field(default_factory=FaultRule)
     loader: LoaderConfig = field(default_factory=LoaderConfig)

@@ -40,7 +40,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
-from .memory import describe, fill_max_tokens, model_width, out_of_memory
+from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import RunLog, StepMetrics
@@ -115,7 +115,7 @@ class Trainer:
             adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
             config = changed(config, lora_alpha=adapters.lora_alpha)
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
-        if config.gradient_checkpointing:
+        if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}
         dtype = half.get(accelerator.mixed_precision, torch.float32)

@@ -20,19 +20,26 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
         *("learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta1", "adam_beta2", "adam_weight_decay"),
         *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_train_steps", "gradient_accumulation_steps"),
         *("random_crop", "frame_picking", "flip_probability", "video_decoder", "caption_dropout"),
-        *("on_error", "max_errors", "max_error_share", "gradient_checkpointing"),
+        *(
+            "on_error",
+            "max_errors",
+            "max_error_share",
+            "gradient_checkpointing",
+            "offload_blocks",
+            "offload_activations",
+        ),
     ),
     # Decide the meaning of the weights and of the optimizer's state in a checkpoint, or the objective. The sampler's
     # state does not know the sizes that random_resize draws: it holds the tokens of one epoch.
     "equal": (
         *("batching", "trained_component", "mixed_precision", "lora_rank", "lora_alpha", "lora_targets", "ema_decay"),
         *("optimizer", "weighting_scheme", "snr_gamma", "loss_reduction", "max_sequence_length", "random_resize"),
-        *("positions", "base_size", "token_drop_rate", "token_drop_mode"),
+        *("positions", "base_size", "token_drop_rate", "token_drop_mode", "trained_dtype", "quantize_base"),
     ),
     # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.
     "plan": (
         *("dataset_dir", "train_batch_size", "max_tokens", "remainder", "pack_strategy", "balance", "strip_length"),
-        *("longest_first", "seed"),
+        *("longest_first", "seed", "context_parallel_degree"),
     ),
     # Compared by a fingerprint of the weights, so that a model may move to another folder.
     "weights": ("pretrained_model_name_or_path",),

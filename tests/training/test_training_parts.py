@@ -20,7 +20,7 @@ from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.adapters import AdapterConfig, add_lora, save_lora
 from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
 from hf_bucketing.training.loop import make_accelerator
-from hf_bucketing.training.memory import estimate_memory, find_max_tokens
+from hf_bucketing.training.memory.estimate import estimate_memory, find_max_tokens
 from hf_bucketing.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from hf_bucketing.training.validation import Validation, ValidationConfig, parse_sizes
 

@@ -13,13 +13,13 @@ from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..buckets.sizes import LatentSpec, Size
-from ..errors import BucketingError
-from ..settings import changed
-from ..units import format_bytes
-from .config import TrainingConfig
-from .data import TrainingData, make_data
-from .steps import Step
+from ...buckets.sizes import LatentSpec, Size
+from ...errors import BucketingError
+from ...settings import changed
+from ...units import format_bytes
+from ..config import TrainingConfig
+from ..data import TrainingData, make_data
+from ..steps import Step
 
 _BYTES_PER_TOKEN_AND_CHANNEL = 34
 """Activations of one block in half precision, without attention scores (Korthikanti et al., 2022)."""
@@ -108,7 +108,7 @@ def describe(
     memory = estimate_memory(
         transformer,
         num_tokens=int(tokens.max()),
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=config.memory.gradient_checkpointing,
         half_precision=accelerator.mixed_precision != "no",
         moment_bytes=config.optimizer.moment_bytes,
     )
@@ -205,7 +205,7 @@ def out_of_memory(error: Exception, batch: Mapping[str, Any], config: TrainingCo
     sizes = ", ".join("x".join(map(str, size)) for size in batch["size"])
     less = "`max_tokens`" if config.batches.max_tokens is not None else "`train_batch_size`"
     helps = [f"lower {less}"]
-    helps += [] if config.gradient_checkpointing else ["use `gradient_checkpointing=True`"]
+    helps += [] if config.memory.gradient_checkpointing else ["use `gradient_checkpointing=True`"]
     helps += ['use `max_tokens="auto"` to find what fits', "or train adapters with `lora_rank=16`"]
     return (
         f"Memory ran out on {len(batch['size'])} samples (frames x height x width: {sizes}; index "

@@ -1,0 +1,1 @@
+"""Memory of a run: precision, quantisation, offload, sharding, and the plan of what they need."""

@@ -1,0 +1,44 @@
+"""How a model is kept in memory while it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ...settings import check_at_least, check_literals
+
+Quantization: TypeAlias = Literal["int8", "float8", "nf4"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """Precision, quantisation, offload and parallelism of the transformer.
+
+    Args:
+        gradient_checkpointing (`bool`): Whether the backward pass recomputes activations, to save memory.
+        trained_dtype (`"float32"` or `"bf16"`): Precision in which trained weights and the optimizer's moments are
+            kept. In bf16 a step changes a weight only if the update is more than 1/256 of it; smaller ones are lost,
+            so that low learning rates may learn nothing.
+        quantize_base (`"int8"`, `"float8"` or `"nf4"`, *optional*): Format of the frozen weights under LoRA; by
+            default they are not quantised. int8 and float8 need torchao, nf4 bitsandbytes and a GPU.
+        offload_blocks (`int`): Blocks of the frozen transformer that wait on the CPU and come to the device when they
+            are computed; they need LoRA and gradient checkpointing.
+        offload_activations (`bool`): Whether activations that the backward pass needs wait on the CPU.
+        context_parallel_degree (`int`): Processes that share each sample, with a part of its tokens each (Ulysses),
+            for samples that one device cannot hold.
+
+    Raises:
+        BucketingError: On an impossible value.
+    """
+
+    gradient_checkpointing: bool = False
+    trained_dtype: Literal["float32", "bf16"] = "float32"
+    quantize_base: Quantization | None = None
+    offload_blocks: int = 0
+    offload_activations: bool = False
+    context_parallel_degree: int = 1
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_at_least(0, self, "offload_blocks")
+        check_at_least(1, self, "context_parallel_degree")
