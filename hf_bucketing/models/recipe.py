@@ -112,11 +112,11 @@ class Recipe(ABC):
         Raises:
             BucketingError: If the pipeline has no such transformer, or cannot be loaded.
         """
-        from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+        import diffusers
 
-        loading = loading or Loading()
+        loading, pipeline_class = loading or Loading(), getattr(diffusers, cls.pipeline_class)
         with from_hub(name_or_path):
-            index = DiffusionPipeline.load_config(name_or_path)
+            index = pipeline_class.load_config(name_or_path)
             if index.get(trained, (None,))[0] is None:
                 raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
             parts = {name: _part_of(name, trained=trained) for name in index}
@@ -125,9 +125,9 @@ class Recipe(ABC):
             }
             if loading.quantization is not None:
                 mapping = {trained: loading.quantization}
-                options["quantization_config"] = PipelineQuantizationConfig(quant_mapping=mapping)
+                options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
             options |= dtypes(loading.dtype, **{trained: loading.trained_dtype})
-            pipeline = DiffusionPipeline.from_pretrained(name_or_path, **options)
+            pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 component.requires_grad_(name == trained)
