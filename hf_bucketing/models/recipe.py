@@ -55,7 +55,7 @@ class Loading:
 
     Attributes:
         parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
-            others, `"text_encoders"` and `"vae"`. The weights of parts that are left out are not opened.
+            others, `"text_encoders"` and `"vae"`. The weights of other parts are not opened.
         dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
             modules that a model keeps in float32.
         trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
