@@ -130,7 +130,7 @@ class Recipe(ABC):
             pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
-                component.requires_grad_(name == trained)
+                component.requires_grad_(name == trained and loading.quantization is None)
         if loading.vae_tiling and pipeline.vae is not None:
             tile(pipeline.vae, name_or_path)
         length = max_sequence_length or cls.default_sequence_length

@@ -42,7 +42,9 @@ from .checkpoint import (
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
+from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
+from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import RunLog, StepMetrics
@@ -89,6 +91,8 @@ class Trainer:
             self.validation = Validation(
                 config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation"
             )
+        check_quantization(config, self.accelerator)
+        check_offload(config, self.accelerator)
         self.calls = parts_called(config)
         source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
@@ -126,6 +130,9 @@ class Trainer:
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
+        if config.memory.offload_blocks:
+            offload_blocks(recipe.transformer, config.memory.offload_blocks, device=accelerator.device)
+        leave_frozen_weights_to_each_process(recipe.transformer)
         recipe.to(accelerator.device, *self.calls)
         return config
 
