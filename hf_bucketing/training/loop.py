@@ -15,7 +15,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import ProjectConfiguration, disable_fsdp_ram_efficient_loading, set_seed
 from diffusers.training_utils import cast_training_params
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -43,11 +43,11 @@ from .data import UNREADABLE, make_data
 from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
 from .memory.precision import loading_of, parts_called, trained_dtype
 from .memory.sharding import (
-    check_loads_once,
     check_sharding,
     fingerprints_of,
     loads_once,
     rendering_in_lockstep,
+    sending_weights,
     sharded_adapters,
 )
 from .memory.shards import SHARDED, ShardedEMAModel, loading_parts
@@ -101,8 +101,6 @@ class Trainer:
         source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
             source = str(pipeline_folder(source))
-        if loads_once(self.accelerator):
-            check_loads_once(recipe, source, trained=config.trained_component)
         self.recipe = recipe.load(
             source,
             max_sequence_length=config.max_sequence_length,
@@ -144,7 +142,10 @@ class Trainer:
         config, transformer = self.config, self.recipe.transformer
         optimizer = make_optimizer(transformer.parameters(), config.optimizer)
         adapted = config.adapters.lora_rank is not None
-        with sharded_adapters(transformer, self.accelerator) if adapted else nullcontext():
+        with (
+            sharded_adapters(transformer, self.accelerator) if adapted else nullcontext(),
+            sending_weights(transformer, self.accelerator),
+        ):
             prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
         self.transformer, self.optimizer, loader = prepared
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
@@ -359,6 +360,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
     check_sharding(config, accelerator)
+    if loads_once(accelerator):  # transformers would leave text encoders empty, which nothing fills
+        disable_fsdp_ram_efficient_loading()
     if not accelerator.is_local_main_process:
         datasets.disable_progress_bars()
         diffusers.utils.logging.disable_progress_bar()

@@ -1,8 +1,7 @@
 """Trainings that each process runs in test_sharding.py, one after the other in one process group.
 
-Run by `accelerate launch --config_file scripts/accelerate_configs/fsdp2.yaml … -m tests.training.sharded_worker CASES`.
-CASES is a JSON file with a list of cases: settings of the run, variables of the environment, and the optimizer step in
-which the run is killed and then resumed, or null.
+Run by `accelerate launch … -m tests.training.sharded_worker CASES`. CASES is a JSON file with a list of cases: the
+settings of the run, variables of the environment, and the optimizer step in which it is killed to be resumed, or null.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
 PartialState.destroy_process_group = lambda *_: None  # the next case uses the group too
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """End of a run in the middle of a step, after which only its files are left."""
 
 
@@ -36,7 +35,7 @@ class KilledTrainer(Trainer):
     def _finish_step(self, *, epoch: int, step: int) -> None:
         super()._finish_step(epoch=epoch, step=step)
         if self.global_step == self.kill_at:
-            raise Killed
+            raise KilledError
 
 
 def main() -> None:
@@ -54,12 +53,14 @@ def main() -> None:
 
 def run(kind: type[Trainer], settings: dict) -> None:
     AcceleratorState._reset_state()
+    if PartialState._shared_state:
+        PartialState().distributed_type = DistributedType.MULTI_GPU  # which the last case replaced
     GradientState._reset_state()
     trainer = kind(TrainingConfig.from_flat(**settings))
     about = {"type": trainer.accelerator.distributed_type.value, "shards": shares(trainer)}
     try:
         trainer.run()
-    except Killed:
+    except KilledError:
         trainer.log.close()
         trainer.release()
     if PartialState().is_main_process:

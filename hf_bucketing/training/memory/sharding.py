@@ -13,8 +13,8 @@ from accelerate.utils import (
     broadcast,
     broadcast_object_list,
     convert_outputs_to_fp32,
-    disable_fsdp_ram_efficient_loading,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ...caching.fingerprints import weights_fingerprints
@@ -79,37 +79,45 @@ def loads_empty(accelerator: Accelerator) -> bool:
     return loads_once(accelerator) and not accelerator.is_main_process
 
 
-def check_loads_once(recipe: type[Recipe], name_or_path: str, *, trained: str) -> None:
-    """Refuse to load weights in one process alone where accelerate cannot send all of them to the others.
-
-    Raises:
-        BucketingError: If the transformer has tensors in its files that are not parameters.
-    """
-    # transformers would leave the text encoder empty in all processes but one, which accelerate does not fill.
-    disable_fsdp_ram_efficient_loading()
-    transformer = recipe.empty_transformer(name_or_path, trained)
-    if buffers := sorted(transformer.state_dict().keys() - dict(transformer.named_parameters()).keys()):
-        raise BucketingError(
-            f"Set `fsdp_cpu_ram_efficient_loading: false` in accelerate's configuration: the {trained} of "
-            f"{name_or_path} saves buffers ({', '.join(buffers)}), which accelerate does not send to other processes."
-        )
-
-
 def fingerprints_of(recipe: Recipe, accelerator: Accelerator) -> dict[str, str]:
     """Return the fingerprints of the weights that a run begins with.
 
-    Where the main process alone has loaded the transformer, they come from it, as do the dtypes of the others'.
+    Where the main process alone has loaded the transformer, it sends them, and the others reserve memory for weights:
+    addresses, by which accelerate knows parameters, and no pages as long as nothing is written there.
     """
     if not loads_once(accelerator):
         return weights_fingerprints(recipe.pipeline)
+    transformer = recipe.transformer
     shared: list[Any] = [None]
     if accelerator.is_main_process:
-        dtypes = {name: value.dtype for name, value in recipe.transformer.named_parameters()}
+        dtypes = {name: value.dtype for name, value in transformer.named_parameters()}
         shared = [(weights_fingerprints(recipe.pipeline), dtypes)]
     fingerprints, dtypes = broadcast_object_list(shared)[0]
-    for name, parameter in recipe.transformer.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
+    if not accelerator.is_main_process:
+        for name, empty in list(transformer.named_parameters()):
+            module, _, own_name = name.rpartition(".")
+            value = torch.empty(empty.shape, dtype=dtypes[name])
+            setattr(transformer.get_submodule(module), own_name, torch.nn.Parameter(value, empty.requires_grad))
     return dict(fingerprints)
+
+
+@contextmanager
+def sending_weights(transformer: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Send each process its share of the weights if [`loads_once`]; prepare the transformer in the `with` block.
+
+    accelerate's own way of sending them needs methods that only models of transformers have.
+    """
+    if not loads_once(accelerator):
+        yield
+        return
+    weights = transformer.state_dict() if accelerator.is_main_process else {}
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False
+    yield
+    plugin.cpu_ram_efficient_loading = True
+    set_model_state_dict(
+        transformer, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
 
 
 @contextmanager
