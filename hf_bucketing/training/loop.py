@@ -50,7 +50,7 @@ from .memory.sharding import (
     sending_weights,
     sharded_adapters,
 )
-from .memory.shards import SHARDED, ShardedEMAModel, loading_parts
+from .memory.shards import SHARDED, averaged
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import RunLog, StepMetrics
@@ -149,10 +149,9 @@ class Trainer:
             prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
         self.transformer, self.optimizer, loader = prepared
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
-        self.ema = ShardedEMAModel(self.trained, decay=config.ema_decay) if config.ema_decay is not None else None
-        if self.ema is not None:
-            self.ema.to(dtype=torch.float32)  # in bf16, small changes of an average are lost
-            self.accelerator.register_for_checkpointing(self.ema)
+        self.ema = None
+        if config.ema_decay is not None:
+            self.ema = averaged(self.trained, decay=config.ema_decay, accelerator=self.accelerator)
         self.loader = resume(self.accelerator, loader)
         self.max_train_steps = config.max_train_steps or self._steps_left()
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
@@ -212,7 +211,7 @@ class Trainer:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
         if self.checkpoint is None:
             return None
-        with without_accelerates_lines(), loading_parts(self.accelerator):
+        with without_accelerates_lines():
             self.accelerator.load_state(str(self.checkpoint.path))
         progress = self.checkpoint.progress
         self.global_step = progress.global_step

@@ -22,7 +22,7 @@ from ...errors import BucketingError, quoted
 from ...models.recipe import Recipe
 from ...packing.context import exact_inputs, keep_inputs_exact
 from ..config import TrainingConfig
-from .shards import SHARDED, named_weights
+from .shards import SHARDED, name_in_files, named_weights
 
 
 def check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
@@ -158,7 +158,7 @@ def _without_frozen(module: torch.nn.Module, state: dict[str, Any], prefix: str,
 def _frozen_may_miss(module: torch.nn.Module, keys: Any) -> None:
     """Let a state be loaded that has no frozen weights."""
     frozen = _frozen(module)
-    keys.missing_keys[:] = [name for name in keys.missing_keys if name not in frozen]
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name_in_files(name) not in frozen]
 
 
 def _frozen(module: torch.nn.Module) -> set[str]:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from diffusers.training_utils import EMAModel
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.serialization import config as serialization
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 """Distributed types in which no process holds all weights."""
 
 
-_WRAPPER = "_checkpoint_wrapped_module."
+AVERAGES = "averaged_weights.safetensors"
+"""File of a checkpoint with the averages of sharded weights, by their number."""
+
+
+def name_in_files(name: str) -> str:
+    """Return the name of a weight in files, which does not show FSDP's activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters of a module by their names in its files, which do not name FSDP's checkpointing."""
+    """Return the parameters of a module by their names in files."""
     for name, parameter in module.named_parameters():
-        yield name.replace(_WRAPPER, ""), parameter
+        yield name_in_files(name), parameter
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,26 +53,36 @@ def copy_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
     target.copy_(whole)
 
 
-class ShardedEMAModel(EMAModel):
-    """Averaged weights of which each process holds its part, and checkpoints hold the whole.
+def averaged(weights: Sequence[torch.nn.Parameter], *, decay: float, accelerator: Accelerator) -> EMAModel:
+    """Return the moving average of weights, in float32, and make accelerate's checkpoints hold it."""
+    kind = _ShardedEMAModel if accelerator.distributed_type in SHARDED else EMAModel
+    average = kind(weights, decay=decay)
+    average.to(dtype=torch.float32)  # in bf16, small changes of an average are lost
+    accelerator.register_for_checkpointing(average)
+    if isinstance(average, _ShardedEMAModel):
+        accelerator.register_save_state_pre_hook(average.save)
+        accelerator.register_load_state_pre_hook(average.load)
+    return average
 
-    Averaging is done part by part, without communication.
+
+class _ShardedEMAModel(EMAModel):
+    """Averaged weights of which each process holds its part, and a file of a checkpoint the whole.
+
+    Averaging goes part by part, without communication. Of the file, a process reads one tensor at a time.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with whole tensors in the main process, which writes it; call it on every process."""
-        return {**super().state_dict(), "shadow_params": [gather(average) for average in self.shadow_params]}
+        """Return the state without the averages."""
+        return {**super().state_dict(), "shadow_params": None}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state with whole tensors."""
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "shadow_params"})
-        for average, whole in zip(self.shadow_params, state_dict["shadow_params"], strict=True):
-            copy_whole(average, whole)
+    def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        """Write the averages; called on every process."""
+        tensors = {str(index): gather(average) for index, average in enumerate(self.shadow_params)}
+        if PartialState().is_main_process:
+            save_file(tensors, Path(folder) / AVERAGES)
 
-
-@contextmanager
-def loading_parts(accelerator: Accelerator) -> Iterator[None]:
-    """Where weights are sharded, map files that torch reads in a `with` block: a process then reads only its parts."""
-    reading: Any = serialization
-    with reading.patch("load.mmap", True) if accelerator.distributed_type in SHARDED else nullcontext():
-        yield
+    def load(self, models: list[Any], folder: str) -> None:
+        """Read the averages; called on every process."""
+        with safe_open(Path(folder) / AVERAGES, framework="pt") as tensors:
+            for index, average in enumerate(self.shadow_params):
+                copy_whole(average, tensors.get_tensor(str(index)))
