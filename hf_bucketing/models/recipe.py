@@ -64,7 +64,7 @@ class Loading:
         empty (`bool`): Whether the transformer to train is built without weights, on the meta device, because another
             process sends them.
         vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
-            blends the seams.
+            changes results slightly: tiles do not see each other.
     """
 
     parts: Collection[Part] = PARTS
@@ -116,11 +116,11 @@ class Recipe(ABC):
         Raises:
             BucketingError: If the pipeline has no such transformer, or cannot be loaded.
         """
-        from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+        import diffusers
 
-        loading = loading or Loading()
+        loading, pipeline_class = loading or Loading(), getattr(diffusers, cls.pipeline_class)
         with from_hub(name_or_path):
-            index = DiffusionPipeline.load_config(name_or_path)
+            index = pipeline_class.load_config(name_or_path)
             if index.get(trained, (None,))[0] is None:
                 raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
             parts = {name: _part_of(name, trained=trained) for name in index}
@@ -129,11 +129,11 @@ class Recipe(ABC):
             }
             if loading.quantization is not None:
                 mapping = {trained: loading.quantization}
-                options["quantization_config"] = PipelineQuantizationConfig(quant_mapping=mapping)
+                options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
             if loading.empty:
                 options[trained] = cls.empty_transformer(name_or_path, trained)
             options |= dtypes(loading.dtype, **{trained: loading.trained_dtype})
-            pipeline = DiffusionPipeline.from_pretrained(name_or_path, **options)
+            pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 component.requires_grad_(name == trained)
@@ -328,10 +328,10 @@ def tile(vae: Any, name_or_path: str) -> None:
     Raises:
         BucketingError: If it cannot.
     """
-    if not hasattr(vae, "enable_tiling"):
+    if not hasattr(vae, "use_tiling"):
         raise BucketingError(f"The {type(vae).__name__} of {name_or_path} has no tiling; omit `vae_tiling`.")
     vae.enable_tiling()
-    if hasattr(vae, "enable_slicing"):
+    if hasattr(vae, "use_slicing"):
         vae.enable_slicing()
 
 

@@ -230,9 +230,11 @@ def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str =
     weights = {name: gather(value.detach()) for name, value in adapters_of(transformer).items()}
     if not PartialState().is_main_process:
         return
+    config = {
+        name: sorted(value) if isinstance(value, set) else value  # a set has another order in each process
+        for name, value in transformer.peft_config[ADAPTER].to_dict().items()
+    }
     with complete_parts(folder) as partial:
         type(pipeline).save_lora_weights(
-            str(partial),
-            transformer_lora_layers=weights,
-            transformer_lora_adapter_metadata=transformer.peft_config[ADAPTER].to_dict(),
+            str(partial), transformer_lora_layers=weights, transformer_lora_adapter_metadata=config
         )

@@ -1,7 +1,8 @@
 """Trainings that each process runs in test_sharding.py, one after the other in one process group.
 
 Run by `accelerate launch … -m tests.training.sharded_worker CASES`. CASES is a JSON file with a list of cases: the
-settings of the run, variables of the environment, and the optimizer step in which it is killed to be resumed, or null.
+settings of the run, those that differ in all processes but the main one, variables of the environment, and the
+optimizer step in which the run is killed to be resumed, or null.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class KilledTrainer(Trainer):
 def main() -> None:
     for case in json.loads(Path(sys.argv[1]).read_text()):
         os.environ.update(case["environment"])
-        settings = case["settings"]
+        settings = case["settings"] | (case["of_others"] if os.environ["RANK"] != "0" else {})
         if case["kill_at"] is not None:
             KilledTrainer.kill_at = case["kill_at"]
             run(KilledTrainer, settings)
@@ -57,7 +58,7 @@ def run(kind: type[Trainer], settings: dict) -> None:
         PartialState().distributed_type = DistributedType.MULTI_GPU  # which the last case replaced
     GradientState._reset_state()
     trainer = kind(TrainingConfig.from_flat(**settings))
-    about = {"type": trainer.accelerator.distributed_type.value, "shards": shares(trainer)}
+    about = {"type": trainer.accelerator.distributed_type.value, "shares": shares(trainer)}
     try:
         trainer.run()
     except KilledError:
