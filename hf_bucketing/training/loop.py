@@ -40,6 +40,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
+from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
 from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
@@ -80,6 +81,8 @@ class Trainer:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
             config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
         recipe = recipe_of(config.pretrained_model_name_or_path)
+        check_context_parallel(config, self.accelerator, recipe)
+        form_groups(self.accelerator, degree=config.memory.context_parallel_degree)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = None
         if config.validation.validation_prompts:
@@ -130,6 +133,12 @@ class Trainer:
         config, transformer = self.config, self.recipe.transformer
         optimizer = make_optimizer(transformer.parameters(), config.optimizer)
         self.transformer, self.optimizer, loader = self.accelerator.prepare(transformer, optimizer, self.data.loader)
+        self.context_parallel = ContextParallel(
+            self.recipe.transformer,
+            self.accelerator,
+            degree=config.memory.context_parallel_degree,
+            packed=config.batches.batching == "pack",
+        )
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
         self.ema = EMAModel(self.trained, decay=config.ema_decay) if config.ema_decay is not None else None
         if self.ema is not None:
@@ -162,7 +171,11 @@ class Trainer:
         keep = self._resume()
         accelerator = self.accelerator
         self.log = RunLog(
-            self.folder, process_index=accelerator.process_index, num_processes=accelerator.num_processes, keep=keep
+            self.folder,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            degree=self.config.memory.context_parallel_degree,
+            keep=keep,
         )
         if accelerator.is_main_process:
             (self.folder / "training_config.json").write_text(json.dumps(self.config.flat(), indent=2) + "\n")
@@ -176,7 +189,11 @@ class Trainer:
             desc=f"{self.config.batches.batching} steps",
             disable=not accelerator.is_local_main_process,
         )
-        self.metrics = StepMetrics(accelerator, max_tokens=self.config.batches.token_limit)
+        self.metrics = StepMetrics(
+            accelerator,
+            max_tokens=self.config.batches.token_limit,
+            degree=self.config.memory.context_parallel_degree,
+        )
         try:
             with logging_redirect_tqdm():
                 while self.global_step < self.max_train_steps:
@@ -290,7 +307,7 @@ class Trainer:
             if self.ema is not None:
                 self.ema.store(self.trained)
                 self.ema.copy_to(self.trained)
-            with self.step.unpacked():
+            with self.context_parallel.removed(), self.step.unpacked():
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
             if self.ema is not None:
                 self.ema.restore(self.trained)
@@ -302,6 +319,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             if self.ema is not None:
                 self.ema.copy_to(self.trained)
+            self.context_parallel.remove()
             if self.config.batches.batching == "pack":
                 disable_packing(self.transformer)
             if self.config.adapters.lora_rank is None:
