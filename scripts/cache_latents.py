@@ -19,6 +19,7 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
+from hf_bucketing.models.recipe import Loading, Part
 from hf_bucketing.models.registry import recipe_of
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -42,6 +43,11 @@ def make_parser() -> FlagParser:
     )
     parser.add_settings(CacheConfig, skip=["folder"])
     parser.add_argument("--mixed_precision", choices=list(DTYPES), default="no", help="Precision of the text encoder.")
+    parser.add_argument(
+        "--vae_tiling",
+        action="store_true",
+        help="Encode sample by sample and tile by tile, in less memory; blends the seams.",
+    )
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
     return parser
 
@@ -59,8 +65,12 @@ def main(args: argparse.Namespace) -> None:
             f"{args.pretrained_model_name_or_path} has; prepare it again for this model."
         )
     config = from_flags(CacheConfig, args, folder=args.cache_dir)
-    loaded = recipe.load(args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length)
-    loaded.to(accelerator.device, dtype=DTYPES[args.mixed_precision])
+    parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
+    loading = Loading(parts=parts, dtype=DTYPES[args.mixed_precision], vae_tiling=args.vae_tiling)
+    loaded = recipe.load(
+        args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length, loading=loading
+    )
+    loaded.to(accelerator.device)
     cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:
         cached.save(args.output_dir)

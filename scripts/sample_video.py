@@ -11,9 +11,13 @@ from diffusers import DiffusionPipeline
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_writable
 from hf_bucketing.hub import from_hub
 from hf_bucketing.media import write_video
+from hf_bucketing.models.recipe import dtypes, tile
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_parser() -> FlagParser:
@@ -33,18 +37,43 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--max_sequence_length", type=int, help="Text tokens, as in training (default: the pipeline's)."
     )
+    parser.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        default="float32",
+        help="Precision of text encoder and transformer; the VAE has float32.",
+    )
+    parser.add_argument(
+        "--offload",
+        choices=["none", "model", "sequential"],
+        default="none",
+        help="What waits on the CPU until it is called: nothing, whole models, or single layers, in the least memory "
+        "and most slowly.",
+    )
+    parser.add_argument(
+        "--vae_tiling", action="store_true", help="Decode tile by tile, in less memory; blends the seams."
+    )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the noise.")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     check_writable(args.output)
+    if args.offload != "none" and not torch.accelerator.is_available():
+        raise FlagError("Omit --offload: this machine has no accelerator, so that everything is on the CPU already.")
     with from_hub(args.pipeline):
-        pipeline = DiffusionPipeline.from_pretrained(args.pipeline)
+        pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(DTYPES[args.dtype]))
     if args.lora_weights:
         with from_hub(args.lora_weights):
             pipeline.load_lora_weights(args.lora_weights)
-    pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
+    if args.vae_tiling:
+        tile(pipeline.vae, args.pipeline)
+    if args.offload == "model":
+        pipeline.enable_model_cpu_offload()
+    elif args.offload == "sequential":
+        pipeline.enable_sequential_cpu_offload()
+    else:
+        pipeline.to(torch.accelerator.current_accelerator() or "cpu")
     parameters = inspect.signature(pipeline.__call__).parameters
     duration = {"num_frames" if "num_frames" in parameters else "video_length": args.num_frames}
     text = {"max_sequence_length": args.max_sequence_length} if args.max_sequence_length else {}

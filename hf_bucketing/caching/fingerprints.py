@@ -32,8 +32,12 @@ class Encoder(Protocol):
 
 
 def latents_fingerprint(encoder: Encoder) -> str:
-    """Return sixteen hex digits that change with the VAE's class, configuration or weights, or the encoder's class."""
-    return _digest(type(encoder).__name__, encoder.pipeline.vae)
+    """Return sixteen hex digits that change with the VAE's class, configuration or weights, or the encoder's class.
+
+    They also change with tiling, which blends the seams of tiles.
+    """
+    vae = encoder.pipeline.vae
+    return _digest(type(encoder).__name__, vae, *(["tiled"] if getattr(vae, "use_tiling", False) else []))
 
 
 def text_fingerprint(encoder: Encoder) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
+from accelerate.utils import compare_versions
+from accelerate.utils.memory import clear_device_cache
 
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
@@ -38,17 +43,47 @@ class TextEmbeddings(NamedTuple):
         return {"text": self.values, "text_mask": self.mask}
 
 
+Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
+"""A part of a pipeline: the transformer to train, its other transformers, its text encoders, or its VAE."""
+
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What of a pipeline is loaded, and how. The VAE always has float32, which many VAEs need.
+
+    Attributes:
+        parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
+            others, `"text_encoders"` and `"vae"`. The weights of parts that are left out are not opened.
+        dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
+            modules that a model keeps in float32.
+        trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
+        quantization (any, *optional*): Quantisation of that transformer, one of diffusers' configurations.
+        vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
+            blends the seams.
+    """
+
+    parts: Collection[Part] = PARTS
+    dtype: torch.dtype = torch.float32
+    trained_dtype: torch.dtype = torch.float32
+    quantization: Any = None
+    vae_tiling: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
     """A loaded pipeline with one transformer to train, and everything that training needs to know about it.
 
     Args:
         pipeline (`DiffusionPipeline`): The pipeline, loaded by [`load`][Recipe.load].
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides of the VAE and patch of the transformer.
         max_sequence_length (`int`): Text tokens per caption.
         trained (`str`): Name of the component to train.
     """
 
     pipeline: Any
+    spec: LatentSpec
     max_sequence_length: int
     trained: str = "transformer"
 
@@ -65,25 +100,41 @@ class Recipe(ABC):
 
     @classmethod
     def load(
-        cls, name_or_path: str, *, max_sequence_length: int | None = None, trained: str = "transformer"
+        cls,
+        name_or_path: str,
+        *,
+        max_sequence_length: int | None = None,
+        trained: str = "transformer",
+        loading: Loading | None = None,
     ) -> Recipe:
-        """Load a pipeline from the hub or a folder, in float32, and freeze all but the transformer to train.
+        """Load a pipeline from the hub or a folder, by default whole and in float32; freeze all but what is trained.
 
         Raises:
-            BucketingError: If the pipeline has no such transformer.
+            BucketingError: If the pipeline has no such transformer, or cannot be loaded.
         """
-        from diffusers import DiffusionPipeline
+        import diffusers
 
+        loading, pipeline_class = loading or Loading(), getattr(diffusers, cls.pipeline_class)
         with from_hub(name_or_path):
-            pipeline = DiffusionPipeline.from_pretrained(name_or_path)
-        length = max_sequence_length or cls.default_sequence_length
-        recipe = cls(pipeline=pipeline, max_sequence_length=length, trained=trained)
-        if pipeline.components.get(trained) is None:
-            raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
+            index = pipeline_class.load_config(name_or_path)
+            if index.get(trained, (None,))[0] is None:
+                raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
+            parts = {name: _part_of(name, trained=trained) for name in index}
+            options: dict[str, Any] = {
+                name: None for name, part in parts.items() if part is not None and part not in loading.parts
+            }
+            if loading.quantization is not None:
+                mapping = {trained: loading.quantization}
+                options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
+            options |= dtypes(loading.dtype, **{trained: loading.trained_dtype})
+            pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 component.requires_grad_(name == trained)
-        return recipe
+        if loading.vae_tiling and pipeline.vae is not None:
+            tile(pipeline.vae, name_or_path)
+        length = max_sequence_length or cls.default_sequence_length
+        return cls(pipeline=pipeline, spec=cls.read_spec(name_or_path), max_sequence_length=length, trained=trained)
 
     @classmethod
     @abstractmethod
@@ -95,19 +146,29 @@ class Recipe(ABC):
         """The model to train."""
         return getattr(self.pipeline, self.trained)
 
-    def frozen_transformers(self) -> list[torch.nn.Module]:
-        """Return the transformers that are not trained; only sampling needs them."""
+    def modules(self, *parts: Part) -> list[torch.nn.Module]:
+        """Return the loaded models of some parts of the pipeline."""
         named = self.pipeline.components.items()
         return [
             component
             for name, component in named
-            if name.startswith("transformer") and name != self.trained and component is not None
+            if isinstance(component, torch.nn.Module) and _part_of(name, trained=self.trained) in parts
         ]
 
-    def to(self, device: torch.device, *, dtype: torch.dtype) -> None:
-        """Move the frozen components: the text encoder in `dtype`, the VAE in float32, which many VAEs need."""
-        self.pipeline.text_encoder.to(device, dtype=dtype)
-        self.pipeline.vae.to(device)
+    def to(self, device: torch.device | str, *parts: Part) -> None:
+        """Move the models of some parts to a device; by default what encodes: text encoders and VAE."""
+        for module in self.modules(*parts or ("text_encoders", "vae")):
+            module.to(device)
+
+    @contextmanager
+    def lent_to(self, device: torch.device, *parts: Part) -> Iterator[None]:
+        """Move the models of some parts to a device inside a `with` block, and to the CPU after it."""
+        self.to(device, *parts)
+        try:
+            yield
+        finally:
+            self.to("cpu", *parts)
+            clear_device_cache()
 
     def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
         """Return the training objective that fits the pipeline's scheduler.
@@ -224,6 +285,46 @@ class Recipe(ABC):
             fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample; 0 for images.
         """
         return {}
+
+
+def _part_of(name: str, *, trained: str) -> Part | None:
+    """Return the part to which a component of a pipeline belongs; None for those without weights."""
+    if name == trained:
+        return "trained"
+    if name.startswith("transformer"):
+        return "transformers"
+    if name.startswith("text_encoder"):
+        return "text_encoders"
+    return "vae" if name == "vae" else None
+
+
+def dtypes(dtype: torch.dtype, **others: torch.dtype) -> dict[str, Any]:
+    """Return the argument of a pipeline's `from_pretrained` for a dtype, float32 for the VAE, others by component."""
+    name = "dtype" if compare_versions("diffusers", ">=", "0.42") else "torch_dtype"
+    return {name: {"default": dtype, "vae": torch.float32, **others}}
+
+
+def tile(vae: Any, name_or_path: str) -> None:
+    """Make a VAE work sample by sample and tile by tile.
+
+    Raises:
+        BucketingError: If it cannot.
+    """
+    if not hasattr(vae, "enable_tiling"):
+        raise BucketingError(f"The {type(vae).__name__} of {name_or_path} has no tiling; omit `vae_tiling`.")
+    vae.enable_tiling()
+    if hasattr(vae, "enable_slicing"):
+        vae.enable_slicing()
+
+
+def pipeline_folder(name_or_path: str) -> Path:
+    """Return the folder of a whole pipeline, which is downloaded if it is on the hub."""
+    from diffusers import DiffusionPipeline
+
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    with from_hub(name_or_path):
+        return Path(DiffusionPipeline.download(name_or_path))
 
 
 def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
+from ..models.recipe import Recipe
 from ..settings import check_at_least
 from .adapters import LORA_WEIGHTS
 
@@ -190,16 +192,21 @@ def gather_weights(accelerator: Accelerator, transformer: torch.nn.Module) -> di
 
 
 def save_pipeline(
-    pipeline: Any, folder: Path, *, weights: dict[str, torch.Tensor] | None = None, component: str = "transformer"
+    recipe: Recipe, folder: Path, *, source: Path, weights: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Save a diffusers pipeline into `folder`, `model_index.json` last: its presence marks the pipeline as complete.
+    """Save a recipe's pipeline into `folder`, `model_index.json` last: its presence marks the pipeline as complete.
 
-    Weights of a sharded transformer, from [`gather_weights`], replace those of the pipeline's component.
+    What was not trained is copied from `source`, the folder that the pipeline was loaded from: it may be in memory in
+    less precision, or not at all. Weights of a sharded transformer come from [`gather_weights`].
     """
+    transformer = recipe.transformer
     if weights is not None:
-        sharded = getattr(pipeline, component)
-        whole = type(sharded).from_config(sharded.config)
-        whole.load_state_dict(weights)
-        setattr(pipeline, component, whole)
+        transformer = type(transformer).from_config(transformer.config)
+        transformer.load_state_dict(weights)
+    names = json.loads((source / PIPELINE_INDEX).read_text())
     with complete_parts(folder, last=PIPELINE_INDEX) as partial:
-        pipeline.save_pretrained(str(partial))
+        transformer.save_pretrained(str(partial / recipe.trained))
+        for name in names:
+            if (source / name).is_dir() and name != recipe.trained:
+                shutil.copytree(source / name, partial / name)
+        shutil.copy(source / PIPELINE_INDEX, partial)

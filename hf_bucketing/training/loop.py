@@ -15,7 +15,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import ProjectConfiguration, set_seed
-from diffusers.training_utils import EMAModel
+from diffusers.training_utils import EMAModel, cast_training_params
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -25,6 +25,7 @@ from ..files import check_folder_writable
 from ..loaders.resume import resume
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
+from ..models.recipe import PARTS, pipeline_folder
 from ..models.registry import recipe_of
 from ..settings import changed
 from .adapters import checkpoint_adapters_only, save_lora, start_adapters
@@ -42,6 +43,7 @@ from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
 from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
+from .memory.precision import loading_of, parts_called, trained_dtype
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import RunLog, StepMetrics
@@ -90,11 +92,17 @@ class Trainer:
             self.validation = Validation(
                 config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation"
             )
+        self.calls = parts_called(config)
+        source = config.pretrained_model_name_or_path
+        if config.adapters.lora_rank is None:  # the result is a whole pipeline
+            source = str(pipeline_folder(source))
         self.recipe = recipe.load(
-            config.pretrained_model_name_or_path,
+            source,
             max_sequence_length=config.max_sequence_length,
             trained=config.trained_component,
+            loading=loading_of(config, self.accelerator, self.calls),
         )
+        self.source = source
         self.weights = weights_fingerprints(self.recipe.pipeline)
         if self.checkpoint is not None:
             saved = self.checkpoint.progress.weights
@@ -112,20 +120,16 @@ class Trainer:
         self.global_step = 0
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
-        """Add adapters, if any, and move the frozen parts; return the settings with the alpha of the adapters."""
+        """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters."""
         recipe, accelerator = self.recipe, self.accelerator
         if config.adapters.lora_rank is not None:
             adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
+            cast_training_params(recipe.transformer, dtype=trained_dtype(config))
             config = changed(config, lora_alpha=adapters.lora_alpha)
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
-        half = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        dtype = half.get(accelerator.mixed_precision, torch.float32)
-        recipe.to(accelerator.device, dtype=dtype)
-        if self.validation is not None:  # which calls all transformers
-            for component in recipe.frozen_transformers():
-                component.to(accelerator.device, dtype=dtype)
+        recipe.to(accelerator.device, *self.calls)
         return config
 
     def _prepare(self) -> None:
@@ -142,6 +146,7 @@ class Trainer:
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
         self.ema = EMAModel(self.trained, decay=config.ema_decay) if config.ema_decay is not None else None
         if self.ema is not None:
+            self.ema.to(dtype=torch.float32)  # in bf16, small changes of an average are lost
             self.accelerator.register_for_checkpointing(self.ema)
         self.loader = resume(self.accelerator, loader)
         self.max_train_steps = config.max_train_steps or self._steps_left()
@@ -307,7 +312,9 @@ class Trainer:
             if self.ema is not None:
                 self.ema.store(self.trained)
                 self.ema.copy_to(self.trained)
-            with self.context_parallel.removed(), self.step.unpacked():
+            idle = set(PARTS) - {"trained", *self.calls}
+            lent = self.recipe.lent_to(self.accelerator.device, *idle)
+            with self.context_parallel.removed(), self.step.unpacked(), lent:
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
             if self.ema is not None:
                 self.ema.restore(self.trained)
@@ -323,7 +330,7 @@ class Trainer:
             if self.config.batches.batching == "pack":
                 disable_packing(self.transformer)
             if self.config.adapters.lora_rank is None:
-                save_pipeline(self.recipe.pipeline, self.folder, weights=weights, component=self.recipe.trained)
+                save_pipeline(self.recipe, self.folder, source=Path(self.source), weights=weights)
             else:
                 save_lora(self.recipe.pipeline, self.folder, component=self.recipe.trained)
             logger.info(f"Saved to {self.folder}")

@@ -26,7 +26,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
             "max_error_share",
             "gradient_checkpointing",
             "offload_blocks",
-            "offload_activations",
+            *("offload_activations", "vae_tiling"),
         ),
     ),
     # Decide the meaning of the weights and of the optimizer's state in a checkpoint, or the objective. The sampler's
@@ -99,14 +99,14 @@ def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator
 def check_weights(saved: Mapping[str, str], present: Mapping[str, str], *, source: str) -> None:
     """Refuse to resume a run on other weights than it began with: fingerprints by component of the pipeline.
 
+    Compared are the components that both runs load; which ones these are depends on caches and validation.
+
     Raises:
         BucketingError: If components differ; the message names them.
     """
-    differences = _differences(saved, present, sorted({*saved, *present}))
+    differences = _differences(saved, present, sorted(saved.keys() & present.keys()))
     if differences:
-        listed = "; ".join(
-            f"{name} had fingerprint {was or 'none'} and has {now or 'none'}" for name, was, now in differences
-        )
+        listed = "; ".join(f"{name} had fingerprint {was} and has {now}" for name, was, now in differences)
         raise BucketingError(
             f"The run began with other weights than those of {source}: {listed}. Give the pipeline that it began with "
             "(--pretrained_model_name_or_path), or start a new run in another --output_dir (--init_from_adapters "

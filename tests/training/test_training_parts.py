@@ -200,7 +200,7 @@ def test_a_sharded_model_is_saved_with_the_gathered_weights(pipeline_dirs, tmp_p
     recipe = load(pipeline_dirs["wan"])
     weights = {name: torch.full_like(value, 0.5) for name, value in recipe.transformer.state_dict().items()}
     assert gather_weights(Accelerator(cpu=True), recipe.transformer) is None
-    save_pipeline(recipe.pipeline, tmp_path, weights=weights)
+    save_pipeline(recipe, tmp_path, source=Path(pipeline_dirs["wan"]), weights=weights)
     saved = load(tmp_path).transformer
     assert all((value == 0.5).all() for value in saved.state_dict().values())
 

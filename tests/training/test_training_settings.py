@@ -322,8 +322,8 @@ def test_averaged_weights_are_saved(pipeline_dir, prepared_dir, tmp_path: Path) 
 def test_a_dry_run_and_automatic_max_tokens_train_nothing(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    from hf_bucketing.training.memory import estimate as memory
     from hf_bucketing.training import train as run_training
+    from hf_bucketing.training.memory import estimate as memory
 
     tokens = PreparedDataset.load(prepared_dir).dataset["num_tokens"]
     original, tried = memory.find_max_tokens, []

@@ -60,8 +60,8 @@ class LTXRecipe(Recipe):
 
     def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the seconds and pixels that a latent covers, as the pipeline computes them."""
-        seconds = self.pipeline.vae_temporal_compression_ratio / frame_rates(fps).double()
-        sides = torch.full_like(seconds, float(self.pipeline.vae_spatial_compression_ratio))
+        seconds = self.spec.temporal_stride / frame_rates(fps).double()
+        sides = torch.full_like(seconds, float(self.spec.spatial_stride))
         return {SCALES: torch.stack([seconds, sides, sides], 1)}
 
 

@@ -14,7 +14,9 @@ from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ...buckets.sizes import LatentSpec, Size
+from ...buckets.table import BucketTable
 from ...errors import BucketingError
+from ...models.recipe import Recipe
 from ...settings import changed
 from ...units import format_bytes
 from ..config import TrainingConfig
@@ -188,8 +190,9 @@ def fill_max_tokens(
         sizes = data.sizes(plan.batch(int(costs.argmax())))
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.0)
+        step.empty_text = data.empty_text
         with accelerator.autocast():
-            losses = step(transformer, _random_batch(sizes, config, accelerator), epoch=0)
+            losses = step(transformer, _random_batch(sizes, step.recipe, accelerator.device, data=data), epoch=0)
         losses.values.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -221,12 +224,26 @@ def _free_bytes(accelerator: Accelerator) -> int:
     return int(psutil.virtual_memory().available) // accelerator.num_processes
 
 
-def _random_batch(sizes: list[Size], config: TrainingConfig, accelerator: Accelerator) -> dict[str, Any]:
-    pixels = [torch.rand(3, *size, device=accelerator.device) * 2 - 1 for size in sizes]
-    return {
-        "pixel_values": torch.stack(pixels) if config.batches.batching == "bucket" else pixels,
+def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, data: TrainingData) -> dict[str, Any]:
+    """Return a batch of the run's kind with random media or, where the run reads a cache, random latents."""
+    batch: dict[str, Any] = {
         "caption": [""] * len(sizes),
         "index": list(range(len(sizes))),
         "fps": [0.0] * len(sizes),
         "size": sizes,
     }
+    transformer, family = recipe.transformer, recipe.family
+    if recipe.modules("vae"):
+        name, media = "pixel_values", [torch.rand(3, *size, device=device) * 2 - 1 for size in sizes]
+    else:
+        channels = family.in_channels(transformer)
+        name, media = (
+            "latents",
+            [torch.randn(channels, *recipe.spec.latent_size(size), device=device) for size in sizes],
+        )
+    batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
+    if not recipe.modules("text_encoders"):
+        shape = len(sizes), recipe.max_sequence_length
+        batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
+        batch["text_mask"] = torch.ones(shape, device=device) if family.text_rule == "masked" else None
+    return batch
