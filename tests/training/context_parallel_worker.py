@@ -28,6 +28,12 @@ from tests.models.cases import CROSS, FamilyCase, Samples
 ALIKE = (0, 4)
 """Samples of one size."""
 
+FIRST = {
+    "WanTransformer3DModel": "blocks.0.attn1.to_q",
+    "LTXVideoTransformer3DModel": "transformer_blocks.0.attn1.to_q",
+}
+"""A layer whose input shows how many tokens a process has."""
+
 CASES = {
     "wan": {},
     "wan checkpointing": {"checkpointing": True},
@@ -128,13 +134,21 @@ def run(forward: Forward, model: Any, accelerator: Accelerator | None, packed: b
     if accelerator is not None:
         wrapped = accelerator.prepare(model)
         parallel = ContextParallel(model, accelerator, degree=2, packed=packed)
+    tokens: list[int] = []
+    model.get_submodule(FIRST[type(model).__name__]).register_forward_pre_hook(
+        lambda module, args: tokens.append(args[0].shape[1])
+    )
     output, values = forward(model, wrapped)
     if accelerator is None:
         values.mean().backward()
     else:
         accelerator.backward(global_mean(values, accelerator=accelerator, total=float(len(values))))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    result = {"output": output.detach(), "gradients": {name: one.grad.clone() for name, one in trained.items()}}
+    result = {
+        "output": output.detach(),
+        "gradients": {name: one.grad.clone() for name, one in trained.items()},
+        "tokens": tokens[0],
+    }
     if accelerator is not None:
         with parallel.removed(), torch.no_grad():
             result["removed"] = forward(model, model)[0] if accelerator.is_main_process else None

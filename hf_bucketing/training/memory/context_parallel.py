@@ -100,14 +100,16 @@ def _check_sizes(config: TrainingConfig, spec: LatentSpec, *, given: str) -> Non
     uneven = Counter(ids[tokens % degree != 0].tolist())
     if not uneven:
         return
-    listed = [
-        f"{prepared.table.size(bucket)} ({spec.num_tokens(prepared.table.size(bucket))} tokens, {count} samples)"
-        for bucket, count in uneven.most_common(_SIZES_NAMED)
-    ]
-    more = f" and {len(uneven) - _SIZES_NAMED} further sizes" if len(uneven) > _SIZES_NAMED else ""
+    sizes = {prepared.table.size(bucket): count for bucket, count in uneven.most_common(_SIZES_NAMED)}
+    listed = ", ".join(
+        f"{'x'.join(map(str, size))} ({spec.num_tokens(size)} tokens, {count} samples)"
+        for size, count in sizes.items()
+    )
+    more = f" and {len(uneven) - len(sizes)} further sizes" if len(uneven) > len(sizes) else ""
+    width = spec.spatial_stride * spec.patch[2] * degree
     raise BucketingError(
-        f'{given} does not divide the tokens of {", ".join(listed)}{more}. Train packs (`batching="pack"`), whose '
-        "strips hold samples of any size, or prepare the data set with sizes that it divides."
+        f'{given} does not divide the tokens of the sizes {listed}{more}. Train packs (`batching="pack"`), whose '
+        f"strips hold samples of any size, or prepare the data set with --buckets of widths that {width} divides."
     )
 
 

@@ -103,8 +103,11 @@ def describe(
     max_train_steps: int,
 ) -> list[str]:
     """Return the plan of the first epoch, its cost and an estimate of memory, as lines of text."""
-    plan, batches = data.sampler.plan(), config.batches
-    of_samples = data.tokens_of(plan.indices, epoch=data.sampler.epoch)
+    plan, batches, epoch = data.sampler.plan(), config.batches, data.sampler.epoch
+    if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
+        epoch += 1
+        plan = data.sampler.plan(epoch)
+    of_samples = data.tokens_of(plan.indices, epoch=epoch)
     tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
     costs = data.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
     degree = config.memory.context_parallel_degree
