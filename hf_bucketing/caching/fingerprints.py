@@ -34,7 +34,7 @@ class Encoder(Protocol):
 def latents_fingerprint(encoder: Encoder) -> str:
     """Return sixteen hex digits that change with the VAE's class, configuration or weights, or the encoder's class.
 
-    They also change with tiling, which blends the seams of tiles.
+    They also change with tiling, as tiles do not see each other.
     """
     vae = encoder.pipeline.vae
     return _digest(type(encoder).__name__, vae, *(["tiled"] if getattr(vae, "use_tiling", False) else []))

@@ -55,13 +55,13 @@ class Loading:
 
     Attributes:
         parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
-            others, `"text_encoders"` and `"vae"`. The weights of parts that are left out are not opened.
+            others, `"text_encoders"` and `"vae"`. The weights of other parts are not opened.
         dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
             modules that a model keeps in float32.
         trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
         quantization (any, *optional*): Quantisation of that transformer, one of diffusers' configurations.
         vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
-            blends the seams.
+            changes results slightly: tiles do not see each other.
     """
 
     parts: Collection[Part] = PARTS
@@ -310,10 +310,10 @@ def tile(vae: Any, name_or_path: str) -> None:
     Raises:
         BucketingError: If it cannot.
     """
-    if not hasattr(vae, "enable_tiling"):
+    if not hasattr(vae, "use_tiling"):
         raise BucketingError(f"The {type(vae).__name__} of {name_or_path} has no tiling; omit `vae_tiling`.")
     vae.enable_tiling()
-    if hasattr(vae, "enable_slicing"):
+    if hasattr(vae, "use_slicing"):
         vae.enable_slicing()
 
 

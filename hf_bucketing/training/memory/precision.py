@@ -1,4 +1,4 @@
-"""Which parts of a pipeline a run loads, and in which precision."""
+"""Parts of a pipeline that a run loads, and their precision."""
 
 from __future__ import annotations
 
