@@ -40,6 +40,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
+from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
 from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
@@ -92,6 +93,8 @@ class Trainer:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
             config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
         recipe = recipe_of(config.pretrained_model_name_or_path)
+        check_context_parallel(config, self.accelerator, recipe)
+        form_groups(self.accelerator, degree=config.memory.context_parallel_degree)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = None
         if config.validation.validation_prompts:
@@ -155,6 +158,12 @@ class Trainer:
         ):
             prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
         self.transformer, self.optimizer, loader = prepared
+        self.context_parallel = ContextParallel(
+            self.recipe.transformer,
+            self.accelerator,
+            degree=config.memory.context_parallel_degree,
+            packed=config.batches.batching == "pack",
+        )
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
         self.ema = None
         if config.ema_decay is not None:
@@ -187,7 +196,11 @@ class Trainer:
         keep = self._resume()
         accelerator = self.accelerator
         self.log = RunLog(
-            self.folder, process_index=accelerator.process_index, num_processes=accelerator.num_processes, keep=keep
+            self.folder,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            degree=self.config.memory.context_parallel_degree,
+            keep=keep,
         )
         if accelerator.is_main_process:
             (self.folder / "training_config.json").write_text(json.dumps(self.config.flat(), indent=2) + "\n")
@@ -201,7 +214,11 @@ class Trainer:
             desc=f"{self.config.batches.batching} steps",
             disable=not accelerator.is_local_main_process,
         )
-        self.metrics = StepMetrics(accelerator, max_tokens=self.config.batches.token_limit)
+        self.metrics = StepMetrics(
+            accelerator,
+            max_tokens=self.config.batches.token_limit,
+            degree=self.config.memory.context_parallel_degree,
+        )
         try:
             with logging_redirect_tqdm():
                 while self.global_step < self.max_train_steps:
@@ -320,7 +337,8 @@ class Trainer:
                 self.ema.copy_to(self.trained)
             idle = set(PARTS) - {"trained", *self.calls}
             lent = self.recipe.lent_to(self.accelerator.device, *idle)
-            with self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
+            removed = self.context_parallel.removed()
+            with removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
             if self.ema is not None:
                 self.ema.restore(self.trained)
@@ -336,6 +354,7 @@ class Trainer:
         else:
             weights = gather_weights(accelerator, self.transformer)
             if accelerator.is_main_process:
+                self.context_parallel.remove()
                 if self.config.batches.batching == "pack":
                     disable_packing(self.transformer)
                 save_pipeline(recipe, self.folder, source=Path(self.source), weights=weights)
