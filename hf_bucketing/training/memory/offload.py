@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 
 from ...errors import BucketingError
-from ..checkpoint import SHARDED
 from ..config import TrainingConfig
 from .blocks import blocks_of, read_transformer
+from .shards import SHARDED
 
 logger = get_logger(__name__)
 

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import BucketingError
-from ..checkpoint import SHARDED
 from ..config import TrainingConfig
 from .blocks import blocks_of, read_transformer
+from .shards import SHARDED
 
 
 def check_quantization(config: TrainingConfig, accelerator: Accelerator) -> None:
