@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from hf_bucketing import BucketingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward
-from hf_bucketing.training.memory.blocks import blocks_of, read_transformer
+from hf_bucketing.training.memory.blocks import blocks_of
 from hf_bucketing.training.memory.offload import activations_on_cpu, offload_blocks, offloaded_blocks
 from tests.models.cases import FamilyCase, Samples, each_family
 from tests.training.training_cases import in_process, run
@@ -142,14 +142,6 @@ def test_offloaded_blocks_are_spread_evenly() -> None:
         assert offloaded_blocks(model, count) == [model.blocks[index] for index in expected]
 
 
-def test_the_layout_of_a_model_is_read_without_its_weights(pipeline_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer" / "config.json").write_bytes((pipeline_dir / "transformer" / "config.json").read_bytes())
-    model = read_transformer(str(tmp_path))
-    assert len(blocks_of(model)) == 4
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-
-
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_activations_leave_the_device_and_gradients_stay_equal(checkpointing: bool, pipeline_dir: Path) -> None:
     plain, offloaded = make_transformer(pipeline_dir), make_transformer(pipeline_dir)
@@ -199,6 +191,7 @@ def test_runs_with_offload_learn_the_same_adapters(
         ({"offload_blocks": 2, "gradient_checkpointing": True}, r"offload_blocks=2.*lora_rank=16"),
         ({"offload_blocks": 2, "lora_rank": 4}, r"offload_blocks=2.*gradient_checkpointing=True"),
         ({**LORA, "offload_blocks": 5}, r"offload_blocks=5.*the 4 blocks.*lower it to 4"),
+        ({**LORA, "offload_blocks": 1, "trained_component": "transformer_2"}, r"no transformer_2 to train"),
     ],
 )
 def test_offload_that_cannot_work_is_refused_before_weights_load(
