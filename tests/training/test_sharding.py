@@ -184,13 +184,13 @@ def test_hybrid_sharding_counts_all_processes_as_data_parallel(
     ("version", "once", "settings", "message"),
     [
         (1, False, {"lora_rank": 2}, r"Omit `lora_rank`, or use version 2 of FSDP \(`fsdp_version: 2`"),
-        (1, False, {"ema_decay": 0.9, "validation_prompts": ["red"]}, "Omit `ema_decay` and `validation_prompts`, or"),
+        (1, False, {"ema_decay": 0.9, "validation_prompts": ["red"]}, "Omit `ema_decay`, `validation_prompts`, or"),
         (2, False, {"quantize_base": "int8", "lora_rank": 2}, "Omit `quantize_base`, or use DDP: FSDP cannot split"),
         (
             2,
             False,
             {"offload_blocks": 1, "lora_rank": 2},
-            "Omit `offload_blocks`: FSDP .* `fsdp_offload_params: true`",
+            "Omit `offload_blocks`: FSDP .* `fsdp_offload_params`",
         ),
         (2, False, {"trained_dtype": "bf16"}, 'Omit `trained_dtype="bf16"`, or use DDP'),
         (2, True, {"batching": "pack", "max_tokens": "auto"}, "Give a number as `max_tokens`"),

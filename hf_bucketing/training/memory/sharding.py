@@ -43,7 +43,7 @@ def check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
     if memory.offload_blocks:
         raise BucketingError(
             f"Omit `offload_blocks`: {kind.value} moves the blocks itself. To let their shares wait on the CPU, set "
-            "`fsdp_offload_params: true` in accelerate's configuration, or use DDP."
+            "`fsdp_offload_params` to true in accelerate's configuration, or use DDP."
         )
     if kind == DistributedType.FSDP:
         _check_fsdp(config, accelerator)
