@@ -56,7 +56,7 @@ class Loading:
 
     Attributes:
         parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
-            others, `"text_encoders"` and `"vae"`. The weights of parts that are left out are not opened.
+            others, `"text_encoders"` and `"vae"`. The weights of other parts are not opened.
         dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
             modules that a model keeps in float32.
         trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
@@ -136,7 +136,7 @@ class Recipe(ABC):
             pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
-                component.requires_grad_(name == trained)
+                component.requires_grad_(name == trained and loading.quantization is None)
         if loading.vae_tiling and pipeline.vae is not None:
             tile(pipeline.vae, name_or_path)
         length = max_sequence_length or cls.default_sequence_length

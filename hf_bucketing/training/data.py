@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from ..buckets.calibration import read_cost_model
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
@@ -100,7 +101,8 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     if batches.token_drop is not None:
         num_tokens = _kept(batches.token_drop, bucket_ids, num_tokens, table=table, spec=spec)
-    cost_model = CostModel.for_transformer(width)
+    measured = batches.cost_model
+    cost_model = CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
     resize = None
     if batches.random_resize is not None:
         resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
@@ -169,10 +171,11 @@ def _kept(
     spec: LatentSpec,
 ) -> npt.NDArray[np.int64]:
     """Return the tokens of each row that are left to plan with; a fixed rate keeps as many whatever the seed."""
+    usable = num_tokens > 0
+    ids, buckets = np.unique(bucket_ids[usable], return_inverse=True)
     kept = num_tokens.copy()
-    for bucket_id in np.unique(bucket_ids[num_tokens > 0]).tolist():
-        (count,) = drop.num_kept([spec.grid(table.size(bucket_id))], seeds=[0])
-        kept[(bucket_ids == bucket_id) & (num_tokens > 0)] = count
+    grids = [spec.grid(table.size(bucket_id)) for bucket_id in ids.tolist()]
+    kept[usable] = np.array(drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)[buckets]
     return kept
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from diffusers.training_utils import cast_training_params
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..buckets.calibration import read_cost_model
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
 from ..loaders.resume import resume
@@ -40,8 +42,11 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
+from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
 from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
+from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
+from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
 from .memory.sharding import (
     check_sharding,
     fingerprints_of,
@@ -53,7 +58,7 @@ from .memory.sharding import (
 from .memory.shards import SHARDED, averaged
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
-from .run_log import RunLog, StepMetrics
+from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
 from .steps import StepLosses, check_positions, make_step
 from .validation import Validation, parse_sizes
 
@@ -89,7 +94,11 @@ class Trainer:
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
             config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
+        if config.batches.cost_model is not None:
+            read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
         recipe = recipe_of(config.pretrained_model_name_or_path)
+        check_context_parallel(config, self.accelerator, recipe)
+        form_groups(self.accelerator, degree=config.memory.context_parallel_degree)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = None
         if config.validation.validation_prompts:
@@ -97,6 +106,8 @@ class Trainer:
             self.validation = Validation(
                 config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation"
             )
+        check_quantization(config, self.accelerator)
+        check_offload(config, self.accelerator)
         self.calls = parts_called(config)
         source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
@@ -134,6 +145,9 @@ class Trainer:
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
+        if config.memory.offload_blocks:
+            offload_blocks(recipe.transformer, config.memory.offload_blocks, device=accelerator.device)
+        leave_frozen_weights_to_each_process(recipe.transformer)
         recipe.to(accelerator.device, *self.calls)
         return config
 
@@ -148,6 +162,12 @@ class Trainer:
         ):
             prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
         self.transformer, self.optimizer, loader = prepared
+        self.context_parallel = ContextParallel(
+            self.recipe.transformer,
+            self.accelerator,
+            degree=config.memory.context_parallel_degree,
+            packed=config.batches.batching == "pack",
+        )
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
         self.ema = None
         if config.ema_decay is not None:
@@ -180,9 +200,15 @@ class Trainer:
         keep = self._resume()
         accelerator = self.accelerator
         self.log = RunLog(
-            self.folder, process_index=accelerator.process_index, num_processes=accelerator.num_processes, keep=keep
+            self.folder,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            degree=self.config.memory.context_parallel_degree,
+            keep=keep,
         )
         if accelerator.is_main_process:
+            if self.checkpoint is None:
+                (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
             (self.folder / "training_config.json").write_text(json.dumps(self.config.flat(), indent=2) + "\n")
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
@@ -194,7 +220,11 @@ class Trainer:
             desc=f"{self.config.batches.batching} steps",
             disable=not accelerator.is_local_main_process,
         )
-        self.metrics = StepMetrics(accelerator, max_tokens=self.config.batches.token_limit)
+        self.metrics = StepMetrics(
+            accelerator,
+            max_tokens=self.config.batches.token_limit,
+            degree=self.config.memory.context_parallel_degree,
+        )
         try:
             with logging_redirect_tqdm():
                 while self.global_step < self.max_train_steps:
@@ -233,6 +263,7 @@ class Trainer:
         if self.loader.step == 0:
             self.log.write_plan(epoch, self.loader.plan.summary())
         for batch in self.loader:
+            start = time.perf_counter()
             step = self.loader.step - 1
             rows = self.loader.rows_of_step(step)
             tokens = self.data.tokens_of(rows, epoch=epoch)
@@ -249,14 +280,17 @@ class Trainer:
                     if self.ema is not None:
                         self.ema.step(self.trained)
                 self.optimizer.zero_grad()
+            # Reading the losses waits until the device has done all that was started before.
+            loss = losses.values.detach().float().tolist()
             cost = float(self.data.cost_model.cost(tokens).sum())
-            self.metrics.add(*losses, weights=weights, tokens=int(tokens.sum()), cost=cost)
+            seconds = time.perf_counter() - start
+            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds)
             self.log.write_samples(
                 epoch=epoch,
                 step=step,
                 bucket_id=batch.get("bucket_id"),
                 index=batch["index"],
-                loss=losses.values.detach().float().tolist(),
+                loss=loss,
             )
             if self.accelerator.sync_gradients:
                 self._finish_step(epoch=epoch, step=step)
@@ -298,6 +332,8 @@ class Trainer:
                 weights=self.weights,
             )
             save_checkpoint(self.accelerator, self.folder, progress, limit=checkpoints.checkpoints_total_limit)
+            if self.accelerator.is_main_process:
+                logger.info(write_cost_model(self.folder))
         if self.validation is not None and self.global_step % self.config.validation.validation_steps == 0:
             self._validate()
 
@@ -313,7 +349,8 @@ class Trainer:
                 self.ema.copy_to(self.trained)
             idle = set(PARTS) - {"trained", *self.calls}
             lent = self.recipe.lent_to(self.accelerator.device, *idle)
-            with self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
+            removed = self.context_parallel.removed()
+            with removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
             if self.ema is not None:
                 self.ema.restore(self.trained)
@@ -329,10 +366,13 @@ class Trainer:
         else:
             weights = gather_weights(accelerator, self.transformer)
             if accelerator.is_main_process:
+                self.context_parallel.remove()
                 if self.config.batches.batching == "pack":
                     disable_packing(self.transformer)
                 save_pipeline(recipe, self.folder, source=Path(self.source), weights=weights)
         logger.info(f"Saved to {self.folder}")
+        if accelerator.is_main_process:
+            logger.info(write_cost_model(self.folder))
         self.log.close()
         self.release()
 
