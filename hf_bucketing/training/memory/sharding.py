@@ -69,6 +69,14 @@ def _check_fsdp(config: TrainingConfig, accelerator: Accelerator) -> None:
         )
 
 
+def tell_deepspeed(accelerator: Accelerator) -> None:
+    """Give DeepSpeed a number of samples per step, which it demands and only prints: batches have different ones."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        if settings.get("train_micro_batch_size_per_gpu", "auto") == "auto":
+            settings["train_micro_batch_size_per_gpu"] = 1
+
+
 def loads_once(accelerator: Accelerator) -> bool:
     """Return whether the main process alone loads the transformer to train, and the others get their shares of it."""
     return bool(accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)
