@@ -42,7 +42,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
-from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
+from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
 from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
@@ -100,7 +100,6 @@ class Trainer:
             read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
         recipe = recipe_of(config.pretrained_model_name_or_path)
         check_context_parallel(config, self.accelerator, recipe)
-        form_groups(self.accelerator, degree=config.memory.context_parallel_degree)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = None
         if config.validation.validation_prompts:
@@ -162,7 +161,13 @@ class Trainer:
             sharded_adapters(transformer, self.accelerator) if adapted else nullcontext(),
             sending_weights(transformer, self.accelerator),
         ):
-            prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
+            prepared = prepare_in_groups(
+                self.accelerator,
+                transformer,
+                optimizer,
+                self.data.loader,
+                degree=config.memory.context_parallel_degree,
+            )
         self.transformer, self.optimizer, loader = prepared
         self.context_parallel = ContextParallel(
             self.recipe.transformer,
