@@ -15,18 +15,17 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...models.registry import families
 from ...packing.batch import Rows
 from ..adapters import AdapterConfig, lora_config
 from .components import Component
 from .config import Quantization
+from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16"]
-Phase: TypeAlias = Literal["forward", "backward"]
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -35,32 +34,6 @@ LAYERS = ("num_layers", "num_single_layers")
 
 _FIRST, _FIRST_SHARDED = 2, 3
 """Blocks from which on each further one adds the same; with FSDP, which gathers the next block early, one more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
-    """Bytes of a transformer at one time, by kind."""
-
-    weights: float = 0
-    gradients: float = 0
-    activations: float = 0
-
-    @property
-    def total(self) -> float:
-        """Sum of all kinds."""
-        return self.weights + self.gradients + self.activations
-
-    def plus(self, other: Kinds, times: float = 1) -> Kinds:
-        """Return this and some times the other."""
-        return Kinds(
-            weights=self.weights + times * other.weights,
-            gradients=self.gradients + times * other.gradients,
-            activations=self.activations + times * other.activations,
-        )
-
-
-Peaks: TypeAlias = Mapping[Phase, Kinds]
-"""What exists at the moment of the highest memory of each phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,27 +101,30 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Peaks:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _materialise(model, step)
         inputs = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), inputs)
-        if mesh is not None:
-            from .sharded_trace import trace_sharded
-
-            return trace_sharded(model, inputs, step, mesh)
-        return _run(model, inputs, step)
-
-
-def _run(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep) -> Peaks:
-    tracker = _PeakTracker()
-    tracker.track_external(model, *[one for one in inputs.values() if isinstance(one, torch.Tensor)])
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(tracker.track_gradient)
-    with tracker:
-        loss = forward(model, inputs, step)
-        tracker.phase = "backward"
-        loss.backward()
-    return tracker.peaks
+        given = [one for one in inputs.values() if isinstance(one, torch.Tensor)]
+        if mesh is None:
+            tracker: PeakTracker | ShardedPeakTracker = PeakTracker.of(model, given)
+        else:
+            _shard(model, mesh, half=HALF.get(step.mixed_precision))
+            tracker = ShardedPeakTracker.of(model, given)
+        with tracker:
+            loss = _forward(model, inputs, step)
+            tracker.phase = "backward"
+            loss.backward()
+        return tracker.peaks
 
 
-def forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep) -> torch.Tensor:
+def _shard(model: torch.nn.Module, mesh: Any, *, half: torch.dtype | None) -> None:
+    """Shard as accelerate does: the blocks that the model names one by one, and the rest."""
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half, output_dtype=half)
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in names:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep) -> torch.Tensor:
     """Return the loss of the traced step, in the precision in which accelerate runs the model."""
     half = HALF.get(step.mixed_precision)
     kept: AbstractContextManager[Any] = nullcontext()
@@ -160,50 +136,13 @@ def forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep)
         return (output.float() - torch.empty_like(output, dtype=torch.float32)).square().mean()
 
 
-class _PeakTracker(MemTracker):
-    """Keep the highest memory of each phase.
-
-    MemTracker's own hooks on modules count for each of them, which takes most of its time, and fail on frozen weights.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase: Phase = "forward"
-        self.peaks: dict[Phase, Kinds] = {}
-        self._highest = 0
-
-    def __enter__(self) -> _PeakTracker:
-        self._fake_mode_on_entry = torch._guards.active_fake_mode()
-        TorchDispatchMode.__enter__(self)
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        TorchDispatchMode.__exit__(self, *args)
-
-    def track_gradient(self, parameter: torch.Tensor) -> None:
-        """Count the gradient of a parameter as one."""
-        assert parameter.grad is not None, "it was just accumulated"
-        self._update_and_maybe_create_winfos(parameter.grad, _MemRefType.GRAD)
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        for memory in self._curr_mem_snap.values():
-            peak = self.peaks.get(self.phase)
-            if peak is None or memory["Total"] > peak.total:
-                weights = memory[_MemRefType.PARAM] + memory[_MemRefType.BUFFER]
-                gradients = memory[_MemRefType.GRAD]
-                self.peaks[self.phase] = Kinds(
-                    weights=weights, gradients=gradients, activations=memory["Total"] - weights - gradients
-                )
-
-
 @torch.no_grad()
 def trace_call(component: Component, call: Callable[[Any], Any], *, dtype: torch.dtype) -> Kinds:
     """Return the peak of a call of a frozen model, such as a text encoder, its weights included."""
     model = component.build()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _assign(model, lambda name, parameter: dtype if parameter.is_floating_point() else parameter.dtype)
-        tracker = _PeakTracker()
-        tracker.track_external(model)
+        tracker = PeakTracker.of(model, [])
         with tracker:
             call(model)
     return tracker.peaks["forward"]
