@@ -6,10 +6,9 @@ A few blocks are traced, and the others extrapolated: each adds the same bytes.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...models.registry import families
 from ...packing.batch import Rows
+from ...packing.layout import Grid
 from ..adapters import AdapterConfig, lora_config
 from .components import Component
 from .config import Quantization
@@ -42,8 +42,7 @@ class TracedStep:
 
     Attributes:
         transformer ([`Component`]): Transformer to train.
-        samples (`int`): Samples of one size in the step.
-        latent_size (`(f, h, w)`): Latent frames, rows and columns of each.
+        latent_sizes (`tuple` of `(f, h, w)`): Latent frames, rows and columns of each sample, the same for all.
         text_length (`int`): Text tokens of each.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
         trained_dtype (`"float32"` or `"bf16"`): Precision of what is trained.
@@ -55,8 +54,7 @@ class TracedStep:
     """
 
     transformer: Component
-    samples: int
-    latent_size: tuple[int, int, int]
+    latent_sizes: tuple[Grid, ...]
     text_length: int
     mixed_precision: Precision = "no"
     trained_dtype: Literal["float32", "bf16"] = "float32"
@@ -67,24 +65,57 @@ class TracedStep:
     shards: int = 1
 
 
-def trace(step: TracedStep) -> Peaks:
-    """Return the peaks of a step of the whole transformer."""
-    counts = {name: step.transformer.config[name] for name in LAYERS if name in step.transformer.config}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What a step needs, on each process.
+
+    Attributes:
+        peaks (mapping of `"forward"` and `"backward"` to [`Kinds`]): Bytes at the highest moment of each phase.
+        weights (`float`): Bytes of all weights and buffers, before they are sharded.
+        trained (`float`): Numbers that are trained.
+        trained_bytes (`float`): Bytes of these numbers, and of their gradients.
+        largest (`float`): Bytes of the largest trained tensor.
+        block_bytes (`float`): Bytes of the frozen weights of one block.
+        blocks (`float`): Number of blocks.
+    """
+
+    peaks: Peaks
+    weights: float
+    trained: float
+    trained_bytes: float
+    largest: float
+    block_bytes: float
+    blocks: float
+
+    def plus(self, other: Traced, times: float) -> Traced:
+        """Return this and some times the other; a block and the largest tensor remain what they are."""
+        return Traced(
+            peaks={phase: kinds.plus(other.peaks[phase], times) for phase, kinds in self.peaks.items()},
+            weights=self.weights + times * other.weights,
+            trained=self.trained + times * other.trained,
+            trained_bytes=self.trained_bytes + times * other.trained_bytes,
+            largest=self.largest,
+            block_bytes=self.block_bytes,
+            blocks=self.blocks + times * other.blocks,
+        )
+
+
+def trace(step: TracedStep) -> Traced:
+    """Return what a step of the whole transformer needs."""
+    config = step.transformer.config
+    counts = {name: config[name] for name in LAYERS if name in config}
     first = _FIRST if step.shards == 1 else _FIRST_SHARDED
     few = {name: min(count, first) for name, count in counts.items()}
-    base = _traced(step, tuple(few.items()))
-    peaks = dict(base)
+    base = whole = _traced(step, tuple(few.items()))
     for name, count in counts.items():
         if count > few[name]:
             more = _traced(step, tuple({**few, name: few[name] + 1}.items()))
-            for phase, kinds in peaks.items():
-                per_block = more[phase].plus(base[phase], -1)
-                peaks[phase] = kinds.plus(per_block, count - few[name])
-    return peaks
+            whole = whole.plus(more.plus(base, -1), count - few[name])
+    return whole
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Peaks:
+def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     """Trace a step of a transformer with these numbers of blocks."""
     model = step.transformer.build(**dict(layers))
     if step.quantize_base is not None:
@@ -100,6 +131,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Peaks:
         mesh = None if step.shards == 1 else stack.enter_context(_mesh(step.shards))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _materialise(model, step)
+        counted = _count(model)
         inputs = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), inputs)
         given = [one for one in inputs.values() if isinstance(one, torch.Tensor)]
         if mesh is None:
@@ -111,7 +143,28 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Peaks:
             loss = _forward(model, inputs, step)
             tracker.phase = "backward"
             loss.backward()
-        return tracker.peaks
+    return counted(peaks=tracker.peaks)
+
+
+def _count(model: torch.nn.Module) -> Callable[..., Traced]:
+    """Return a function that adds to peaks what a model holds before it is sharded."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
+    blocks = blocks_of(model)
+    frozen = [
+        sum(one.numel() * one.element_size() for one in block.parameters() if not one.requires_grad)
+        for block in blocks
+    ]
+    tensors = [*model.parameters(), *model.buffers()]
+    return functools.partial(
+        Traced,
+        weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        trained=sum(parameter.numel() for parameter in trained),
+        trained_bytes=sum(sizes),
+        largest=max(sizes),
+        block_bytes=max(frozen),
+        blocks=len(blocks),
+    )
 
 
 def _shard(model: torch.nn.Module, mesh: Any, *, half: torch.dtype | None) -> None:
@@ -137,25 +190,29 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
 
 
 @torch.no_grad()
-def trace_call(component: Component, call: Callable[[Any], Any], *, dtype: torch.dtype) -> Kinds:
-    """Return the peak of a call of a frozen model, such as a text encoder, its weights included."""
+def trace_call(
+    component: Component, call: Callable[[Any, torch.Tensor], Any], given: torch.Tensor, *, dtype: torch.dtype
+) -> Kinds:
+    """Return the peak of a call of a frozen model, such as a text encoder: its weights, and what the call makes."""
     model = component.build()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _assign(model, lambda name, parameter: dtype if parameter.is_floating_point() else parameter.dtype)
         tracker = PeakTracker.of(model, [])
+        given = torch.empty(given.shape, dtype=given.dtype)
         with tracker:
-            call(model)
+            call(model, given)
     return tracker.peaks["forward"]
 
 
 def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
     """Return the arguments of the forward: tensors without storage, and what a family reads as numbers."""
     family = families()[type(model).__name__]
-    patch, count = family.patch(model), step.samples
-    grid = tuple(side // size for side, size in zip(step.latent_size, patch, strict=True))
+    patch, count = family.patch(model), len(step.latent_sizes)
+    (size,) = set(step.latent_sizes)
+    grid = tuple(side // per_token for side, per_token in zip(size, patch, strict=True))
     conditioning = family.draw_conditioning(model, [grid] * count)
     rows = Rows(
-        latents=torch.empty(count, family.in_channels(model), *step.latent_size, device="meta"),
+        latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
         timesteps=torch.empty(count, device="meta"),
         text=torch.empty(count, step.text_length, family.text_dim(model), device="meta"),
         patch=patch,
@@ -253,7 +310,7 @@ def _unpacked(weight: torch.Tensor, like: torch.Tensor, *, columns: int | None =
 
 def _quantize(model: torch.nn.Module, kind: Quantization) -> None:
     """Give the linear layers of the blocks weights of one byte or half a byte, and scales."""
-    for layer in quantized_layers(model):
+    for layer in list(quantized_layers(model)):
         rows, columns = layer.weight.shape
         layer.__class__ = _Quantized
         layer.kind = kind  # type: ignore[assignment]
@@ -270,15 +327,20 @@ def _quantize(model: torch.nn.Module, kind: Quantization) -> None:
 
 def quantized_layers(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
     """Iterate over the linear layers that `quantize_base` quantises."""
-    lists = [child for child in model.children() if isinstance(child, torch.nn.ModuleList)]
     skipped = [
         *(getattr(model, "_skip_layerwise_casting_patterns", None) or ()),
         *(getattr(model, "_keep_in_fp32_modules", None) or ()),
     ]
-    for blocks in lists:
-        for name, layer in blocks.named_modules():
+    for block in blocks_of(model):
+        for name, layer in block.named_modules():
             if isinstance(layer, torch.nn.Linear) and not any(part in name for part in skipped):
                 yield layer
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the blocks of a transformer: the members of its own lists."""
+    lists = [child for child in model.children() if isinstance(child, torch.nn.ModuleList)]
+    return [block for blocks in lists for block in blocks]
 
 
 @contextmanager
