@@ -109,7 +109,6 @@ def _read(name_or_path: str, name: str, library: str, class_name: str) -> Compon
     if library == "transformers":
         config = kind.config_class.from_pretrained(name_or_path, subfolder=name).to_dict()
     else:
-        config = {key: value for key, value in kind.load_config(name_or_path, subfolder=name).items()}
-    return Component(
-        library=library, class_name=class_name, config_json=json.dumps(config, sort_keys=True, default=str)
-    )
+        config = dict(kind.load_config(name_or_path, subfolder=name))
+    text = json.dumps(config, sort_keys=True, default=str)
+    return Component(library=library, class_name=class_name, config_json=text)

@@ -14,13 +14,13 @@ from .options import MemoryOption
 # Okabe and Ito's colours, distinguishable with any colour vision.
 _COLORS = {
     "weights": "#0072B2",
+    "text_encoder": "#CC79A7",
+    "vae": "#56B4E9",
     "gradients": "#D55E00",
     "optimizer": "#E69F00",
     "averages": "#F0E442",
-    "activations": "#009E73",
-    "text_encoder": "#CC79A7",
-    "vae": "#56B4E9",
     "context": "#666666",
+    "activations": "#009E73",
 }
 
 
@@ -46,7 +46,8 @@ def draw_options(rows: Sequence[MemoryOption], path: Path, *, gpu_memory: float)
             axes.barh(places, sizes, left=start, color=color, label=kind.replace("_", " ").replace("vae", "VAE"))
         start += sizes
     for place, total in enumerate(totals):
-        axes.text(min(total, longest) + 0.01 * longest, place, f"{total:.1f}", va="center", fontsize=8)
+        label = axes.text(min(total, longest) + 0.01 * longest, place, f"{total:.1f}", va="center", fontsize=8)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     axes.axvline(gpu_memory, color="black", linewidth=1, linestyle="--")
     axes.text(gpu_memory, -0.75, f"{gpu_memory:g} GiB", ha="center", fontsize=8)
     axes.set_yticks(places, [row.name if not place else f"+ {row.name}" for place, row in enumerate(rows)], fontsize=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -292,7 +292,7 @@ def _phases(
         vae=round(vae.weights),
         context=CUDA_CONTEXT if config.device == "cuda" else 0,
     )
-    phases = {
+    phases: dict[str, MemoryParts] = {
         name: replace(
             resident,
             weights=round(resident.weights + kinds.weights),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -58,7 +58,7 @@ class TracedStep:
     text_length: int
     mixed_precision: Precision = "no"
     trained_dtype: Literal["float32", "bf16"] = "float32"
-    adapters: AdapterConfig = AdapterConfig()
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     quantize_base: Quantization | None = None
     gradient_checkpointing: bool = False
     offload_activations: bool = False
@@ -209,8 +209,8 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
     family = families()[type(model).__name__]
     patch, count = family.patch(model), len(step.latent_sizes)
     (size,) = set(step.latent_sizes)
-    grid = tuple(side // per_token for side, per_token in zip(size, patch, strict=True))
-    conditioning = family.draw_conditioning(model, [grid] * count)
+    t, h, w = (side // per_token for side, per_token in zip(size, patch, strict=True))
+    conditioning = family.draw_conditioning(model, [(t, h, w)] * count)
     rows = Rows(
         latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
         timesteps=torch.empty(count, device="meta"),
@@ -273,6 +273,7 @@ class _Quantized(torch.nn.Linear):
     """A linear layer that makes the tensors which torchao and bitsandbytes make."""
 
     kind: Quantization
+    scale: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.kind == "nf4":
@@ -313,7 +314,8 @@ def _quantize(model: torch.nn.Module, kind: Quantization) -> None:
     for layer in list(quantized_layers(model)):
         rows, columns = layer.weight.shape
         layer.__class__ = _Quantized
-        layer.kind = kind  # type: ignore[assignment]
+        assert isinstance(layer, _Quantized)
+        layer.kind = kind
         if kind == "nf4":  # a scale of one byte per 64 numbers, see QLoRA
             weight, scale = torch.empty(rows * columns // 2, dtype=torch.uint8, device="meta"), rows * columns // 64
             scales = torch.empty(scale, dtype=torch.uint8, device="meta")
