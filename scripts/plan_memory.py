@@ -36,7 +36,8 @@ def main(args: argparse.Namespace) -> None:
     config = from_flags(PlanConfig, args)
     rows = plan_options(args.pretrained_model_name_or_path, config, gpu_memory=args.gpu_memory)
     plan = rows[0].plan
-    print(f"{plan.samples} sample(s) of {plan.size} per process and step: {plan.tokens} tokens")
+    shape = plan.shape
+    print(f"{shape.samples} x {shape.size} per process and step: {shape.tokens} tokens")
     for phase, parts in plan.phases.items():
         print(f"  as given, {phase}: {parts}")
     print(format_options(rows, gpu_memory=args.gpu_memory))

@@ -65,8 +65,8 @@ def check_fits(rows: Sequence[MemoryOption], *, gpu_memory: float) -> None:
     if least.plan.total > gpu_memory * 2**30:
         plan = least.plan
         raise BucketingError(
-            f"No combination fits in `gpu_memory={gpu_memory:g}` GiB: {plan.samples} x {plan.size} "
-            f"({plan.tokens} tokens) needs {format_bytes(plan.total)} with all of the options up to "
+            f"No combination fits in `gpu_memory={gpu_memory:g}` GiB: {plan.shape.samples} x {plan.shape.size} "
+            f"({plan.shape.tokens} tokens) needs {format_bytes(plan.total)} with all of the options up to "
             f'"{least.name}", highest in {plan.highest}. Smaller samples (`sample_size`) of {least.max_tokens} tokens '
             "would fit, or more memory."
         )
@@ -86,7 +86,7 @@ def _ladder(components: Components, config: PlanConfig) -> Iterator[tuple[str, P
 
 def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]]]:
     steps: list[tuple[str, Mapping[str, Any]]] = [
-        ("latents and texts cached (cache_latents.py)", {"cached": True}),
+        ("latents and texts cached (cache_latents.py)", {"cached": "all"}),
         ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.mixed_precision == "no" else {}),
         ("--gradient_checkpointing", {"gradient_checkpointing": True}),
     ]
@@ -95,7 +95,7 @@ def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]
         steps.append((f"FSDP2 over {config.num_processes} processes (fsdp2.yaml)", _FSDP))
     if not has_adapters:
         steps += [("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"})]
-        if config.mixed_precision != "fp16":
+        if config.mixed_precision != "fp16" and config.num_processes == 1:  # FSDP2 trains in float32
             steps += [("--trained_dtype bf16", {"trained_dtype": "bf16"})]
         steps += [("--offload_activations", {"offload_activations": True})]
         steps += [("--lora_rank 16", {"lora_rank": 16, "optimizer": "adamw", "trained_dtype": "float32"})]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -41,7 +41,8 @@ class PlanConfig:
         train_batch_size (`int`): Samples per process and step.
         max_tokens (`int`, *optional*): Tokens per process and step instead: as many samples as fit, at least one.
         batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs, which the VAE encodes one by one.
-        cached (`bool`): Whether latents and texts are cached, so that neither text encoder nor VAE is loaded.
+        cached (`"nothing"`, `"latents"` or `"all"`): What scripts/cache_latents.py has encoded: with `"latents"` the
+            VAE is not loaded, with `"all"` no text encoder either.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
         sharding (`"ddp"` or `"fsdp2"`): How several processes share the training: each holds everything, or a part.
         num_processes (`int`): Processes, one per GPU.
@@ -63,7 +64,7 @@ class PlanConfig:
     train_batch_size: int = 1
     max_tokens: int | None = None
     batching: Literal["bucket", "pack"] = "bucket"
-    cached: bool = False
+    cached: Literal["nothing", "latents", "all"] = "nothing"
     mixed_precision: Precision = "bf16"
     sharding: Literal["ddp", "fsdp2"] = "ddp"
     num_processes: int = 1
@@ -157,16 +158,12 @@ class MemoryPlan:
 
     Attributes:
         phases (mapping of `str` to [`MemoryParts`]): What exists at the highest moment of each phase of a step.
-        tokens (`int`): Tokens per process and step.
-        samples (`int`): Samples per process and step.
-        size ([`Size`][hf_bucketing.Size]): Frames, height and width of each.
+        shape ([`StepShape`]): Samples of the step.
         blocks (`int`): Blocks of the transformer.
     """
 
     phases: Mapping[str, MemoryParts]
-    tokens: int
-    samples: int
-    size: Size
+    shape: StepShape
     blocks: int
 
     @property
@@ -208,48 +205,71 @@ def plan_memory(name_or_path: str, config: PlanConfig) -> MemoryPlan:
     return plan_components(components, config)
 
 
-def plan_components(components: Components, config: PlanConfig) -> MemoryPlan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """Samples of one step of one process.
+
+    Attributes:
+        size ([`Size`][hf_bucketing.Size]): Frames, height and width of the largest sample.
+        samples (`int`): Number of samples.
+        tokens (`int`): Tokens of all samples.
+        pixels (`int`): Pixels of all samples, frames times height times width.
+    """
+
+    size: Size
+    samples: int
+    tokens: int
+    pixels: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size], *, tokens: int) -> StepShape:
+        """Return the shape of a step of samples of these sizes."""
+        pixels = [math.prod(size) for size in sizes]
+        return cls(size=max(sizes, key=math.prod), samples=len(sizes), tokens=tokens, pixels=sum(pixels))
+
+
+def plan_components(components: Components, config: PlanConfig, shape: StepShape | None = None) -> MemoryPlan:
     """Plan the memory of a run from configurations that were read; see [`plan_memory`].
+
+    Args:
+        components ([`Components`]): Configurations of the pipeline.
+        config ([`PlanConfig`]): What is planned for.
+        shape ([`StepShape`], *optional*): Samples of a step; by default those that the settings name.
 
     Raises:
         BucketingError: If the model cannot take such samples.
     """
-    size = _size(components, config)
-    per_sample = components.spec.num_tokens(size)
-    samples = config.train_batch_size if config.max_tokens is None else max(1, config.max_tokens // per_sample)
-    traced = trace(_step(components, config, size=size, samples=samples))
+    shape = shape or _shape(components, config)
+    traced = trace(_step(components, config, shape))
     if config.memory.offload_blocks > traced.blocks:
         raise BucketingError(
             f"`offload_blocks={config.memory.offload_blocks}` is more than the {traced.blocks:.0f} blocks of this "
             f"model; lower it to {traced.blocks:.0f} or less."
         )
-    return MemoryPlan(
-        phases=_phases(components, config, traced, size=size, samples=samples),
-        tokens=samples * per_sample,
-        samples=samples,
-        size=size,
-        blocks=round(traced.blocks),
-    )
+    return MemoryPlan(phases=_phases(components, config, traced, shape), shape=shape, blocks=round(traced.blocks))
 
 
-def _size(components: Components, config: PlanConfig) -> Size:
+def _shape(components: Components, config: PlanConfig) -> StepShape:
     spec = components.spec
     if config.sample_size is None:
         frames = components.transformer.config.get("video_length", _FRAMES)
-        return spec.snap(Size(frames, *components.recipe.native_sizes[0]))
-    size = Size(*config.sample_size)
-    spec.latent_size(size)  # raises if it does not divide into tokens
-    return size
+        size = spec.snap(Size(frames, *components.recipe.native_sizes[0]))
+    else:
+        size = Size(*config.sample_size)
+    per_sample = spec.num_tokens(size)  # raises if it does not divide into tokens
+    samples = config.train_batch_size if config.max_tokens is None else max(1, config.max_tokens // per_sample)
+    return StepShape.of([size] * samples, tokens=samples * per_sample)
 
 
-def _step(components: Components, config: PlanConfig, *, size: Size, samples: int) -> TracedStep:
-    memory = config.memory
-    latents = components.spec.latent_size(size)
-    if (degree := memory.context_parallel_degree) > 1:
-        latents = _share(latents, components.spec, degree)
+def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:
+    memory, spec = config.memory, components.spec
+    latents = spec.latent_size(shape.size)
+    tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
+    if tokens != spec.num_tokens(shape.size):
+        latents = _grid_of(tokens, spec, frames=latents[0])
     return TracedStep(
         transformer=components.transformer,
-        latent_sizes=(latents,) * samples,
+        latent_sizes=(latents,) * shape.samples,
         text_length=config.max_sequence_length or components.recipe.default_sequence_length,
         mixed_precision=config.mixed_precision,
         trained_dtype=memory.trained_dtype,
@@ -261,17 +281,16 @@ def _step(components: Components, config: PlanConfig, *, size: Size, samples: in
     )
 
 
-def _share(latents: tuple[int, int, int], spec: LatentSpec, degree: int) -> tuple[int, int, int]:
-    """Return the size of a sample with the tokens that one of several processes has of it."""
-    frames, height, width = latents
-    _, patch_height, patch_width = spec.patch
-    tokens = height // patch_height * (width // patch_width)
-    return frames, patch_height, patch_width * -(-tokens // degree)
+def _grid_of(tokens: int, spec: LatentSpec, *, frames: int) -> tuple[int, int, int]:
+    """Return a size of latents with as many tokens, for a part of a sample, or a mean of several."""
+    patch_frames, patch_height, patch_width = spec.patch
+    frames = min(frames, patch_frames * tokens)
+    in_frame = -(-tokens // (frames // patch_frames))
+    rows = max(1, math.isqrt(in_frame))
+    return frames, patch_height * rows, patch_width * -(-in_frame // rows)
 
 
-def _phases(
-    components: Components, config: PlanConfig, traced: Traced, *, size: Size, samples: int
-) -> dict[str, MemoryParts]:
+def _phases(components: Components, config: PlanConfig, traced: Traced, shape: StepShape) -> dict[str, MemoryParts]:
     shards = config.num_processes if config.sharding == "fsdp2" else 1
     trained_bytes = traced.trained_bytes / shards
     moment = _QUANTISED_MOMENT if config.optimizer.optimizer == "adamw_8bit" else traced.trained_bytes / traced.trained
@@ -279,9 +298,12 @@ def _phases(
     buckets = trained_bytes if shards == 1 and config.num_processes > 1 else 0
     accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
     text, vae, pixels = Kinds(), Kinds(), 0
-    if not config.cached:
-        text, vae = _encoders(components, config, size=size, samples=samples)
-        pixels = 3 * 4 * samples * size.frames * size.height * size.width
+    if config.cached != "all":
+        text = _encode_texts(components, config, samples=shape.samples)
+    if config.cached == "nothing":
+        together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
+        vae = _encode_media(components, shape.size, together, config.memory.vae_tiling)
+        pixels = 3 * 4 * shape.pixels
     resident = MemoryParts(
         weights=_offloaded(traced, config),
         gradients=round(buckets),
@@ -309,9 +331,10 @@ def _phases(
         gradients=round(resident.gradients + trained_bytes),
         optimizer=round(resident.optimizer + step),
     )
-    if not config.cached:
-        encoding = replace(between, gradients=round(resident.gradients + accumulated))
+    encoding = replace(between, gradients=round(resident.gradients + accumulated))
+    if config.cached != "all":
         phases["text encoding"] = replace(encoding, text_encoder=round(text.total))
+    if config.cached == "nothing":
         phases["media encoding"] = replace(encoding, vae=round(vae.total))
     return phases
 
@@ -328,16 +351,14 @@ def _made_by_optimizer(traced: Traced, config: PlanConfig) -> float:
     return traced.trained_bytes if config.device == "cuda" else 2 * traced.largest
 
 
-def _encoders(components: Components, config: PlanConfig, *, size: Size, samples: int) -> tuple[Kinds, Kinds]:
-    """Return the weights of text encoders and VAE, and the activations of their calls."""
+def _encode_texts(components: Components, config: PlanConfig, *, samples: int) -> Kinds:
+    """Return the weights of all text encoders, and the most that the call of one of them makes."""
     length = config.max_sequence_length or components.recipe.default_sequence_length
     dtype = HALF.get(config.mixed_precision, torch.float32)
     calls = [_encode_text(one, samples, length, dtype) for one in components.text_encoders]
-    text = Kinds(
+    return Kinds(
         weights=sum(call.weights for call in calls), activations=max((call.activations for call in calls), default=0)
     )
-    together = 1 if config.batching == "pack" or config.memory.vae_tiling else samples
-    return text, _encode_media(components, size, together, config.memory.vae_tiling)
 
 
 @functools.lru_cache(maxsize=64)
@@ -403,4 +424,4 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float)
         samples = math.floor(samples)
         while plan(samples).total > memory:
             samples -= 1
-    return max(0, math.floor(samples * one.tokens)) if samples < float("inf") else 0
+    return max(0, math.floor(samples * one.shape.tokens)) if samples < float("inf") else 0

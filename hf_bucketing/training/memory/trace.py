@@ -226,13 +226,14 @@ def _materialise(model: torch.nn.Module, step: TracedStep) -> None:
     """Give each weight a tensor in the dtype in which it is loaded or trained."""
     kept: list[str] = getattr(model, "_keep_in_fp32_modules", None) or []
     has_adapters = step.adapters.lora_rank is not None
-    base = step.mixed_precision if has_adapters else step.trained_dtype
+    trained = step.trained_dtype if step.shards == 1 else "float32"  # accelerate trains in it under FSDP2
+    base = step.mixed_precision if has_adapters else trained
 
     def dtype_of(name: str, parameter: torch.Tensor) -> torch.dtype:
         if not parameter.is_floating_point() or parameter.dtype in (torch.float8_e4m3fn,):
             return parameter.dtype
         if has_adapters and parameter.requires_grad:
-            return HALF.get(step.trained_dtype, torch.float32)
+            return HALF.get(trained, torch.float32)
         is_kept = any(part in kept for part in name.split("."))
         return torch.float32 if is_kept else HALF.get(base, torch.float32)
 
