@@ -35,7 +35,8 @@ def from_hub(name: str | os.PathLike[str]) -> Iterator[None]:
         reason = _reason(str(name), error)
         if reason is not None:
             raise HubError(reason) from error
-        if isinstance(error, (OSError, ValueError)) and not getattr(error, "errno", None):
+        unreadable = isinstance(error, (OSError, ValueError)) or type(error).__name__ == "SafetensorError"
+        if unreadable and not getattr(error, "errno", None):
             raise BucketingError(f"{name} cannot be loaded: {_first_line(error)}") from error
         raise
 

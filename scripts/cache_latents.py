@@ -46,7 +46,7 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--vae_tiling",
         action="store_true",
-        help="Encode sample by sample and tile by tile, in less memory; blends the seams.",
+        help="Encode sample by sample and tile by tile, which takes less memory and changes results slightly.",
     )
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
     return parser

@@ -51,7 +51,9 @@ def make_parser() -> FlagParser:
         "and most slowly.",
     )
     parser.add_argument(
-        "--vae_tiling", action="store_true", help="Decode tile by tile, in less memory; blends the seams."
+        "--vae_tiling",
+        action="store_true",
+        help="Decode tile by tile, which takes less memory and changes results slightly.",
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the noise.")
     return parser

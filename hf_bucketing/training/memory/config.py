@@ -22,7 +22,8 @@ class MemoryConfig:
         quantize_base (`"int8"`, `"float8"` or `"nf4"`, *optional*): Format of the frozen weights under LoRA; by
             default they are not quantised. int8 and float8 need torchao, nf4 bitsandbytes and a GPU.
         vae_tiling (`bool`): Whether the VAE encodes and decodes sample by sample and tile by tile, which takes less
-            memory and blends the seams. Caches are made with the flag of the same name of scripts/cache_latents.py.
+            memory and changes results slightly: tiles do not see each other. Caches are made with the flag of the same
+            name of scripts/cache_latents.py.
         offload_blocks (`int`): Blocks of the frozen transformer that wait on the CPU and come to the device when they
             are computed; they need LoRA and gradient checkpointing.
         offload_activations (`bool`): Whether activations that the backward pass needs wait on the CPU.
