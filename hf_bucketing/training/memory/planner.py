@@ -396,7 +396,7 @@ def _encode_media(components: Components, size: Size, samples: int, tiling: bool
     return base.plus(more.plus(base, -1), latent_frames - few)
 
 
-def largest_tokens(components: Components, config: PlanConfig, *, memory: float) -> int:
+def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int | None = None) -> int:
     """Return the most tokens per process and step that fit, in samples of the plan's size or a part of one.
 
     Memory is a line in the number of samples, drawn through one and two, and checked by a plan of what it gives.
@@ -405,6 +405,7 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float)
         components ([`Components`]): Configurations of the pipeline.
         config ([`PlanConfig`]): What is planned for; its number of samples does not matter.
         memory (`float`): Bytes on each device.
+        at_most (`int`, *optional*): Tokens beyond which nothing is gained.
 
     Returns:
         `int`: Tokens; 0 if not even the weights fit.
@@ -420,6 +421,8 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float)
         room = memory - parts.total
         counts.append(1 + room / per_sample if per_sample > 0 else (float("inf") if room >= 0 else 0.0))
     samples = min(counts)
+    if at_most is not None:
+        samples = min(samples, at_most / one.shape.tokens)
     if 2 < samples < float("inf"):
         samples = math.floor(samples)
         while plan(samples).total > memory:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
@@ -102,6 +106,9 @@ class Traced:
 
 def trace(step: TracedStep) -> Traced:
     """Return what a step of the whole transformer needs."""
+    if step.shards > 1 and dist.is_initialized():  # the run's own process group must not see pretended processes
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(trace, step).result()
     config = step.transformer.config
     counts = {name: config[name] for name in LAYERS if name in config}
     first = _FIRST if step.shards == 1 else _FIRST_SHARDED
@@ -348,17 +355,11 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def _mesh(shards: int) -> Iterator[Any]:
-    """Return a mesh of as many processes: the run's own, or pretended ones."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    """Return a mesh of as many pretended processes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    pretended = not dist.is_initialized()
-    if pretended:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
     try:
         yield init_device_mesh("cpu", (shards,))
     finally:
-        if pretended:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
