@@ -95,9 +95,7 @@ def describe_memory(
     if config.dry_run:
         lines += [f"    {phase}: {parts}" for phase, parts in memory.phases.items()]
     if memory.total > has:
-        lines.append(
-            f"  That is more than the {format_bytes(has)} of the device: scripts/plan_memory.py shows what saves memory"
-        )
+        lines.append(f"  That is more than the {format_bytes(has)} of the device: see scripts/plan_memory.py")
     return lines
 
 
