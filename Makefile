@@ -51,9 +51,12 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 # What only tests need: bitsandbytes, which takes steps on CPUs from 0.50 on and says at each import that it lacks a
-# kernel; and torchcodec, apart, as datasets imports it wherever it is installed, and fails if it finds no FFmpeg.
+# kernel; and two apart: torchcodec, as datasets imports it wherever it is installed, and fails if it finds no FFmpeg;
+# and torchao, as diffusers imports it wherever it is installed, which prints lines about kernels that it lacks.
 $(VENV)/tested: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
 		--upgrade --target $(VENV)/torchcodec torchcodec
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+		--upgrade --target $(VENV)/torchao torchao
 	touch $@

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -100,6 +100,16 @@ def _with_weights(
     """Return sixteen hex digits of what was hashed so far and of a module's weights, as far as `read` picks them."""
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        numbers = read(tensor.detach().reshape(-1)).cpu().contiguous()
-        digest.update(numbers.view(torch.uint8).numpy().data)
+        for part in _plain(tensor.detach()):
+            numbers = read(part.reshape(-1)).cpu().contiguous()
+            digest.update(numbers.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors of which one consists: those with the numbers and scales of a quantised one, or itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))

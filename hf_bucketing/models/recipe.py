@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
+from accelerate import init_empty_weights
 from accelerate.utils import compare_versions
 from accelerate.utils.memory import clear_device_cache
 
@@ -55,11 +56,13 @@ class Loading:
 
     Attributes:
         parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
-            others, `"text_encoders"` and `"vae"`. The weights of parts that are left out are not opened.
+            others, `"text_encoders"` and `"vae"`. The weights of other parts are not opened.
         dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
             modules that a model keeps in float32.
         trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
         quantization (any, *optional*): Quantisation of that transformer, one of diffusers' configurations.
+        empty (`bool`): Whether the transformer to train is built without weights, on the meta device, because another
+            process sends them.
         vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
             changes results slightly: tiles do not see each other.
     """
@@ -68,6 +71,7 @@ class Loading:
     dtype: torch.dtype = torch.float32
     trained_dtype: torch.dtype = torch.float32
     quantization: Any = None
+    empty: bool = False
     vae_tiling: bool = False
 
 
@@ -126,15 +130,29 @@ class Recipe(ABC):
             if loading.quantization is not None:
                 mapping = {trained: loading.quantization}
                 options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
+            if loading.empty:
+                options[trained] = cls.empty_transformer(name_or_path, trained)
             options |= dtypes(loading.dtype, **{trained: loading.trained_dtype})
             pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
-                component.requires_grad_(name == trained)
+                component.requires_grad_(name == trained and loading.quantization is None)
         if loading.vae_tiling and pipeline.vae is not None:
             tile(pipeline.vae, name_or_path)
         length = max_sequence_length or cls.default_sequence_length
         return cls(pipeline=pipeline, spec=cls.read_spec(name_or_path), max_sequence_length=length, trained=trained)
+
+    @classmethod
+    def empty_transformer(cls, name_or_path: str, trained: str) -> Any:
+        """Return a transformer of a pipeline whose parameters have no values."""
+        import diffusers
+
+        with from_hub(name_or_path):
+            index = diffusers.DiffusionPipeline.load_config(name_or_path)
+            kind = getattr(diffusers, index[trained][1])
+            config = kind.load_config(name_or_path, subfolder=trained)
+        with init_empty_weights():
+            return kind.from_config(config)
 
     @classmethod
     @abstractmethod

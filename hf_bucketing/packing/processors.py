@@ -16,6 +16,7 @@ from .attention.dispatch import Backend, packed_attention
 from .context import active_layout
 from .layout import PackedLayout, permute
 from .segments import SegmentSpans
+from .ulysses import all_tokens, own_heads, own_part, own_tokens
 
 Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
 
@@ -66,6 +67,9 @@ class PackedAttnProcessor(_Processor):
     norms_whole_width: ClassVar[bool] = False
     """Whether the norms of queries and keys take all heads together."""
 
+    _parallel_config: Any = None
+    """diffusers' `ParallelConfig`, if each process has a part of every strip; set as on its own processors."""
+
     def __init__(self, backend: Backend = "segments", *, scope: Scope = "sample") -> None:
         if scope not in get_args(Scope):
             raise PackingError(f"scope must be one of {get_args(Scope)}, got {scope!r}.")
@@ -105,15 +109,26 @@ class PackedAttnProcessor(_Processor):
             parts = zip(project(attn, hidden_states, "to_q", "to_k", "to_v"), norms, strict=True)
             query, key, value = (self.split_heads(attn, part, norm) for part, norm in parts)
             if image_rotary_emb is not None:
-                query, key = self.rotate(query, image_rotary_emb), self.rotate(key, image_rotary_emb)
+                rotary = tuple(own_part(table, self._parallel_config) for table in image_rotary_emb)
+                query, key = self.rotate(query, rotary), self.rotate(key, rotary)
+            query, key, value = (self._all_tokens(part, hidden_states) for part in (query, key, value))
             attended = self._attend_to_tokens(query, key, value, layout)
         else:
             query = self.split_heads(attn, attn.to_q(hidden_states), attn.norm_q)
+            query = self._all_tokens(query, hidden_states)
             texts = self.text_keys(attn, encoder_hidden_states, layout)
-            attended = functools.reduce(torch.add, (_attend(query, *keys, backend=self.backend) for keys in texts))
+            attended = functools.reduce(torch.add, (self._attend_to_text(query, keys) for keys in texts))
+        attended = own_tokens(attended, self._parallel_config, num_strips=len(hidden_states))
         attended = _through(attn.to_out, attended.flatten(1)).view_as(hidden_states)
         factor = getattr(attn, "rescale_output_factor", 1.0)
         return attended if factor == 1.0 else attended / factor
+
+    def _all_tokens(self, heads: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return all_tokens(heads, self._parallel_config, num_strips=len(hidden_states))
+
+    def _attend_to_text(self, query: torch.Tensor, keys: Keys) -> torch.Tensor:
+        key, value = (own_heads(side, self._parallel_config) for side in (keys.key, keys.value))
+        return _attend(query, key, value, keys.segments, backend=self.backend)
 
     def _attend_to_tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout

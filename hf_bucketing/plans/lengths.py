@@ -144,10 +144,7 @@ def plan_lengths(
         weights=weights,
         consumed=consumed,
     )
-    if len(chosen.rows) < (1 if config.evaluation else num_processes) and not chosen.consumed:
-        raise PlanError(
-            f"{len(chosen.rows)} of {len(values)} rows have a length, fewer than the {num_processes} processes."
-        )
+    chosen.check_enough(of=len(values), have="a length")
     plan = (_in_buckets if config.strategy == "bucket" else _one_after_the_other)(values, config, chosen)
     return with_steps(plan, config.remainder, chosen)
 

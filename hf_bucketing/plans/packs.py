@@ -112,11 +112,7 @@ def plan_packs(
         weights=weights,
         consumed=consumed,
     )
-    if len(chosen.rows) < (1 if config.evaluation else num_processes) and not chosen.consumed:
-        raise PlanError(
-            f"{len(chosen.rows)} of {len(tokens)} rows have tokens, fewer than the {num_processes} processes. "
-            "Look at the counts of the data set's rejection column."
-        )
+    chosen.check_enough(of=len(tokens), have="tokens")
     rows, offsets = _packs(chosen.in_order()[0], spans, oversize, config=config)
     rows, offsets = even_batches(rows, offsets, chosen)
     order = _order(spans[rows], offsets, config, chosen)

@@ -74,6 +74,14 @@ class EpochRows(NamedTuple):
         order = np.arange(count)[::-1] if self.rng is None else self.rng.permutation(count)
         return order[: count % self.num_processes]
 
+    def check_enough(self, *, of: int, have: str) -> None:
+        """Raise PlanError if a training epoch has fewer rows than processes, of a number of rows in all."""
+        if len(self.rows) < (1 if self.evaluation else self.num_processes) and not self.consumed:
+            raise PlanError(
+                f"{len(self.rows)} of {of} rows have {have}, fewer than the {self.num_processes} processes. Look at "
+                "the counts of the data set's rejection column."
+            )
+
 
 def epoch_rows(
     usable: BoolArray,

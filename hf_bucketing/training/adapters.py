@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig
 from safetensors import SafetensorError
 
 from ..errors import BucketingError
 from ..files import complete_parts
 from ..settings import check_at_least
+from .memory.shards import copy_whole, gather, named_weights
 
 logger = get_logger(__name__)
 
@@ -161,6 +162,15 @@ def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
     return replace(adapters, alpha=int(saved.get("lora_alpha", adapters.ranks[0])))
 
 
+def adapters_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of the adapters that [`add_lora`] added, as peft names them."""
+    return {
+        name.replace(f".{ADAPTER}.", "."): parameter
+        for name, parameter in named_weights(transformer)
+        if parameter.requires_grad
+    }
+
+
 def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transformer") -> None:
     """Load weights into the adapters that [`add_lora`] added.
 
@@ -169,7 +179,7 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
     """
     transformer = getattr(pipeline, component)
     config = transformer.peft_config[ADAPTER]
-    weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
+    weights = adapters_of(transformer)
     layers = Adapters(path=adapters.path, weights=weights, alpha=config.lora_alpha).layers
     differences = []
     if adapters.ranks != [config.r]:
@@ -191,7 +201,8 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
         ][:1]
     if differences:
         raise BucketingError(f"{adapters.path} does not fit these adapters: it has {'; '.join(differences)}.")
-    set_peft_model_state_dict(transformer, adapters.weights, adapter_name=ADAPTER)
+    for name, value in weights.items():
+        copy_whole(value, adapters.weights[name])
 
 
 def checkpoint_adapters_only(accelerator: Accelerator, pipeline: Any, *, component: str = "transformer") -> None:
@@ -199,8 +210,7 @@ def checkpoint_adapters_only(accelerator: Accelerator, pipeline: Any, *, compone
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         weights.clear()  # accelerate saves what is left here
-        if accelerator.is_main_process:
-            save_lora(pipeline, folder, component=component)
+        save_lora(pipeline, folder, component=component)
 
     def load(models: list[Any], folder: str) -> None:
         models.clear()
@@ -213,12 +223,18 @@ def checkpoint_adapters_only(accelerator: Accelerator, pipeline: Any, *, compone
 def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str = "transformer") -> None:
     """Write a transformer's adapters as `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)`.
 
-    Load adapters of `transformer_2` with `load_into_transformer_2=True`.
+    Call it on every process; the main one writes. Load adapters of `transformer_2` with
+    `load_into_transformer_2=True`.
     """
     transformer = getattr(pipeline, component)
+    weights = {name: gather(value.detach()) for name, value in adapters_of(transformer).items()}
+    if not PartialState().is_main_process:
+        return
+    config = {
+        name: sorted(value) if isinstance(value, set) else value  # a set has another order in each process
+        for name, value in transformer.peft_config[ADAPTER].to_dict().items()
+    }
     with complete_parts(folder) as partial:
         type(pipeline).save_lora_weights(
-            str(partial),
-            transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name=ADAPTER),
-            transformer_lora_adapter_metadata=transformer.peft_config[ADAPTER].to_dict(),
+            str(partial), transformer_lora_layers=weights, transformer_lora_adapter_metadata=config
         )

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
 from ..models.recipe import Recipe
 from ..settings import check_at_least
 from .adapters import LORA_WEIGHTS
+from .memory.shards import SHARDED
 
 logger = get_logger(__name__)
 
@@ -31,9 +31,6 @@ LAYOUT = 3
 """Number that is raised when the files of a checkpoint, or their meaning, change. Layout 1 had no number."""
 
 PIPELINE_INDEX = "model_index.json"
-
-SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
-"""Distributed types in which no process holds all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

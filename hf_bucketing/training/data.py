@@ -171,10 +171,11 @@ def _kept(
     spec: LatentSpec,
 ) -> npt.NDArray[np.int64]:
     """Return the tokens of each row that are left to plan with; a fixed rate keeps as many whatever the seed."""
+    usable = num_tokens > 0
+    ids, buckets = np.unique(bucket_ids[usable], return_inverse=True)
     kept = num_tokens.copy()
-    for bucket_id in np.unique(bucket_ids[num_tokens > 0]).tolist():
-        (count,) = drop.num_kept([spec.grid(table.size(bucket_id))], seeds=[0])
-        kept[(bucket_ids == bucket_id) & (num_tokens > 0)] = count
+    grids = [spec.grid(table.size(bucket_id)) for bucket_id in ids.tolist()]
+    kept[usable] = np.array(drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)[buckets]
     return kept
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import ProjectConfiguration, set_seed
-from diffusers.training_utils import EMAModel, cast_training_params
+from accelerate.utils import ProjectConfiguration, disable_fsdp_ram_efficient_loading, set_seed
+from diffusers.training_utils import cast_training_params
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..buckets.calibration import read_cost_model
-from ..caching.fingerprints import weights_fingerprints
-from ..errors import BucketingError, Interrupted, quoted
+from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
 from ..loaders.resume import resume
 from ..losses.reduction import global_mean
@@ -32,7 +32,6 @@ from ..models.registry import recipe_of
 from ..settings import changed
 from .adapters import checkpoint_adapters_only, save_lora, start_adapters
 from .checkpoint import (
-    SHARDED,
     Progress,
     find_checkpoint,
     gather_weights,
@@ -43,8 +42,20 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
+from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
 from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
+from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
+from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
+from .memory.sharding import (
+    check_sharding,
+    fingerprints_of,
+    loads_once,
+    rendering_in_lockstep,
+    sending_weights,
+    sharded_adapters,
+)
+from .memory.shards import SHARDED, averaged
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
@@ -86,6 +97,8 @@ class Trainer:
         if config.batches.cost_model is not None:
             read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
         recipe = recipe_of(config.pretrained_model_name_or_path)
+        check_context_parallel(config, self.accelerator, recipe)
+        form_groups(self.accelerator, degree=config.memory.context_parallel_degree)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = None
         if config.validation.validation_prompts:
@@ -93,6 +106,8 @@ class Trainer:
             self.validation = Validation(
                 config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation"
             )
+        check_quantization(config, self.accelerator)
+        check_offload(config, self.accelerator)
         self.calls = parts_called(config)
         source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
@@ -104,7 +119,7 @@ class Trainer:
             loading=loading_of(config, self.accelerator, self.calls),
         )
         self.source = source
-        self.weights = weights_fingerprints(self.recipe.pipeline)
+        self.weights = fingerprints_of(self.recipe, self.accelerator)
         if self.checkpoint is not None:
             saved = self.checkpoint.progress.weights
             check_weights(saved, self.weights, source=config.pretrained_model_name_or_path)
@@ -130,6 +145,9 @@ class Trainer:
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
+        if config.memory.offload_blocks:
+            offload_blocks(recipe.transformer, config.memory.offload_blocks, device=accelerator.device)
+        leave_frozen_weights_to_each_process(recipe.transformer)
         recipe.to(accelerator.device, *self.calls)
         return config
 
@@ -137,12 +155,23 @@ class Trainer:
         """Let accelerate prepare what is trained, and register what its checkpoints hold."""
         config, transformer = self.config, self.recipe.transformer
         optimizer = make_optimizer(transformer.parameters(), config.optimizer)
-        self.transformer, self.optimizer, loader = self.accelerator.prepare(transformer, optimizer, self.data.loader)
+        adapted = config.adapters.lora_rank is not None
+        with (
+            sharded_adapters(transformer, self.accelerator) if adapted else nullcontext(),
+            sending_weights(transformer, self.accelerator),
+        ):
+            prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
+        self.transformer, self.optimizer, loader = prepared
+        self.context_parallel = ContextParallel(
+            self.recipe.transformer,
+            self.accelerator,
+            degree=config.memory.context_parallel_degree,
+            packed=config.batches.batching == "pack",
+        )
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
-        self.ema = EMAModel(self.trained, decay=config.ema_decay) if config.ema_decay is not None else None
-        if self.ema is not None:
-            self.ema.to(dtype=torch.float32)  # in bf16, small changes of an average are lost
-            self.accelerator.register_for_checkpointing(self.ema)
+        self.ema = None
+        if config.ema_decay is not None:
+            self.ema = averaged(self.trained, decay=config.ema_decay, accelerator=self.accelerator)
         self.loader = resume(self.accelerator, loader)
         self.max_train_steps = config.max_train_steps or self._steps_left()
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
@@ -171,7 +200,11 @@ class Trainer:
         keep = self._resume()
         accelerator = self.accelerator
         self.log = RunLog(
-            self.folder, process_index=accelerator.process_index, num_processes=accelerator.num_processes, keep=keep
+            self.folder,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            degree=self.config.memory.context_parallel_degree,
+            keep=keep,
         )
         if accelerator.is_main_process:
             if self.checkpoint is None:
@@ -187,7 +220,11 @@ class Trainer:
             desc=f"{self.config.batches.batching} steps",
             disable=not accelerator.is_local_main_process,
         )
-        self.metrics = StepMetrics(accelerator, max_tokens=self.config.batches.token_limit)
+        self.metrics = StepMetrics(
+            accelerator,
+            max_tokens=self.config.batches.token_limit,
+            degree=self.config.memory.context_parallel_degree,
+        )
         try:
             with logging_redirect_tqdm():
                 while self.global_step < self.max_train_steps:
@@ -301,32 +338,40 @@ class Trainer:
             self._validate()
 
     def _validate(self) -> None:
-        """Render the prompts in the main process, with the averaged weights if there are any."""
-        if self.accelerator.is_main_process:
+        """Render the prompts in the main process, with the averaged weights if there are any.
+
+        Where no process holds all weights, all of them render.
+        """
+        if self.accelerator.is_main_process or self.accelerator.distributed_type in SHARDED:
             assert self.validation is not None
             if self.ema is not None:
                 self.ema.store(self.trained)
                 self.ema.copy_to(self.trained)
             idle = set(PARTS) - {"trained", *self.calls}
-            with self.step.unpacked(), self.recipe.lent_to(self.accelerator.device, *idle):
+            lent = self.recipe.lent_to(self.accelerator.device, *idle)
+            removed = self.context_parallel.removed()
+            with removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
             if self.ema is not None:
                 self.ema.restore(self.trained)
         self.accelerator.wait_for_everyone()
 
     def _finish(self) -> None:
-        self.accelerator.wait_for_everyone()
-        weights = gather_weights(self.accelerator, self.transformer)
-        if self.accelerator.is_main_process:
-            if self.ema is not None:
-                self.ema.copy_to(self.trained)
-            if self.config.batches.batching == "pack":
-                disable_packing(self.transformer)
-            if self.config.adapters.lora_rank is None:
-                save_pipeline(self.recipe, self.folder, source=Path(self.source), weights=weights)
-            else:
-                save_lora(self.recipe.pipeline, self.folder, component=self.recipe.trained)
-            logger.info(f"Saved to {self.folder}")
+        accelerator, recipe = self.accelerator, self.recipe
+        accelerator.wait_for_everyone()
+        if self.ema is not None:
+            self.ema.copy_to(self.trained)
+        if self.config.adapters.lora_rank is not None:
+            save_lora(recipe.pipeline, self.folder, component=recipe.trained)
+        else:
+            weights = gather_weights(accelerator, self.transformer)
+            if accelerator.is_main_process:
+                self.context_parallel.remove()
+                if self.config.batches.batching == "pack":
+                    disable_packing(self.transformer)
+                save_pipeline(recipe, self.folder, source=Path(self.source), weights=weights)
+        logger.info(f"Saved to {self.folder}")
+        if accelerator.is_main_process:
             logger.info(write_cost_model(self.folder))
         self.log.close()
         self.release()
@@ -344,7 +389,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     """Return the accelerator of a run; only the main process of a machine shows progress bars.
 
     Raises:
-        BucketingError: On settings that need all weights in each process, where weights are sharded.
+        BucketingError: On settings that cannot be combined with sharded weights.
     """
     folder = Path(config.output_dir)
     accelerator = Accelerator(
@@ -353,13 +398,9 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         log_with=None if config.report_to == "none" else config.report_to,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
-    values = config.flat()
-    given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if values[name] is not None]
-    if given and accelerator.distributed_type in SHARDED:
-        raise BucketingError(
-            f"Omit {quoted(given)}, or use DDP: it needs all weights in each process, which "
-            f"{accelerator.distributed_type.value} does not keep."
-        )
+    check_sharding(config, accelerator)
+    if loads_once(accelerator):  # transformers would leave text encoders empty, which nothing fills
+        disable_fsdp_ram_efficient_loading()
     if not accelerator.is_local_main_process:
         datasets.disable_progress_bars()
         diffusers.utils.logging.disable_progress_bar()

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 
 from ..errors import BucketingError
 from ..settings import changed
-from .checkpoint import SHARDED
 from .config import TrainingConfig
+from .memory.shards import SHARDED
 
 Rule = Literal["applied", "equal", "plan", "weights", "free"]
 

@@ -54,6 +54,7 @@ class RunLog:
         output_dir (`Path`): Output folder of the run.
         process_index (`int`): Index of this process. Process 0 writes plans and losses; each writes its samples.
         num_processes (`int`): Number of processes. Logs of further ones are from a part of the run before it resumed.
+        degree (`int`): Neighbouring processes that take the same samples: only the first of them logs these.
         keep (mapping, *optional*): [`state_dict`][RunLog.state_dict] of the run when its checkpoint was saved.
 
     Raises:
@@ -61,15 +62,23 @@ class RunLog:
     """
 
     def __init__(
-        self, output_dir: Path, *, process_index: int, num_processes: int, keep: Mapping[str, int] | None = None
+        self,
+        output_dir: Path,
+        *,
+        process_index: int,
+        num_processes: int,
+        degree: int = 1,
+        keep: Mapping[str, int] | None = None,
     ) -> None:
         keep = keep or {"samples": 0, "plans": 0, "losses": 0}
         self._batches = keep["samples"]
-        self._files = {"samples": self._samples(log_path(output_dir, "samples", process_index))}
+        self._files: dict[str, _JsonLines] = {}
+        if process_index % degree == 0:
+            self._files["samples"] = self._samples(log_path(output_dir, "samples", process_index // degree))
         if process_index == 0:
             for name in ("plans", "losses"):
                 self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep[name])
-            for path in _sample_logs(output_dir)[num_processes:]:
+            for path in _sample_logs(output_dir)[num_processes // degree :]:
                 self._samples(path).file.close()
 
     def _samples(self, path: Path) -> _JsonLines:
@@ -113,10 +122,12 @@ class StepMetrics:
     Args:
         accelerator (`Accelerator`): Accelerator that gathers the sums, in one call per optimizer step.
         max_tokens (`int`, *optional*): Tokens per process and batch, to compute the fill.
+        degree (`int`): Neighbouring processes that take the same samples, which count once.
     """
 
-    def __init__(self, accelerator: Accelerator, *, max_tokens: int | None) -> None:
+    def __init__(self, accelerator: Accelerator, *, max_tokens: int | None, degree: int = 1) -> None:
         self.accelerator = accelerator
+        self.degree = degree
         self.max_tokens = max_tokens
         self._start = time.perf_counter()
         self._reset()
@@ -166,7 +177,7 @@ class StepMetrics:
         every exchange of gradients.
         """
         mine = torch.cat([self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
-        rows = self.accelerator.gather(mine[None]).cpu().double()
+        rows = self.accelerator.gather(mine[None])[:: self.degree].cpu().double()
         loss, sums, seen, counts = rows.split([1, _BINS, _BINS, _COUNTS], 1)
         samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
         costliest = int(cost.argmax())

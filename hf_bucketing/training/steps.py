@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from ..packing.token_drop import Seed, TokenDrop
 from ..randomness import Purpose, generator
 from .config import TrainingConfig
 from .data import TrainingData
+from .memory.offload import activations_on_cpu
 
 
 class StepLosses(NamedTuple):
@@ -49,6 +50,7 @@ class Step(ABC):
     objective: Objective
     caption_dropout: float = 0.0
     seed: int = 0
+    offload_activations: bool = False
     empty_text: TextEmbeddings | None = None
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
@@ -59,7 +61,8 @@ class Step(ABC):
         text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
         fps = frame_rates(batch["fps"], device=latents[0].device)
         seeds = [(self.seed, epoch, index) for index in batch["index"]]
-        values = self._losses(transformer, noised, text=text, fps=fps, seeds=seeds)
+        with activations_on_cpu() if self.offload_activations else nullcontext():
+            values = self._losses(transformer, noised, text=text, fps=fps, seeds=seeds)
         return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
 
     @abstractmethod
@@ -145,6 +148,7 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
         "objective": objective,
         "caption_dropout": config.objective.caption_dropout,
         "seed": config.seed,
+        "offload_activations": config.memory.offload_activations,
     }
     if config.batches.batching == "bucket":
         return BucketStep(**common)

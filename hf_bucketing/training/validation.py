@@ -62,9 +62,11 @@ class Validation:
     folder: Path
 
     def render(self, recipe: Recipe, accelerator: Accelerator, *, step: int) -> None:
-        """Write one file per prompt and size, and log some of its frames to the trackers; call in the main process."""
+        """Write one file per prompt and size, and log some of its frames to the trackers.
+
+        Call it in the main process, or where weights are sharded in all of them; the main one writes.
+        """
         folder = self.folder / f"step-{step}"
-        folder.mkdir(parents=True, exist_ok=True)
         transformer, training = recipe.transformer, recipe.transformer.training
         transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
@@ -72,6 +74,9 @@ class Validation:
             for size, prompt in product(self.sizes, self.config.validation_prompts or []):
                 with torch.no_grad(), accelerator.autocast():
                     frames = self._sample(recipe, prompt, size)
+                if not accelerator.is_main_process:
+                    continue
+                folder.mkdir(parents=True, exist_ok=True)
                 words = re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
                 name = f"{size.frames}x{size.height}x{size.width}-{words}"
                 write_video(folder / f"{name}.mp4", frames, fps=self.config.validation_fps)

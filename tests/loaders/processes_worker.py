@@ -14,6 +14,7 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketBatchSampler, PackBatchSampler, PlanError, check_loader, resume
+from hf_bucketing.training.memory.context_parallel import form_groups
 from tests.loaders.loader_worker import IDS, TABLE
 
 USABLE = np.flatnonzero(IDS >= 0).tolist()
@@ -67,12 +68,19 @@ def check_accelerate() -> None:
     expect("set dispatch_batches=False", list, dispatching.prepare(loader_of(sampler_of())))
 
 
-def check_mesh() -> None:
-    """Processes of one context-parallel group take the same batch; the plan is over the groups."""
+def check_mesh(*, by_config: bool) -> None:
+    """Processes of one context-parallel group take the same batch; the plan is over the groups.
+
+    The mesh is accelerate's own, or that of a training run under DDP.
+    """
     for state in (AcceleratorState, GradientState):
         state._reset_state()
-    with patch.object(ParallelismConfig, "_validate_accelerator"):  # which wants a GPU
-        accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2))
+    if by_config:
+        with patch.object(ParallelismConfig, "_validate_accelerator"):  # which wants a GPU
+            accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2))
+    else:
+        accelerator = Accelerator()
+        form_groups(accelerator, degree=2)
     for options in ({}, {"num_processes": 2}):
         sampler = sampler_of(**options)
         assert sampler.num_processes == 2
@@ -92,4 +100,5 @@ def check_mesh() -> None:
 if __name__ == "__main__":
     check_plain_ddp()
     check_accelerate()
-    check_mesh()
+    check_mesh(by_config=True)
+    check_mesh(by_config=False)

@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.adapters import AdapterConfig, add_lora, save_lora
 from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
-from hf_bucketing.training.loop import make_accelerator
 from hf_bucketing.training.memory.estimate import estimate_memory, find_max_tokens
 from hf_bucketing.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from hf_bucketing.training.validation import Validation, ValidationConfig, parse_sizes
@@ -203,13 +200,3 @@ def test_a_sharded_model_is_saved_with_the_gathered_weights(pipeline_dirs, tmp_p
     save_pipeline(recipe, tmp_path, source=Path(pipeline_dirs["wan"]), weights=weights)
     saved = load(tmp_path).transformer
     assert all((value == 0.5).all() for value in saved.state_dict().values())
-
-
-@pytest.mark.parametrize("setting", [{"lora_rank": 2}, {"ema_decay": 0.9}, {"validation_prompts": ["red"]}])
-def test_what_needs_all_weights_is_refused_where_they_are_sharded(setting, tmp_path: Path, monkeypatch) -> None:
-    config = TrainingConfig.from_flat(pretrained_model_name_or_path="m", dataset_dir="d", output_dir=str(tmp_path),
-                            report_to="none", **setting)  # fmt: skip
-    make_accelerator(config)
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    with pytest.raises(BucketingError, match=f"Omit `{next(iter(setting))}`, or use DDP: it needs all weights"):
-        make_accelerator(config)

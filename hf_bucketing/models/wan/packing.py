@@ -72,6 +72,7 @@ class WanFamily(Family):
     position_module = "rope"
     conditioning_by_strip = False
     attention_kwargs = "attention_kwargs"
+    context_parallel = True
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""

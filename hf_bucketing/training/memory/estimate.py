@@ -103,13 +103,17 @@ def describe(
     max_train_steps: int,
 ) -> list[str]:
     """Return the plan of the first epoch, its cost and an estimate of memory, as lines of text."""
-    plan, batches = data.sampler.plan(), config.batches
-    of_samples = data.tokens_of(plan.indices, epoch=data.sampler.epoch)
+    plan, batches, epoch = data.sampler.plan(), config.batches, data.sampler.epoch
+    if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
+        epoch += 1
+        plan = data.sampler.plan(epoch)
+    of_samples = data.tokens_of(plan.indices, epoch=epoch)
     tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
     costs = data.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
+    degree = config.memory.context_parallel_degree
     memory = estimate_memory(
         transformer,
-        num_tokens=int(tokens.max()),
+        num_tokens=-(-int(tokens.max()) // degree),
         gradient_checkpointing=config.memory.gradient_checkpointing,
         half_precision=accelerator.mixed_precision != "no",
         moment_bytes=config.optimizer.moment_bytes,
@@ -118,9 +122,10 @@ def describe(
     dropped = ", ".join(f"{count} {reason}" for reason, count in plan.drop_reasons.items()) or "none"
     limit = batches.token_limit
     fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
+    groups = f", in groups of {degree} that share their samples" if degree > 1 else ""
     return [
         "***** Running training *****",
-        f"  Num processes = {accelerator.num_processes}",
+        f"  Num processes = {accelerator.num_processes}{groups}",
         f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
         f"  Samples per epoch = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
         f"  Steps per epoch = {plan.num_steps} on each process{mixed}",

@@ -1,4 +1,4 @@
-"""Which parts of a pipeline a run loads, and in which precision."""
+"""Parts of a pipeline that a run loads, and their precision."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from accelerate import Accelerator
 from ...columns.prepared import PreparedDataset
 from ...errors import BucketingError
 from ...models.recipe import PARTS, Loading, Part
-from ..checkpoint import SHARDED
 from ..config import TrainingConfig
+from .quantization import quantization_of
+from .sharding import loads_empty
+from .shards import SHARDED
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -54,5 +56,7 @@ def loading_of(config: TrainingConfig, accelerator: Accelerator, called: tuple[P
         parts=PARTS if renders else ("trained", *called),
         dtype=dtype,
         trained_dtype=trained_dtype(config) if config.adapters.lora_rank is None else dtype,
+        quantization=quantization_of(config, dtype),
+        empty=loads_empty(accelerator),
         vae_tiling=memory.vae_tiling and (renders or "vae" in called),
     )

@@ -1,0 +1,228 @@
+"""Context parallelism: processes that compute the same samples, each with a part of the tokens.
+
+Ulysses (Jacobs et al., 2023), by diffusers' hooks and exchange: a process holds its part of the tokens everywhere but
+in self-attention, for which a group exchanges tokens for heads. Text is attended to by each process's own tokens.
+
+A process computes the gradients that come through its own tokens; those of a group add up. DDP divides their sum by
+the number of all processes, and `global_mean` multiplies losses by it, so that gradients are right as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+
+from ...buckets.sizes import LatentSpec
+from ...columns.arrays import column_array
+from ...columns.prepared import PreparedDataset
+from ...errors import BucketingError
+from ...models.recipe import Recipe, read_configs
+from ..checkpoint import SHARDED
+from ..config import TrainingConfig
+
+_TEXT_ATTENTION = "attn2"
+"""Name of the modules that attend to text; see `Family.context_parallel`."""
+
+_SIZES_NAMED = 5
+
+
+def check_context_parallel(config: TrainingConfig, accelerator: Accelerator, recipe: type[Recipe]) -> None:
+    """Refuse context parallelism with settings, models and data that it does not work with.
+
+    It reads configurations alone, before any weight is loaded.
+
+    Raises:
+        BucketingError: With the reason and the nearest combination that works.
+    """
+    degree = config.memory.context_parallel_degree
+    if degree == 1:
+        return
+    given = f"`context_parallel_degree={degree}`"
+    if accelerator.num_processes % degree:
+        raise BucketingError(
+            f"{given} needs a number of processes that it divides, got {accelerator.num_processes}; launch {degree} "
+            "or a multiple of it, or choose another degree."
+        )
+    if accelerator.distributed_type in SHARDED:
+        raise BucketingError(
+            f"Omit {given}, or use DDP, for example with `lora_rank` and `gradient_checkpointing`: under "
+            f"{accelerator.distributed_type.value}, which shards the weights over all processes, it is not supported."
+        )
+    _check_model(config, recipe, given=given)
+    batches = config.batches
+    if batches.max_tokens == "auto":
+        raise BucketingError(
+            f'{given} needs `max_tokens` as a number: the search of `max_tokens="auto"` lets each process fail on its '
+            "own, and the others of its group would wait for it forever."
+        )
+    if config.memory.offload_blocks:
+        raise BucketingError(
+            f"Omit `offload_blocks` with {given}: both replace the forward of the blocks; "
+            "`offload_activations` and `quantize_base` also save memory."
+        )
+    if batches.batching == "pack" and batches.strip_length % degree:
+        raise BucketingError(
+            f"{given} splits strips of `strip_length={batches.strip_length}` tokens into unequal parts; use "
+            f"`strip_length={-(-batches.strip_length // degree) * degree}`."
+        )
+    if batches.batching == "bucket":
+        _check_sizes(config, recipe.read_spec(config.pretrained_model_name_or_path), given=given)
+
+
+def _check_model(config: TrainingConfig, recipe: type[Recipe], *, given: str) -> None:
+    family, degree = recipe.family, config.memory.context_parallel_degree
+    if not family.context_parallel:
+        raise BucketingError(
+            f"Omit {given}: there is no plan by which processes could share the tokens of a "
+            f"{family.transformer_class}. `gradient_checkpointing` and smaller `max_tokens` also save memory."
+        )
+    _, transformer = read_configs(config.pretrained_model_name_or_path)
+    heads = transformer["num_attention_heads"]
+    if heads % degree:
+        possible = [count for count in range(2, heads + 1) if heads % count == 0]
+        raise BucketingError(
+            f"{given} does not divide the {heads} attention heads of the model; choose one of {possible}."
+        )
+
+
+def _check_sizes(config: TrainingConfig, spec: LatentSpec, *, given: str) -> None:
+    """Refuse stacks whose tokens the degree does not divide: diffusers' exchange takes equal parts in training."""
+    prepared = PreparedDataset.load(config.dataset_dir)
+    ids, tokens = (column_array(prepared.dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
+    degree = config.memory.context_parallel_degree
+    uneven = Counter(ids[tokens % degree != 0].tolist())
+    if not uneven:
+        return
+    sizes = {prepared.table.size(bucket): count for bucket, count in uneven.most_common(_SIZES_NAMED)}
+    listed = ", ".join(
+        f"{'x'.join(map(str, size))} ({spec.num_tokens(size)} tokens, {count} samples)"
+        for size, count in sizes.items()
+    )
+    more = f" and {len(uneven) - len(sizes)} further sizes" if len(uneven) > len(sizes) else ""
+    width = spec.spatial_stride * spec.patch[2] * degree
+    raise BucketingError(
+        f'{given} does not divide the tokens of the sizes {listed}{more}. Train packs (`batching="pack"`), whose '
+        f"strips hold samples of any size, or prepare the data set with --buckets of widths that {width} divides."
+    )
+
+
+def form_groups(accelerator: Accelerator, *, degree: int) -> None:
+    """Let neighbouring processes take the same batches, in groups of `degree`.
+
+    accelerate and the samplers share batches among the data-parallel ranks of accelerate's device mesh. accelerate
+    itself makes a mesh with context parallelism under FSDP2 alone, so it gets this one after it was made.
+    """
+    if degree > 1:
+        shape = (accelerator.num_processes // degree, degree)
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
+        accelerator.state.device_mesh = mesh
+
+
+class ContextParallel:
+    """Context parallelism of a transformer, which can be taken off and put on again.
+
+    Args:
+        transformer (`torch.nn.Module`): Bare diffusers model, prepared by accelerate and with packing enabled if it
+            runs packs.
+        accelerator (`Accelerator`): Accelerator whose processes are grouped.
+        degree (`int`): Processes of a group; with 1, nothing is changed.
+        packed (`bool`): Whether packs are run.
+
+    Raises:
+        BucketingError: If the attention backend of diffusers does not support it.
+    """
+
+    def __init__(self, transformer: torch.nn.Module, accelerator: Accelerator, *, degree: int, packed: bool) -> None:
+        self.transformer = transformer
+        self.packed = packed
+        self.plan: dict[str, Any] = {}
+        self.config: Any = None
+        if degree > 1:
+            self.plan = _plan(transformer, packed=packed)
+            self.config = _parallel_config(accelerator, degree)
+            if not packed:
+                _check_backend()
+            self.apply()
+
+    def apply(self) -> None:
+        """Hook the transformer, and tell the processors of its attention modules."""
+        from diffusers.hooks.context_parallel import apply_context_parallel
+
+        self._tell(self.config)
+        if self.plan:
+            apply_context_parallel(self.transformer, self.config.context_parallel_config, self.plan)
+
+    def remove(self) -> None:
+        """Restore the transformer, which this process can then run alone."""
+        from diffusers.hooks.context_parallel import remove_context_parallel
+
+        self._tell(None)
+        if self.plan:
+            remove_context_parallel(self.transformer, self.plan)
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Restore the transformer inside a `with` block."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self.apply()
+
+    def _tell(self, config: Any) -> None:
+        for name, module in self.transformer.named_modules():
+            # Tokens attend to text in diffusers' processors without an exchange; packed ones exchange here too.
+            exchanges = self.packed or name.rpartition(".")[2] != _TEXT_ATTENTION
+            if exchanges and hasattr(getattr(module, "processor", None), "_parallel_config"):
+                module.processor._parallel_config = config
+
+
+def _plan(transformer: Any, *, packed: bool) -> dict[str, Any]:
+    """Return diffusers' plan for tokens and their positions.
+
+    It leaves out the text, which diffusers also splits in some models: the backward pass of its exchange takes as many
+    keys as queries. In packs, the processors split the positions.
+    """
+    plan: dict[str, Any] = {}
+    for name, rules in type(transformer)._cp_plan.items():
+        if isinstance(rules, dict):
+            rules = {
+                key: rule
+                for key, rule in rules.items()
+                if key == "hidden_states" or (isinstance(key, int) and not packed)
+            }
+        if rules:
+            plan[name] = rules
+    return plan
+
+
+def _parallel_config(accelerator: Accelerator, degree: int) -> Any:
+    """Return diffusers' configuration, set up as `enable_parallelism` does, which does not run on CPU processes."""
+    from diffusers import ContextParallelConfig
+    from diffusers.models._modeling_parallel import ParallelConfig
+
+    count = accelerator.num_processes
+    mesh = init_device_mesh(
+        accelerator.device.type, (count // degree, 1, degree), mesh_dim_names=("groups", "ring", "ulysses")
+    )
+    config = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree, mesh=mesh))
+    config.setup(accelerator.process_index, count, accelerator.device, mesh=mesh)
+    return config
+
+
+def _check_backend() -> None:
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+
+    backend, _ = Registry.get_active_backend()
+    if not Registry._is_context_parallel_available(backend):
+        raise BucketingError(
+            f"diffusers' attention backend {backend.value!r} has no context parallelism; unset "
+            f"DIFFUSERS_ATTN_BACKEND, or set it to one of {sorted(Registry._supports_context_parallel)}."
+        )

@@ -1,0 +1,132 @@
+"""Weights and activations that wait on the CPU until they are needed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+
+from ...errors import BucketingError
+from ..config import TrainingConfig
+from .blocks import blocks_of, read_transformer
+from .shards import SHARDED
+
+logger = get_logger(__name__)
+
+
+def check_offload(config: TrainingConfig, accelerator: Accelerator) -> None:
+    """Refuse an offload that cannot be combined with the other settings or the model, before weights load.
+
+    Raises:
+        BucketingError: If there is a reason; the message names the option and the nearest combination that works.
+    """
+    memory = config.memory
+    if accelerator.device.type == "cpu" and (memory.offload_blocks or memory.offload_activations):
+        logger.warning("Offload saves nothing on a CPU run: what waits on the CPU is copied there all the same.")
+    if not memory.offload_blocks:
+        return
+    option = f"`offload_blocks={memory.offload_blocks}`"
+    if config.adapters.lora_rank is None:
+        raise BucketingError(f"{option} needs frozen weights; train adapters (`lora_rank=16`), or omit it.")
+    if not memory.gradient_checkpointing:
+        raise BucketingError(
+            f"{option} saves nothing without `gradient_checkpointing=True`: the backward pass would keep the weights "
+            "of each block on the device. Add it, or omit `offload_blocks`."
+        )
+    if accelerator.distributed_type in SHARDED:
+        raise BucketingError(
+            f"{option} moves whole weights, which {accelerator.distributed_type.value} does not keep; use DDP, or "
+            "offload by the settings of that library (`fsdp_offload_params` of accelerate)."
+        )
+    if memory.quantize_base == "nf4":
+        raise BucketingError(
+            f"{option} cannot move weights of bitsandbytes, whose scales stay on one device; use "
+            '`quantize_base="int8"` or `"float8"`, or omit one of the two.'
+        )
+    transformer = read_transformer(config.pretrained_model_name_or_path, component=config.trained_component)
+    blocks = len(blocks_of(transformer))
+    if memory.offload_blocks > blocks:
+        raise BucketingError(f"{option} is more than the {blocks} blocks of this model; lower it to {blocks} or less.")
+
+
+def offloaded_blocks(transformer: torch.nn.Module, count: int) -> list[torch.nn.Module]:
+    """Return the blocks that wait on the CPU: `count` of them, spread evenly.
+
+    Of eight blocks, three are the first, the third and the sixth.
+    """
+    blocks = blocks_of(transformer)
+    return [blocks[index * len(blocks) // count] for index in range(count)]
+
+
+def offload_blocks(transformer: torch.nn.Module, count: int, *, device: torch.device) -> None:
+    """Make the frozen weights of some blocks wait on the CPU, and come to a device while their block is computed.
+
+    diffusers' group offloading moves a block's weights back after its forward pass, also those that the backward pass
+    still needs. Here gradient checkpointing computes the block again, so that the weights come a second time; they
+    stay until autograd has used them, although the block gives them back at once. Waiting weights are no parameters
+    of their module, so that nothing else moves, counts, sends or saves them.
+
+    Args:
+        transformer (`torch.nn.Module`): Transformer on the CPU, with frozen weights, and adapters if there are any.
+        count (`int`): Number of blocks, see [`offloaded_blocks`].
+        device (`torch.device`): Device that computes.
+    """
+    for block in offloaded_blocks(transformer, count):
+        weights = _Waiting(block, device)
+        # Before other hooks; also after an exception, by which gradient checkpointing ends early.
+        block.register_forward_pre_hook(weights.bring, prepend=True)
+        block.register_forward_hook(weights.release, always_call=True)
+
+
+class _Waiting:
+    """The frozen weights of one block on the CPU, in page-locked memory where the device is a GPU."""
+
+    def __init__(self, block: torch.nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.weights: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        for module in block.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:
+                    weight = parameter.detach().cpu()
+                    weight = weight.pin_memory() if device.type == "cuda" else weight
+                    del module._parameters[name]
+                    self.weights.append((module, name, weight, weight.to("meta")))
+        self.release()
+
+    def bring(self, *_: Any) -> None:
+        """Copy the weights to the device."""
+        for module, name, weight, _shape in self.weights:
+            here = weight.clone() if self.device.type == "cpu" else weight.to(self.device, non_blocking=True)
+            setattr(module, name, here)
+
+    def release(self, *_: Any) -> None:
+        """Leave only shapes and dtypes in the modules."""
+        for module, name, _weight, shape in self.weights:
+            setattr(module, name, shape)
+
+
+def activations_on_cpu() -> AbstractContextManager[Any]:
+    """Return a context for a forward pass whose activations wait on the CPU for the backward pass.
+
+    It is like torch's `save_on_cpu`, but for what depends on trained weights alone: that one would also copy weights,
+    in each layer that saves them, and in each block the text and positions that all blocks share. With gradient
+    checkpointing, these activations are the inputs of the blocks.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(_to_cpu, _from_cpu)
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
+    if not tensor.requires_grad or tensor.is_leaf:
+        return tensor
+    waiting = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return tensor.device, waiting.copy_(tensor.detach())
+
+
+def _from_cpu(packed: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, waiting = packed
+    return waiting.to(device, non_blocking=True)

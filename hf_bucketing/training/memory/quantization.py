@@ -1,0 +1,132 @@
+"""Frozen weights in eight or four bits under LoRA, by diffusers' own configurations of torchao and bitsandbytes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+from ...errors import BucketingError
+from ..config import TrainingConfig
+from .blocks import blocks_of, read_transformer
+from .shards import SHARDED
+
+
+def check_quantization(config: TrainingConfig, accelerator: Accelerator) -> None:
+    """Refuse a quantisation that cannot be combined with the other settings or this machine, before weights load.
+
+    Raises:
+        BucketingError: If there is a reason; the message names the option and the nearest combination that works.
+    """
+    kind = config.memory.quantize_base
+    if kind is None:
+        return
+    option = f'`quantize_base="{kind}"`'
+    if config.adapters.lora_rank is None:
+        raise BucketingError(f"{option} needs frozen weights; train adapters (`lora_rank=16`), or omit it.")
+    if accelerator.distributed_type in SHARDED:
+        raise BucketingError(
+            f"{option} cannot be sharded: {accelerator.distributed_type.value} splits weights as numbers, without "
+            "their scales. Use DDP, in which each process holds the quantised weights, or omit it."
+        )
+    if kind == "nf4":
+        if accelerator.device.type == "cpu":
+            raise BucketingError(f'{option} needs a GPU; on the CPU use `quantize_base="int8"` or `"float8"`.')
+    elif not config.memory.gradient_checkpointing:
+        raise BucketingError(
+            f"{option} saves nothing without `gradient_checkpointing=True`: torchao keeps each weight unpacked for "
+            'the backward pass. Add it, or use `quantize_base="nf4"` (on a GPU).'
+        )
+    _import_package(kind)
+
+
+def quantization_of(config: TrainingConfig, dtype: torch.dtype) -> Any:
+    """Return diffusers' configuration for the frozen weights of a run; None where they are not quantised.
+
+    int8 has a scale per output channel, as has float8 (e4m3); nf4 is QLoRA's (Dettmers et al., 2023), with quantised
+    scales.
+
+    Args:
+        config ([`TrainingConfig`]): Settings that [`check_quantization`] let pass.
+        dtype (`torch.dtype`): Precision in which layers compute.
+    """
+    kind = config.memory.quantize_base
+    if kind is None:
+        return None
+    from diffusers import BitsAndBytesConfig, TorchAoConfig
+
+    transformer = read_transformer(config.pretrained_model_name_or_path, component=config.trained_component)
+    kept = kept_linears(transformer)
+    if kind == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=kept,  # of four bits too, in spite of its name
+        )
+    torchao = _import_package(kind)
+    # What it says is about merging adapters into the weights, which training never does.
+    warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
+    kinds = {"int8": torchao.Int8WeightOnlyConfig, "float8": torchao.Float8WeightOnlyConfig}
+    return TorchAoConfig(kinds[kind](), modules_to_not_convert=kept)
+
+
+def _import_package(kind: str) -> Any:
+    try:
+        if kind == "nf4":
+            import bitsandbytes
+
+            return bitsandbytes
+        from torchao import quantization
+
+        return quantization
+    except ImportError as error:
+        package = "bitsandbytes" if kind == "nf4" else "torchao"
+        raise BucketingError(
+            f'`quantize_base="{kind}"` needs {package}: pip install "hf_bucketing[quantization]", or omit it.'
+        ) from error
+
+
+def quantized_linears(transformer: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Return the layers whose weights `quantize_base` quantises, by name; call it before adapters are added.
+
+    These are the linear layers of the blocks, which hold nearly all weights. Embeddings, the last projection and what
+    else lies outside the blocks stay as they are, and so do modulations and others that diffusers names for a model
+    as too sensitive for eight bits (`_skip_layerwise_casting_patterns`) or keeps in float32. Trainers such as
+    musubi-tuner choose the same layers.
+    """
+    kept = set(kept_linears(transformer))
+    return {name: layer for name, layer in _linears(transformer).items() if name not in kept}
+
+
+def kept_linears(transformer: torch.nn.Module) -> list[str]:
+    """Return the names of the linear layers that are not quantised, see [`quantized_linears`]."""
+    within = {id(module) for block in blocks_of(transformer) for module in block.modules()}
+    patterns = [
+        *(getattr(transformer, "_skip_layerwise_casting_patterns", None) or ()),
+        *(getattr(transformer, "_keep_in_fp32_modules", None) or ()),
+    ]
+    names = {
+        name: id(layer) in within and not any(re.search(pattern, name) for pattern in patterns)
+        for name, layer in _linears(transformer).items()
+    }
+    quantized = [f"{name}." for name, is_quantized in names.items() if is_quantized]
+    # The quantisers also keep each layer whose name ends with that of a kept one: the last projection of Flux shares
+    # its name, `proj_out`, with layers of the blocks. Such a layer is quantised as well.
+    kept = [name for name, is_quantized in names.items() if not is_quantized]
+    return [name for name in kept if not any(f"{name}." in other for other in quantized)]
+
+
+def _linears(transformer: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, torch.nn.Linear)}
+
+
+def leave_frozen_weights_to_each_process(transformer: torch.nn.Module) -> None:
+    """Make DDP send no frozen weights when it starts: each process has loaded them, and quantised ones do not go."""
+    frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)

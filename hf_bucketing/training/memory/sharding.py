@@ -1,0 +1,201 @@
+"""Training where each process holds a part of the weights: FSDP2 and DeepSpeed, as accelerate starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedType,
+    broadcast,
+    broadcast_object_list,
+    convert_outputs_to_fp32,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from ...caching.fingerprints import weights_fingerprints
+from ...errors import BucketingError, quoted
+from ...models.recipe import Recipe
+from ...packing.context import exact_inputs, keep_inputs_exact
+from ..config import TrainingConfig
+from .shards import SHARDED, name_in_files, named_weights
+
+
+def check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
+    """Refuse settings that cannot be combined with sharded weights, before any are loaded.
+
+    Raises:
+        BucketingError: If there are some; the message names the nearest combination that works.
+    """
+    kind = accelerator.distributed_type
+    if kind not in SHARDED:
+        return
+    memory = config.memory
+    if memory.quantize_base is not None:
+        raise BucketingError(
+            f"Omit `quantize_base`, or use DDP: {kind.value} cannot split quantised weights. Under DDP each process "
+            f"holds all of them in {memory.quantize_base}; under {kind.value} each holds its share in bf16."
+        )
+    if memory.offload_blocks:
+        raise BucketingError(
+            f"Omit `offload_blocks`: {kind.value} moves the blocks itself. To let their shares wait on the CPU, set "
+            "`fsdp_offload_params: true` in accelerate's configuration, or use DDP."
+        )
+    if kind == DistributedType.FSDP:
+        _check_fsdp(config, accelerator)
+
+
+def _check_fsdp(config: TrainingConfig, accelerator: Accelerator) -> None:
+    values = config.flat()
+    given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if values[name] is not None]
+    if given and not accelerator.is_fsdp2:
+        raise BucketingError(
+            f"Omit {quoted(given)}, or use version 2 of FSDP (`fsdp_version: 2` in accelerate's configuration, as in "
+            "scripts/accelerate_configs/fsdp2.yaml): version 1 joins the weights of a block into one flat tensor."
+        )
+    if config.memory.trained_dtype == "bf16":
+        raise BucketingError(
+            'Omit `trained_dtype="bf16"`, or use DDP: under FSDP accelerate keeps what is trained in float32, and '
+            "each process holds a share of it."
+        )
+    if config.batches.max_tokens == "auto" and loads_once(accelerator):
+        raise BucketingError(
+            'Give a number as `max_tokens`: "auto" runs the whole transformer in each process, and with '
+            "`fsdp_cpu_ram_efficient_loading: true` only one process has its weights."
+        )
+
+
+def loads_once(accelerator: Accelerator) -> bool:
+    """Return whether the main process alone loads the transformer to train, and the others get their shares of it."""
+    return bool(accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)
+
+
+def loads_empty(accelerator: Accelerator) -> bool:
+    """Return whether this process builds the transformer to train without weights, see [`loads_once`]."""
+    return loads_once(accelerator) and not accelerator.is_main_process
+
+
+def fingerprints_of(recipe: Recipe, accelerator: Accelerator) -> dict[str, str]:
+    """Return the fingerprints of the weights that a run begins with.
+
+    Where the main process alone has loaded the transformer, it sends them, and the others reserve memory for weights:
+    addresses, by which accelerate knows parameters, and no pages as long as nothing is written there.
+    """
+    if not loads_once(accelerator):
+        return weights_fingerprints(recipe.pipeline)
+    transformer = recipe.transformer
+    shared: list[Any] = [None]
+    if accelerator.is_main_process:
+        dtypes = {name: value.dtype for name, value in transformer.named_parameters()}
+        shared = [(weights_fingerprints(recipe.pipeline), dtypes)]
+    fingerprints, dtypes = broadcast_object_list(shared)[0]
+    if not accelerator.is_main_process:
+        for name, empty in list(transformer.named_parameters()):
+            module, _, own_name = name.rpartition(".")
+            value = torch.empty(empty.shape, dtype=dtypes[name])
+            setattr(transformer.get_submodule(module), own_name, torch.nn.Parameter(value, empty.requires_grad))
+    return dict(fingerprints)
+
+
+@contextmanager
+def sending_weights(transformer: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Send each process its share of the weights if [`loads_once`]; prepare the transformer in the `with` block.
+
+    accelerate's own way of sending them needs methods that only models of transformers have.
+    """
+    if not loads_once(accelerator):
+        yield
+        return
+    weights = transformer.state_dict() if accelerator.is_main_process else {}
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False
+    yield
+    plugin.cpu_ram_efficient_loading = True
+    set_model_state_dict(
+        transformer, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
+
+
+@contextmanager
+def sharded_adapters(transformer: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Make FSDP2 compute with adapters as DDP does; prepare the transformer inside the `with` block.
+
+    Weights are gathered in the precision in which they are kept, and autocast computes in the accelerator's; by
+    default FSDP2 would cast the adapters and their gradients. Checkpoints of accelerate hold the adapters only.
+    """
+    if not accelerator.is_fsdp2:
+        yield
+        return
+    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if not loads_once(accelerator):
+        for parameter in transformer.parameters():
+            if parameter.requires_grad:  # drawn in each process
+                parameter.data.copy_(broadcast(parameter.data.to(accelerator.device)))
+    yield
+    _autocast(transformer, accelerator)
+    transformer.register_state_dict_post_hook(_without_frozen)
+    transformer.register_load_state_dict_post_hook(_frozen_may_miss)
+
+
+def _autocast(transformer: Any, accelerator: Accelerator) -> None:
+    """Make a transformer compute in the accelerator's precision and return float32, as accelerate does under DDP."""
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
+    if half is not None:
+        autocast = torch.autocast(accelerator.device.type, dtype=half)
+        transformer.forward = convert_outputs_to_fp32(autocast(transformer.forward))
+
+
+def _without_frozen(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Remove frozen weights from a state."""
+    for name in _frozen(module):
+        del state[prefix + name]
+
+
+def _frozen_may_miss(module: torch.nn.Module, keys: Any) -> None:
+    """Let a state be loaded that has no frozen weights."""
+    frozen = _frozen(module)
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name_in_files(name) not in frozen]
+
+
+def _frozen(module: torch.nn.Module) -> set[str]:
+    """Return the names of frozen weights in the state of a module."""
+    trained = {name for name, parameter in named_weights(module) if parameter.requires_grad}
+    return {name for name, _ in named_weights(module)} - trained
+
+
+@contextmanager
+def rendering_in_lockstep(transformer: torch.nn.Module) -> Iterator[None]:
+    """Let a pipeline call a sharded transformer inside a `with` block, which every process enters.
+
+    Timesteps and positions stay exact where FSDP casts inputs. FSDP keeps the weights of its outermost module gathered
+    after a forward without backward; they are freed, because the next forward would take them for the present ones.
+    """
+    if not isinstance(transformer, FSDPModule):
+        yield
+        return
+    calls = ExitStack()
+
+    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        calls.enter_context(exact_inputs(kwargs))
+
+    def after(*_: object) -> None:
+        calls.close()
+
+    # FSDP's own hook, which casts, runs between the first and the second.
+    hooks = [
+        transformer.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        keep_inputs_exact(transformer),
+        transformer.register_forward_hook(after, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in transformer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

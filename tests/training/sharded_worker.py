@@ -1,0 +1,83 @@
+"""Trainings that each process runs in test_sharding.py, one after the other in one process group.
+
+Run by `accelerate launch … -m tests.training.sharded_worker CASES`. CASES is a JSON file with a list of cases: the
+settings of the run, those that differ in all processes but the main one, variables of the environment, and the
+optimizer step in which the run is killed to be resumed, or null.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, broadcast_object_list
+
+from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.loop import Trainer
+
+# accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is; what follows
+# is what it does on GPUs, on CPU tensors and gloo (ACCELERATE_TORCH_DEVICE=cpu).
+PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+PartialState.destroy_process_group = lambda *_: None  # the next case uses the group too
+
+
+class KilledError(Exception):
+    """End of a run in the middle of a step, after which only its files are left."""
+
+
+class KilledTrainer(Trainer):
+    """A run that ends after a number of optimizer steps."""
+
+    kill_at: int
+
+    def _finish_step(self, *, epoch: int, step: int) -> None:
+        super()._finish_step(epoch=epoch, step=step)
+        if self.global_step == self.kill_at:
+            raise KilledError
+
+
+def main() -> None:
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ.update(case["environment"])
+        settings = case["settings"] | (case["of_others"] if os.environ["RANK"] != "0" else {})
+        if case["kill_at"] is not None:
+            KilledTrainer.kill_at = case["kill_at"]
+            run(KilledTrainer, settings)
+            settings = {**settings, "resume_from_checkpoint": "latest"}
+        run(Trainer, settings)
+    sys.stderr.flush()
+    os._exit(0)  # taking gloo's threads down can deadlock (seen with torch 2.13), and there is nothing to take down
+
+
+def run(kind: type[Trainer], settings: dict) -> None:
+    AcceleratorState._reset_state()
+    if PartialState._shared_state:
+        PartialState().distributed_type = DistributedType.MULTI_GPU  # which the last case replaced
+    GradientState._reset_state()
+    trainer = kind(TrainingConfig.from_flat(**settings))
+    about = {"type": trainer.accelerator.distributed_type.value, "shares": shares(trainer)}
+    try:
+        trainer.run()
+    except KilledError:
+        trainer.log.close()
+        trainer.release()
+    if PartialState().is_main_process:
+        (Path(settings["output_dir"]) / "about.json").write_text(json.dumps(about))
+    PartialState().wait_for_everyone()
+
+
+def shares(trainer: Trainer) -> list[float]:
+    """Return the share of the transformer's numbers that each process holds."""
+    held = sum(getattr(weight, "_local_tensor", weight).numel() for weight in trainer.transformer.parameters())
+    every = [None] * PartialState().num_processes
+    for process in range(len(every)):
+        every[process] = broadcast_object_list([held], from_process=process)[0]
+    whole = sum(weight.numel() for weight in trainer.transformer.parameters())
+    return [one / whole for one in every]
+
+
+if __name__ == "__main__":
+    main()

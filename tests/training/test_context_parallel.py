@@ -1,0 +1,229 @@
+"""Processes that share the tokens of their samples compute what one process computes, and draw the same samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
+
+from hf_bucketing import BucketingError
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.memory.context_parallel import check_context_parallel, form_groups
+from hf_bucketing.training.review import count_samples, losses_of
+from hf_bucketing.training.run_log import RunLog, StepMetrics
+from tests.conftest import ROOT, run_script_here
+from tests.models.cases import assert_same_gradients
+from tests.training.context_parallel_worker import CASES
+from tests.training.training_cases import in_process, run, train
+
+PACKS = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run context_parallel_worker.py in two processes, once for all cases."""
+    folder = tmp_path_factory.mktemp("context_parallel")
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
+        *("--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+        *("-m", "tests.training.context_parallel_worker", str(folder)),
+    ]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    with (folder / "log").open("w") as stream:
+        code = subprocess.call(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, timeout=600)
+    assert code == 0, (folder / "log").read_text()[-4000:]
+    return {case: torch.load(folder / f"{case}.pt") for case in CASES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_that_share_their_samples_have_outputs_and_gradients_of_one(
+    case: str, results: dict[str, Any]
+) -> None:
+    alone, together = results[case]["alone"], results[case]["together"]
+    assert together["tokens"] == alone["tokens"] / 2
+    assert alone["output"].abs().max() > 1
+    torch.testing.assert_close(together["output"], alone["output"], rtol=0, atol=1e-5)
+    assert_same_gradients(alone["gradients"], together["gradients"], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_runs_the_model_alone_where_context_parallelism_is_taken_off(
+    case: str, results: dict[str, Any]
+) -> None:
+    output = results[case]["alone"]["output"]
+    torch.testing.assert_close(results[case]["together"]["removed"], output, rtol=0, atol=1e-5)
+    torch.testing.assert_close(results[case]["together"]["again"], output, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def even_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The media, prepared with sizes of even numbers of tokens."""
+    folder = tmp_path_factory.mktemp("even") / "prepared"
+    run_script_here(
+        "prepare_dataset.py",
+        *("--dataset", media_dir, "--pretrained_model_name_or_path", pipeline_dir, "--output_dir", folder),
+        *("--target_fps", 8, "--bucket_frames", "1,9,17", "--buckets", "64,64;64,96;96,64"),
+    )
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_on_stacks_has_the_losses_and_the_samples_of_one_process(
+    pipeline_dir: Path, even_dir: Path, tmp_path: Path
+) -> None:
+    settings = {
+        **{"lora_rank": 2, "ema_decay": 0.9, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+        **{"caption_dropout": 0.3, "flip_probability": 0.5, "random_crop": True, "train_batch_size": 2},
+        **{"validation_prompts": ["red"], "validation_sizes": "9,64,64", "validation_steps": 2},
+        **{"validation_inference_steps": 1, "max_train_steps": 4},
+    }
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = run(in_process(pipeline_dir, even_dir, one, **settings))
+    train(pipeline_dir, even_dir, two, *flags(settings), "--context_parallel_degree", 2)
+    assert losses_of(two) == pytest.approx(expected, rel=1e-5)
+    assert without_losses(two) == without_losses(one)
+    assert count_samples(two) == count_samples(one)
+    weights = [load_file(folder / "pytorch_lora_weights.safetensors") for folder in (one, two)]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=2e-3)  # AdamW's first steps amplify rounding
+    assert len(list((two / "validation").rglob("*.mp4"))) == 2
+
+
+@pytest.mark.slow
+def test_a_run_on_packs_resumes_with_the_losses_of_one_process(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    settings = {**PACKS, "checkpointing_steps": 2, "max_train_steps": 4}
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = run(in_process(pipeline_dir, prepared_dir, one, **settings))
+    shared = (*flags(settings), "--context_parallel_degree", 2)
+    train(pipeline_dir, prepared_dir, two, *shared)
+    assert losses_of(two) == pytest.approx(expected, rel=1e-5)
+    resumed = train(pipeline_dir, prepared_dir, two, *shared, "--resume_from_checkpoint", "checkpoint-2")
+    assert "Resumed after optimizer step 2" in resumed.stderr
+    assert losses_of(two) == pytest.approx(expected, rel=1e-5)
+    assert without_losses(two) == without_losses(one)
+    DiffusionPipeline.from_pretrained(two)
+
+
+def flags(settings: dict[str, Any]) -> Iterator[object]:
+    for name, value in settings.items():
+        yield f"--{name}"
+        if value is not True:
+            yield from value if isinstance(value, list) else [value]
+
+
+def without_losses(output: Path) -> list[dict[str, Any]]:
+    """Return the only log of samples of a run, without the losses."""
+    (log,) = sorted((output / "logs").glob("samples-*.jsonl"))
+    return [{**json.loads(line), "loss": None} for line in log.read_text().splitlines()]
+
+
+@pytest.fixture
+def four_processes() -> Iterator[SimpleNamespace]:
+    """An accelerator of four processes, of which only the first exists."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield SimpleNamespace(num_processes=4, device=torch.device("cpu"), state=SimpleNamespace(device_mesh=None))
+    distributed.destroy_process_group()
+
+
+def test_processes_of_a_group_draw_the_same_batches_and_groups_different_ones(four_processes) -> None:
+    form_groups(four_processes, degree=2)
+    loader = DataLoader(range(8), batch_sampler=[[0, 1], [2, 3], [4, 5], [6, 7]])
+    drawn = [
+        [
+            batch.tolist()
+            for batch in prepare_data_loader(
+                loader, num_processes=4, process_index=process, torch_device_mesh=four_processes.state.device_mesh
+            )
+        ]
+        for process in range(4)
+    ]
+    first, second = [[0, 1], [4, 5]], [[2, 3], [6, 7]]
+    assert drawn == [first, first, second, second]
+
+
+def test_without_context_parallelism_accelerate_gets_no_mesh(four_processes) -> None:
+    form_groups(four_processes, degree=1)
+    assert four_processes.state.device_mesh is None
+
+
+def test_only_the_first_process_of_a_group_logs_its_samples(tmp_path: Path) -> None:
+    for process in range(4):
+        log = RunLog(tmp_path, process_index=process, num_processes=4, degree=2)
+        log.write_samples(epoch=0, step=0, bucket_id=1, index=[process], loss=[0.5])
+        assert log.state_dict()["samples"] == 1
+        log.close()
+    (count,) = count_samples(tmp_path)
+    assert (count.seen, count.repeated, count.steps) == (2, 0, (1, 1))
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        *("losses.jsonl", "plans.jsonl", "samples-0.jsonl", "samples-1.jsonl")
+    ]
+
+
+def test_the_metrics_of_a_step_count_each_group_once() -> None:
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, mine, 3 * mine, 3 * mine])
+    )
+    metrics = StepMetrics(accelerator, max_tokens=100, degree=2)
+    half = torch.tensor([0.5])
+    metrics.add(torch.tensor([2.0]), half, weights=half, tokens=40, cost=1.0)
+    values = metrics.finish()
+    assert (values["train_loss"], values["samples"], values["tokens"]) == (4.0, 4, 160)
+    assert (values["imbalance"], values["fill"]) == (1.5, 0.4)
+
+
+REFUSED = {
+    "processes": ({"processes": 3}, "number of processes that it divides, got 3; launch 2 or a multiple"),
+    "sharded": ({"kind": DistributedType.FSDP}, "or use DDP, .*: under FSDP"),
+    "family": ({"family": "latte"}, "Omit .*: there is no plan .* of a LatteTransformer3DModel"),
+    "heads": ({"processes": 6, "context_parallel_degree": 3}, "divide the 4 attention heads .* one of .2, 4."),
+    "auto": ({"max_tokens": "auto"}, "needs `max_tokens` as a number"),
+    "offload": ({"offload_blocks": 1}, "Omit `offload_blocks`"),
+    "strips": ({**PACKS, "strip_length": 15}, "`strip_length=15` tokens into unequal parts; use `strip_length=16`"),
+    "sizes": ({}, r"tokens of the sizes 25x112x48 \(147 tokens, \d samples\)\. Train packs .* widths that 32 divides"),
+}
+
+
+@pytest.mark.parametrize(("settings", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_context_parallelism_does_not_work_with_is_refused_before_weights_are_loaded(
+    settings: dict[str, Any], reason: str, pipeline_dirs: dict[str, Path], prepared_dir: Path, tmp_path: Path
+) -> None:
+    chosen = {"context_parallel_degree": 2, "processes": 2, "kind": DistributedType.MULTI_CPU, "family": "wan"}
+    chosen.update(settings)
+    processes, kind, family = (chosen.pop(name) for name in ("processes", "kind", "family"))
+    config = in_process(pipeline_dirs[family], prepared_dir, tmp_path, **chosen)
+    accelerator = SimpleNamespace(num_processes=processes, distributed_type=kind)
+    with pytest.raises(BucketingError, match=reason):
+        check_context_parallel(config, accelerator, recipe_of(config.pretrained_model_name_or_path))
+    works = {"context_parallel_degree": 2, **PACKS}
+    config = in_process(pipeline_dirs["wan"], prepared_dir, tmp_path, **works)
+    accelerator = SimpleNamespace(num_processes=4, distributed_type=DistributedType.MULTI_CPU)
+    check_context_parallel(config, accelerator, recipe_of(config.pretrained_model_name_or_path))
+
+
+def test_a_run_is_refused_before_its_weights_are_loaded(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recipe, "load", lambda *args, **kwargs: pytest.fail("weights were loaded"))
+    config = in_process(pipeline_dir, prepared_dir, tmp_path / "out", context_parallel_degree=2)
+    with pytest.raises(BucketingError, match="needs a number of processes that it divides, got 1"):
+        Trainer(config)

@@ -1,0 +1,176 @@
+"""Weights and activations that wait on the CPU: the same losses and gradients, and what is where at which time."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from hf_bucketing import BucketingError
+from hf_bucketing.training.memory.blocks import blocks_of, read_transformer
+from hf_bucketing.training.memory.offload import activations_on_cpu, offload_blocks, offloaded_blocks
+from tests.training.training_cases import in_process, run
+
+CPU = torch.device("cpu")
+LORA = {"lora_rank": 4, "gradient_checkpointing": True}
+
+
+def make_transformer(folder: Path) -> WanTransformer3DModel:
+    """A transformer of four blocks with adapters and gradient checkpointing."""
+    model = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer").requires_grad_(False)
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"]))
+    model.enable_gradient_checkpointing()
+    return model.train()
+
+
+def run_once(model: WanTransformer3DModel) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, model.config.in_channels, 3, 4, 6, generator=generator)
+    text = torch.randn(2, 8, model.config.text_dim, generator=generator)
+    return model(latents, torch.tensor([500.0, 200.0]), text, return_dict=False)[0].square().mean()
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_gradients_are_equal_bit_by_bit_with_weights_on_the_cpu(pipeline_dir: Path) -> None:
+    plain, offloaded = make_transformer(pipeline_dir), make_transformer(pipeline_dir)
+    offload_blocks(offloaded, 3, device=CPU)
+    for model in (plain, offloaded):
+        run_once(model).backward()
+    assert len(gradients(plain)) == 4 * 2 * 2 * 2  # blocks, attentions, targets, matrices
+    for one, other in zip(gradients(plain), gradients(offloaded), strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        assert torch.equal(run_once(plain), run_once(offloaded))
+
+
+def resident(model: torch.nn.Module) -> set[int]:
+    """Return which blocks have their weights."""
+    return {index for index, block in enumerate(blocks_of(model)) if block.ffn.net[2].weight.device == CPU}
+
+
+def test_a_block_has_its_weights_only_while_it_is_computed(pipeline_dir: Path) -> None:
+    model = make_transformer(pipeline_dir)
+    offload_blocks(model, 2, device=CPU)
+    assert resident(model) == {1, 3}, "the first and the third wait, others do not"
+    seen = []
+    for index, block in enumerate(blocks_of(model)):
+        block.ffn.register_forward_pre_hook(lambda *_, index=index: seen.append((index, resident(model))))
+    loss = run_once(model)
+    assert seen == [(0, {0, 1, 3}), (1, {1, 3}), (2, {1, 2, 3}), (3, {1, 3})]
+    seen.clear()
+    loss.backward()
+    assert seen == [(3, {1, 3}), (2, {1, 2, 3}), (1, {1, 3}), (0, {0, 1, 3})], "again, for the backward pass"
+    assert resident(model) == {1, 3}
+
+
+def test_weights_of_a_waiting_block_are_freed_after_its_backward_pass(pipeline_dir: Path) -> None:
+    model = make_transformer(pipeline_dir)
+    offload_blocks(model, 4, device=CPU)
+    copies: list[weakref.ref] = []
+    for block in blocks_of(model):
+        block.ffn.register_forward_pre_hook(lambda ffn, _: copies.append(weakref.ref(ffn.net[2].weight)))
+    loss = run_once(model)
+    assert len(copies) == 4
+    assert [copy() for copy in copies] == [None] * 4, "the forward pass keeps none"
+    alive = []
+    for block in blocks_of(model):  # inputs of a later block get their gradient when its backward pass is over
+        block.register_forward_pre_hook(lambda *_: alive.append(sum(copy() is not None for copy in copies)))
+    loss.backward()
+    assert len(copies) == 8
+    assert alive == [0] * 4, "when a block is computed again, those behind it have given theirs back"
+
+
+def test_waiting_weights_are_not_moved_counted_or_saved_with_the_model(pipeline_dir: Path) -> None:
+    model = make_transformer(pipeline_dir)
+    whole = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    frozen = [sum(p.numel() for p in block.parameters() if not p.requires_grad) for block in blocks_of(model)]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    offload_blocks(model, 2, device=CPU)
+    left = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    assert left == whole - frozen[0] - frozen[2]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+    model.double()
+    assert blocks_of(model)[0].ffn.net[2].weight.dtype == torch.float32
+
+
+def test_offloaded_blocks_are_spread_evenly() -> None:
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(8))
+    for count, expected in [(1, [0]), (3, [0, 2, 5]), (4, [0, 2, 4, 6]), (8, list(range(8)))]:
+        assert offloaded_blocks(model, count) == [model.blocks[index] for index in expected]
+
+
+def test_the_layout_of_a_model_is_read_without_its_weights(pipeline_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_bytes((pipeline_dir / "transformer" / "config.json").read_bytes())
+    model = read_transformer(str(tmp_path))
+    assert len(blocks_of(model)) == 4
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_activations_leave_the_device_and_gradients_stay_equal(checkpointing: bool, pipeline_dir: Path) -> None:
+    plain, offloaded = make_transformer(pipeline_dir), make_transformer(pipeline_dir)
+    inputs: dict[torch.nn.Module, list[weakref.ref]] = {plain: [], offloaded: []}
+    for model in inputs:
+        if not checkpointing:
+            model.disable_gradient_checkpointing()
+        for block in blocks_of(model)[1:]:  # the input of the first does not depend on trained weights
+            block.register_forward_pre_hook(lambda _, args, model=model: inputs[model].append(weakref.ref(args[0])))
+    losses = [run_once(plain)]
+    with activations_on_cpu():
+        losses.append(run_once(offloaded))
+    if checkpointing:  # the graph keeps the inputs of blocks themselves, but not here
+        assert [sum(ref() is not None for ref in inputs[model]) for model in inputs] == [3, 0]
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(gradients(plain), gradients(offloaded), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        pytest.param({}, id="bucket"),
+        pytest.param({"batching": "pack", "max_tokens": 640, "strip_length": 16}, id="pack", marks=pytest.mark.slow),
+    ],
+)
+def test_runs_with_offload_learn_the_same_adapters(
+    batches: dict, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path, caplog
+) -> None:
+    losses, adapters = [], []
+    for name, memory in {"plain": {}, "offload": {"offload_blocks": 4, "offload_activations": True}}.items():
+        config = in_process(
+            pipeline_dir, prepared_dir, tmp_path / name, **LORA, **batches, **memory, max_train_steps=2
+        )
+        losses.append(run(config))
+        adapters.append(load_file(tmp_path / name / "pytorch_lora_weights.safetensors"))
+    assert losses[0] == losses[1]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
+    assert "Offload saves nothing on a CPU run" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"offload_blocks": 2, "gradient_checkpointing": True}, r"offload_blocks=2.*lora_rank=16"),
+        ({"offload_blocks": 2, "lora_rank": 4}, r"offload_blocks=2.*gradient_checkpointing=True"),
+        ({**LORA, "offload_blocks": 5}, r"offload_blocks=5.*the 4 blocks.*lower it to 4"),
+    ],
+)
+def test_offload_that_cannot_work_is_refused_before_weights_load(
+    settings: dict, message: str, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("diffusers.DiffusionPipeline.from_pretrained", lambda *_, **__: pytest.fail("weights loaded"))
+    with pytest.raises(BucketingError, match=message):
+        run(in_process(pipeline_dir, prepared_dir, tmp_path, **settings))

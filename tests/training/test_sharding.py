@@ -1,0 +1,218 @@
+"""Training with sharded weights gives what DDP gives, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from hf_bucketing import BucketingError
+from hf_bucketing.training import TrainingConfig, loop
+from hf_bucketing.training.adapters import LORA_WEIGHTS
+from hf_bucketing.training.loop import make_accelerator
+from hf_bucketing.training.memory import sharding
+from hf_bucketing.training.memory.shards import AVERAGES
+from hf_bucketing.training.review import losses_of
+from tests.conftest import ROOT, run
+from tests.training.test_precision import unreadable
+
+FSDP = {
+    **{"ACCELERATE_USE_FSDP": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"},
+    **{"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"},
+}
+DDP = {"ACCELERATE_USE_FSDP": "false"}
+LOADED_ONCE = {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+SHARDED_STATE = {**FSDP, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+ADAPTERS = {"lora_rank": 2, "train_batch_size": 2}
+PACKS = {
+    **{"lora_rank": 2, "batching": "pack", "max_tokens": 640, "strip_length": 16, "mixed_precision": "bf16"},
+    **{"ema_decay": 0.9, "gradient_checkpointing": True},
+}
+FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2}
+RENDER = {
+    **{"validation_prompts": ["red"], "validation_sizes": "1,32,48", "validation_steps": 2},
+    "validation_inference_steps": 2,
+}
+RENDERED = "validation/step-{}/1x32x48-red.mp4"
+SAVE = {"checkpointing_steps": 2}
+
+TWO_PROCESSES = {
+    "adapters_ddp": (DDP, None, ADAPTERS),
+    "adapters": (FSDP, None, ADAPTERS | RENDER),
+    "packs_ddp": (DDP, None, PACKS | RENDER),
+    "packs_loaded_once": (LOADED_ONCE, None, PACKS | RENDER | SAVE),
+    "packs_killed": (SHARDED_STATE, 3, PACKS | SAVE),
+    "full_ddp": (DDP, None, FULL | RENDER),
+    "full_loaded_once_killed": (LOADED_ONCE, 3, FULL | RENDER | SAVE),
+}
+SAME = [
+    *(("adapters_ddp", "adapters"), ("packs_ddp", "packs_loaded_once"), ("packs_ddp", "packs_killed")),
+    ("full_ddp", "full_loaded_once_killed"),
+]
+
+HYBRID = {
+    **{"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+FOUR_PROCESSES = {"ddp": (DDP, None, ADAPTERS), "hybrid": (FSDP | HYBRID, None, ADAPTERS)}
+
+
+def train_all(cases: dict[str, tuple], folder: Path, pipeline: Path, prepared: Path, *, num_processes: int) -> None:
+    """Run trainings one after the other in one group of processes; each writes to `folder/{name}`."""
+    common = {
+        **{"pretrained_model_name_or_path": str(pipeline), "dataset_dir": str(prepared), "report_to": "none"},
+        **{"dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 4, "learning_rate": 5e-3},
+    }
+    no_weights = {"pretrained_model_name_or_path": str(unreadable(pipeline, folder / "no_weights", "transformer"))}
+    described = [
+        {
+            "environment": environment,
+            "kill_at": kill_at,
+            "settings": {"output_dir": str(folder / name), **common, **settings},
+            "of_others": no_weights if environment == LOADED_ONCE else {},
+        }
+        for name, (environment, kill_at, settings) in cases.items()
+    ]
+    (folder / "cases.json").write_text(json.dumps(described))
+    config = ROOT / "scripts" / "accelerate_configs" / "fsdp2.yaml"
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--mixed_precision", "no"),
+        *("--num_processes", num_processes, "--main_process_port", 0),
+        *("-m", "tests.training.sharded_worker", folder / "cases.json"),
+    ]
+    cpu = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true", "PYTHONPATH": str(ROOT)}
+    run(command, env=cpu, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def runs(pipeline_dir: Path, prepared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    train_all(TWO_PROCESSES, folder, pipeline_dir, prepared_dir, num_processes=2)
+    return folder
+
+
+def about(folder: Path) -> dict:
+    return json.loads((folder / "about.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ddp", "fsdp"), SAME)
+def test_sharded_runs_have_the_losses_of_ddp(ddp: str, fsdp: str, runs: Path) -> None:
+    assert about(runs / ddp)["type"] == "MULTI_GPU"
+    assert about(runs / fsdp)["type"] == "FSDP"
+    assert about(runs / ddp)["shares"] == [1, 1]
+    assert about(runs / fsdp)["shares"] == pytest.approx([0.5, 0.5], abs=0.01)
+    assert len(losses_of(runs / fsdp)) == 4
+    assert losses_of(runs / fsdp) == pytest.approx(losses_of(runs / ddp), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ddp", "fsdp"), SAME[:3])
+def test_sharded_adapters_make_the_same_file_as_ddp(ddp: str, fsdp: str, runs: Path, pipeline_dir: Path) -> None:
+    expected, found = (load_file(runs / name / LORA_WEIGHTS) for name in (ddp, fsdp))
+    assert expected.keys() == found.keys()
+    assert all(value.dtype == torch.float32 for value in found.values())
+    for name, value in expected.items():
+        assert torch.allclose(value, found[name], atol=1e-6), name
+    assert (runs / ddp / LORA_WEIGHTS).read_bytes()[:3000] == (runs / fsdp / LORA_WEIGHTS).read_bytes()[:3000]
+    pipeline = DiffusionPipeline.from_pretrained(pipeline_dir)
+    pipeline.load_lora_weights(str(runs / fsdp))
+    assert any("lora_B" in name and value.any() for name, value in pipeline.transformer.named_parameters())
+
+
+@pytest.mark.slow
+def test_a_sharded_transformer_is_saved_as_stock_diffusers_loads_it(runs: Path) -> None:
+    expected, found = (
+        DiffusionPipeline.from_pretrained(runs / name).transformer.state_dict()
+        for name in ("full_ddp", "full_loaded_once_killed")
+    )
+    for name, value in expected.items():
+        assert torch.allclose(value, found[name], atol=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ddp", "fsdp"), [SAME[1], SAME[3]])
+@pytest.mark.parametrize("step", [2, 4])
+def test_sharded_validation_renders_what_ddp_renders(ddp: str, fsdp: str, step: int, runs: Path) -> None:
+    expected, found = (frame_of(runs / name / RENDERED.format(step)) for name in (ddp, fsdp))
+    assert np.abs(expected - found).max() <= 2
+    other = frame_of(runs / "full_ddp" / RENDERED.format(6 - step))
+    assert np.abs(expected - other).max() > 2, "weights show in what is rendered"
+
+
+def frame_of(video: Path) -> np.ndarray:
+    with av.open(video) as container:
+        return next(container.decode(video=0)).to_ndarray(format="rgb24").astype(int)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_sharded_adapters_hold_adapters_alone(runs: Path) -> None:
+    whole, parts = (runs / name / "checkpoint-2" for name in ("packs_loaded_once", "packs_killed"))
+    saved = [set(torch.load(whole / "pytorch_model_fsdp.bin", weights_only=True))]
+    saved.append(set(FileSystemReader(parts / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata))
+    for names, checkpoint in zip(saved, (whole, parts), strict=True):
+        adapters = load_file(checkpoint / LORA_WEIGHTS)
+        assert all("lora_" in name for name in names)
+        assert len(names) == len(adapters) == len(load_file(checkpoint / AVERAGES))
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_counts_all_processes_as_data_parallel(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    train_all(FOUR_PROCESSES, tmp_path, pipeline_dir, prepared_dir, num_processes=4)
+    assert about(tmp_path / "hybrid")["shares"] == pytest.approx([0.5] * 4, abs=0.01)
+    assert losses_of(tmp_path / "hybrid") == pytest.approx(losses_of(tmp_path / "ddp"), abs=1e-4)
+    plans = [(tmp_path / name / "logs" / "plans.jsonl").read_text() for name in ("ddp", "hybrid")]
+    assert plans[0] == plans[1]
+    expected, found = (load_file(tmp_path / name / LORA_WEIGHTS) for name in ("ddp", "hybrid"))
+    assert all(torch.allclose(value, found[name], atol=1e-5) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("version", "once", "settings", "message"),
+    [
+        (1, False, {"lora_rank": 2}, r"Omit `lora_rank`, or use version 2 of FSDP \(`fsdp_version: 2`"),
+        (1, False, {"ema_decay": 0.9, "validation_prompts": ["red"]}, "Omit `ema_decay` and `validation_prompts`, or"),
+        (2, False, {"quantize_base": "int8", "lora_rank": 2}, "Omit `quantize_base`, or use DDP: FSDP cannot split"),
+        (
+            2,
+            False,
+            {"offload_blocks": 1, "lora_rank": 2},
+            "Omit `offload_blocks`: FSDP .* `fsdp_offload_params: true`",
+        ),
+        (2, False, {"trained_dtype": "bf16"}, 'Omit `trained_dtype="bf16"`, or use DDP'),
+        (2, True, {"batching": "pack", "max_tokens": "auto"}, "Give a number as `max_tokens`"),
+    ],
+)
+def test_what_sharding_cannot_do_is_refused_before_weights_are_loaded(
+    version: int, once: bool, settings: dict, message: str, tmp_path: Path, monkeypatch
+) -> None:
+    common = {"pretrained_model_name_or_path": "m", "dataset_dir": "d", "output_dir": str(tmp_path)}
+    config = TrainingConfig.from_flat(**common, report_to="none", **settings)
+    make_accelerator(config)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", version == 2)
+    monkeypatch.setattr(sharding, "loads_once", lambda _: once)
+    with pytest.raises(BucketingError, match=message):
+        make_accelerator(config)
+
+
+def test_adapters_averages_and_validation_run_under_version_2_of_fsdp(tmp_path: Path, monkeypatch) -> None:
+    settings = {"lora_rank": 2, "ema_decay": 0.9, "validation_prompts": ["red"]}
+    common = {"pretrained_model_name_or_path": "m", "dataset_dir": "d", "output_dir": str(tmp_path)}
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
+    monkeypatch.setattr(loop, "loads_once", lambda _: False)
+    make_accelerator(TrainingConfig.from_flat(**common, report_to="none", **settings))
