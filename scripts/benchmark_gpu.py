@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from benchmark_gpu_figure import draw_figure
 from benchmark_gpu_models import FULL, SMALL, Scale, add_adapters, load_transformer, make_transformer, save_transformer
+from benchmark_gpu_planner import SETTINGS, Setting, model_of, plan, size_of, write_folder
 from benchmark_tools import accelerator_and_versions, benchmark_parser, seconds_of, write_figures
 from diffusers import WanTransformer3DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -271,7 +272,8 @@ def measure_step(scale: Scale, runs: int) -> Figures:
 
 
 def step_case(scale: Scale, weights: str, counts: dict[str, list[int]], runs: int) -> Figures:
-    trainer = Stepper(scale, layers=scale.layers, lora=weights == "lora")
+    dtype = torch.bfloat16 if weights == "lora" else torch.float32
+    trainer = Stepper(scale, make_transformer(scale, layers=scale.layers, dtype=dtype), lora=weights == "lora")
     mixed, fixed = draw(scale, scale.mixed_step), draw(scale, scale.fixed_step)
     figures: Figures = {}
     with peak_memory(scale, figures, "peak_gib"):
@@ -290,29 +292,17 @@ class Stepper:
     """Take training steps of a Wan transformer of random weights: bf16 autocast, gradient checkpointing, AdamW."""
 
     def __init__(
-        self,
-        scale: Scale,
-        *,
-        layers: int,
-        lora: bool,
-        checkpointing: bool = True,
-        model: Any = None,
-        pack: bool = True,
+        self, scale: Scale, model: WanTransformer3DModel, *, lora: bool, checkpointing: bool = True, pack: bool = True
     ) -> None:
-        self.scale = scale
-        self.model = (
-            make_transformer(scale, layers=layers, dtype=torch.bfloat16 if lora else torch.float32)
-            if model is None
-            else model
-        )
+        self.scale, self.model = scale, model
         if lora:
-            add_adapters(self.model)
+            add_adapters(model)
         if checkpointing:
-            self.model.enable_gradient_checkpointing()
-        self.model.train()
-        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+            model.enable_gradient_checkpointing()
+        model.train()
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        self.packing = enable_packing(self.model, strip_length=scale.strip_length, backend="auto") if pack else None
+        self.packing = enable_packing(model, strip_length=scale.strip_length) if pack else None
 
     def packed(self, inputs: Inputs) -> float:
         """Take a step on one pack."""
@@ -359,7 +349,8 @@ def measure_strategies(scale: Scale, runs: int) -> Figures:
     """
     sizes = scale.mixed_set()
     epochs = {"padding": padded(scale, sizes), "bucketing": bucketed(scale, sizes), "packing": packed(scale, sizes)}
-    trainer = Stepper(scale, layers=scale.epoch_layers, lora=True)
+    model = make_transformer(scale, layers=scale.epoch_layers, dtype=torch.bfloat16)
+    trainer = Stepper(scale, model, lora=True)
     figures: Figures = {"samples": len(sizes), "layers": scale.epoch_layers, "max_tokens": scale.max_tokens}
     for name, epoch in epochs.items():
 
@@ -427,7 +418,7 @@ def quantized_case(
     before = torch.cuda.memory_allocated() if scale.on_gpu else 0
     model = load_transformer(scale, folder, None if kind == "bf16" else kind)
     figures: Figures = {"weights_gib": (torch.cuda.memory_allocated() - before) / 2**30} if scale.on_gpu else {}
-    trainer = Stepper(scale, layers=scale.epoch_layers, lora=True, model=model)
+    trainer = Stepper(scale, model, lora=True)
     with torch.no_grad(), torch.autocast(scale.device, torch.bfloat16):
         batch = trainer.packing.pack(inputs[0], timesteps=inputs[1], text=inputs[2])
         outputs[kind] = packed_forward(model, batch).float()
@@ -440,11 +431,43 @@ def quantized_case(
     return figures
 
 
+# Planned and measured memory.
+
+
+def measure_planner(scale: Scale, runs: int) -> Figures:
+    """Compare the planner's estimate with the peak of allocated memory, for eight settings."""
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(scale, Path(folder))
+        for name, setting in SETTINGS.items():
+            free()
+            planned = plan(scale, Path(folder), setting)
+            figures[name] = {"planned_gib": planned, **attempt(lambda s=setting: memory_case(scale, Path(folder), s))}
+            if "measured_gib" in figures[name]:
+                figures[name]["planned_of_measured"] = planned / figures[name]["measured_gib"]
+    return figures
+
+
+def memory_case(scale: Scale, folder: Path, setting: Setting) -> Figures:
+    if setting.quantize_base == "nf4" and not scale.on_gpu:
+        return {"not_run": "needs a GPU"}
+    inputs = draw(scale, [scale.spec.grid(size_of(scale, setting))] * setting.samples)
+    before = torch.cuda.memory_allocated() / 2**30 if scale.on_gpu else 0.0
+    figures: Figures = {}
+    with peak_memory(scale, figures, "peak_gib"):
+        model = model_of(scale, folder, setting)
+        trainer = Stepper(scale, model, lora=setting.lora, checkpointing=setting.checkpointing, pack=False)
+        for _ in range(2):  # the first makes the moments
+            trainer.stacked(inputs)
+    return {"measured_gib": figures["peak_gib"] - before} if scale.on_gpu else {"not_run": "needs a GPU"}
+
+
 PARTS: dict[str, Callable[[Scale, int], Figures]] = {
     "parity": measure_parity,
     "attention": measure_attention,
     "step": measure_step,
     "strategies": measure_strategies,
+    "planner": measure_planner,
     "quantization": measure_quantization,
 }
 

@@ -34,6 +34,7 @@ class Scale:
         sizes, samples: Sizes of a mixed set, and the number of samples drawn from them.
         buckets: Bucket table for that set.
         max_tokens: Tokens per step on it.
+        long_clip, short_clip: Samples of the steps whose memory is measured.
         device: Device to measure on.
     """
 
@@ -54,6 +55,8 @@ class Scale:
     samples: int
     buckets: tuple[Size, ...]
     max_tokens: int
+    long_clip: Size
+    short_clip: Size
     device: str = "cpu"
 
     spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -112,6 +115,8 @@ FULL = Scale(
         Size(9, 480, 832),
     ),
     max_tokens=32768,
+    long_clip=Size(81, 240, 416),
+    short_clip=Size(17, 240, 416),
 )  # fmt: skip
 
 SMALL = Scale(
@@ -132,6 +137,8 @@ SMALL = Scale(
     samples=6,
     buckets=(Size(1, 64, 64), Size(5, 32, 64), Size(5, 64, 32), Size(9, 48, 48)),
     max_tokens=96,
+    long_clip=Size(9, 48, 48),
+    short_clip=Size(1, 64, 64),
 )
 
 
