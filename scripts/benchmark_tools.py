@@ -66,12 +66,13 @@ def timed_with_memory(function: Callable[[], Any], warm_up: Callable[[], Any]) -
     """Return the processor seconds of a call and the MB by which it raises the peak memory of this process."""
     warm_up()  # imports and the first call are not counted
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here
-    before, start = _memory_in_mb("VmRSS"), time.process_time()
+    before, start = memory_in_mb("VmRSS"), time.process_time()
     function()
-    return time.process_time() - start, _memory_in_mb("VmHWM") - before
+    return time.process_time() - start, memory_in_mb("VmHWM") - before
 
 
-def _memory_in_mb(name: str) -> float:
+def memory_in_mb(name: str) -> float:
+    """Return a figure of /proc/self/status, such as VmRSS, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
