@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmark_gpu_figure import draw_figure
-from benchmark_gpu_models import FULL, SMALL, Scale, add_adapters, load_transformer, make_transformer, save_transformer
-from benchmark_gpu_planner import SETTINGS, Setting, model_of, plan, size_of, write_folder
 from benchmark_tools import accelerator_and_versions, benchmark_parser, seconds_of, write_figures
 from diffusers import WanTransformer3DModel
+from gpu_benchmark.figure import draw_figure
+from gpu_benchmark.models import FULL, SMALL, Scale, add_adapters, load_transformer, make_transformer, save_transformer
+from gpu_benchmark.planner import SETTINGS, Setting, model_of, plan, size_of, write_folder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_bucketing import BucketBatchSampler, PackBatchSampler, Size
@@ -472,6 +472,15 @@ PARTS: dict[str, Callable[[Scale, int], Figures]] = {
 }
 
 
+def lines_of(figures: Figures, *path: str) -> Iterator[str]:
+    """Iterate over nested figures as lines of text."""
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            yield from lines_of(value, *path, name)
+        else:
+            yield f"{' / '.join((*path, name)):80} {f'{value:.4g}' if isinstance(value, float) else value}"
+
+
 def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="Parts to measure.")
@@ -504,6 +513,7 @@ def main(args: argparse.Namespace) -> None:
             figures["parts"][name]["seconds"] = time.perf_counter() - began
         free()
         write_figures(figures, args.output)
+    print("\n".join(lines_of(figures)))
     if args.figure:
         draw_figure(figures, args.figure)
 

@@ -1,7 +1,6 @@
 """Shared parts of the benchmarks: medians of runs in turns, memory of a fresh process, the file of figures."""
 
 import importlib.metadata
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -97,8 +96,8 @@ def machine(*packages: str) -> dict[str, object]:
 
 def accelerator_and_versions(*packages: str) -> dict[str, object]:
     """Return the GPU, if there is one, the machine, and the versions of packages that are installed."""
-    found = {name for name in packages if importlib.util.find_spec(name) is not None}
-    described = {"device": "cpu", **machine(*sorted(found))}
+    installed = {str(found.metadata["Name"]).replace("-", "_") for found in importlib.metadata.distributions()}
+    described = {"device": "cpu", **machine(*(name for name in packages if name in installed))}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         described |= {

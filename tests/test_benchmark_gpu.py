@@ -23,9 +23,7 @@ def benchmark(monkeypatch) -> Any:
 
 
 def run_here(output: Path, *flags: object) -> dict[str, Any]:
-    threads = torch.get_num_threads()
     run_script_here("benchmark_gpu.py", "--small", "--runs", 1, "--output", output, *flags)
-    torch.set_num_threads(threads)
     return json.loads(output.read_text())
 
 
@@ -91,6 +89,10 @@ def test_a_part_that_runs_out_of_memory_or_comes_too_late_does_not_lose_the_othe
 @pytest.mark.slow
 def test_memory_and_quantisation_are_measured_small(tmp_path: Path) -> None:
     figures = run_here(tmp_path / "gpu.json", "--parts", "quantization", "planner")
+    planned = figures["parts"]["planner"]
+    assert len(planned) == 8 + 1, "eight settings, and the seconds"
+    assert all(case["planned_gib"] > 0 for name, case in planned.items() if name != "seconds")
+    assert planned["full, bf16"]["planned_gib"] < planned["full"]["planned_gib"]
     quantized = figures["parts"]["quantization"]
     assert quantized["nf4"] == {"not_run": "needs a GPU"} or torch.cuda.is_available()
     for kind, most in (("int8", 0.02), ("float8", 0.05)):

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_gpu_models import RANK, Scale, load_transformer, make_transformer, save_transformer
 
 from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training.adapters import AdapterConfig
 from hf_bucketing.training.memory.config import MemoryConfig
 from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
+
+from .models import RANK, Scale, load_transformer, make_transformer, save_transformer
 
 
 @dataclass(frozen=True, kw_only=True)
