@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -200,7 +201,7 @@ def test_the_metrics_of_a_step_count_each_group_once() -> None:
     )
     metrics = StepMetrics(accelerator, max_tokens=100, degree=2)
     half = torch.tensor([0.5])
-    metrics.add(torch.tensor([2.0]), half, weights=half, tokens=40, cost=1.0)
+    metrics.add(torch.tensor([2.0]), half, weights=half, tokens=np.array([40]), cost=1.0, seconds=1.0)
     values = metrics.finish()
     assert (values["train_loss"], values["samples"], values["tokens"]) == (4.0, 4, 160)
     assert (values["imbalance"], values["fill"]) == (1.5, 0.4)
