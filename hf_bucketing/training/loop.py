@@ -54,8 +54,10 @@ from .memory.sharding import (
     rendering_in_lockstep,
     sending_weights,
     sharded_adapters,
+    tell_deepspeed,
 )
 from .memory.shards import SHARDED, averaged
+from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
@@ -246,6 +248,7 @@ class Trainer:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
         if self.checkpoint is None:
             return None
+        refuse_code_in_shards(self.checkpoint.path)
         with without_accelerates_lines():
             self.accelerator.load_state(str(self.checkpoint.path))
         progress = self.checkpoint.progress
@@ -404,6 +407,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
     check_sharding(config, accelerator)
+    tell_deepspeed(accelerator)
     if loads_once(accelerator):  # transformers would leave text encoders empty, which nothing fills
         disable_fsdp_ram_efficient_loading()
     if not accelerator.is_local_main_process:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
@@ -156,9 +158,11 @@ def without_losses(output: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def four_processes() -> Iterator[SimpleNamespace]:
     """An accelerator of four processes, of which only the first exists."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield SimpleNamespace(num_processes=4, device=torch.device("cpu"), state=SimpleNamespace(device_mesh=None))
-    distributed.destroy_process_group()
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"}):  # accelerate sets variables and keeps them
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        yield SimpleNamespace(num_processes=4, device=torch.device("cpu"), state=SimpleNamespace(device_mesh=None))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        distributed.destroy_process_group()
 
 
 def test_processes_of_a_group_draw_the_same_batches_and_groups_different_ones(four_processes) -> None:
@@ -201,7 +205,7 @@ def test_the_metrics_of_a_step_count_each_group_once() -> None:
     )
     metrics = StepMetrics(accelerator, max_tokens=100, degree=2)
     half = torch.tensor([0.5])
-    metrics.add(torch.tensor([2.0]), half, weights=half, tokens=np.array([40]), cost=1.0, seconds=1.0)
+    metrics.add(torch.tensor([2.0]), half, weights=half, tokens=np.array([40]), cost=1.0, seconds=0.0)
     values = metrics.finish()
     assert (values["train_loss"], values["samples"], values["tokens"]) == (4.0, 4, 160)
     assert (values["imbalance"], values["fill"]) == (1.5, 0.4)
