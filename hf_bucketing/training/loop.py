@@ -43,7 +43,7 @@ from .checkpoint import (
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
-from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
+from .memory.estimate import describe, describe_memory, fill_max_tokens, model_width, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
 from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
@@ -193,14 +193,10 @@ class Trainer:
         return sum(math.ceil(steps / self.config.gradient_accumulation_steps) for steps in left)
 
     def describe(self) -> list[str]:
-        """Return the plan, its cost and an estimate of memory, as lines of text."""
-        return describe(
-            self.config,
-            self.data,
-            transformer=self.recipe.transformer,
-            accelerator=self.accelerator,
-            max_train_steps=self.max_train_steps,
-        )
+        """Return the plan, its cost and the memory that it needs, as lines of text."""
+        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self.max_train_steps)
+        transformer = self.recipe.transformer
+        return lines + describe_memory(self.config, self.data, transformer=transformer, accelerator=self.accelerator)
 
     def run(self) -> None:
         """Train from the start or from a checkpoint, and save the pipeline."""
