@@ -7,12 +7,15 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.files import complete_file
 
 
 class Seconds(NamedTuple):
@@ -62,12 +65,13 @@ def timed_with_memory(function: Callable[[], Any], warm_up: Callable[[], Any]) -
     """Return the processor seconds of a call and the MB by which it raises the peak memory of this process."""
     warm_up()  # imports and the first call are not counted
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here
-    before, start = _memory_in_mb("VmRSS"), time.process_time()
+    before, start = memory_in_mb("VmRSS"), time.process_time()
     function()
-    return time.process_time() - start, _memory_in_mb("VmHWM") - before
+    return time.process_time() - start, memory_in_mb("VmHWM") - before
 
 
-def _memory_in_mb(name: str) -> float:
+def memory_in_mb(name: str) -> float:
+    """Return a figure of /proc/self/status, such as VmRSS, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
@@ -90,11 +94,31 @@ def machine(*packages: str) -> dict[str, object]:
     }
 
 
+def accelerator_and_versions(*packages: str) -> dict[str, object]:
+    """Return the GPU, if there is one, the machine, and the versions of packages that are installed."""
+    installed = {str(found.metadata["Name"]).replace("-", "_") for found in importlib.metadata.distributions()}
+    described = {"device": "cpu", **machine(*(name for name in packages if name in installed))}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        described |= {
+            "device": properties.name,
+            "device_memory_gib": properties.total_memory / 2**30,
+            "device_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return described
+
+
+def write_figures(figures: Mapping[str, object], output: Path | None) -> None:
+    """Write figures to a JSON file, if a path is given; an earlier file stays until the new one is complete."""
+    if output:
+        with complete_file(output) as partial:
+            partial.write_text(json.dumps(figures, indent=2) + "\n")
+
+
 def report(figures: dict[str, object], output: Path | None) -> None:
     """Print the figures, and write them to a JSON file if a path is given."""
     figures["load_at_end"] = os.getloadavg()[0]
     for name, figure in figures.items():
         print(f"{name:52} {figure:.4g}" if isinstance(figure, float) else f"{name:52} {figure}")
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, output)

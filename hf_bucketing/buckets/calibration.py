@@ -113,7 +113,7 @@ def fit_costs(
     The sum of the absolute errors is the least under coefficients of at least 0. Like a median, it is not moved far by
     a minority of steps that took longer for other reasons: warm-up, compilation, waiting for data or for another
     process. `per_batch` is 0 unless it lowers the typical error by more than 5 %: small models need it, and in packs
-    that are all full it cannot be told from `linear`, which then holds it.
+    that are all full it cannot be separated from `linear`, which then holds it.
 
     Args:
         seconds (array of `float`, shape `(n,)`): Time of each step, above 0.

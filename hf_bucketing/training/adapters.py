@@ -65,20 +65,24 @@ def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transfor
     Raises:
         BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
     """
-    assert config.lora_rank is not None, "the caller checks it"
     _check_loads_lora(pipeline)
     transformer, targets = getattr(pipeline, component), config.lora_targets.split(",")
     transformer.requires_grad_(False)
-    lora = LoraConfig(
+    try:
+        transformer.add_adapter(lora_config(config), adapter_name=ADAPTER)
+    except ValueError as error:
+        raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
+
+
+def lora_config(config: AdapterConfig) -> LoraConfig:
+    """Return the settings of adapters as peft takes them."""
+    assert config.lora_rank is not None, "the caller checks it"
+    return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha or config.lora_rank,
         init_lora_weights="gaussian",
-        target_modules=targets,
+        target_modules=config.lora_targets.split(","),
     )
-    try:
-        transformer.add_adapter(lora, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
 
 
 def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> AdapterConfig:

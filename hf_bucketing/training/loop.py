@@ -43,8 +43,8 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
-from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
-from .memory.estimate import describe, fill_max_tokens, model_width, out_of_memory
+from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
+from .memory.estimate import describe, describe_memory, fill_max_tokens, model_width, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
 from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
@@ -101,7 +101,6 @@ class Trainer:
             read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
         recipe = recipe_of(config.pretrained_model_name_or_path)
         check_context_parallel(config, self.accelerator, recipe)
-        form_groups(self.accelerator, degree=config.memory.context_parallel_degree)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = None
         if config.validation.validation_prompts:
@@ -163,7 +162,13 @@ class Trainer:
             sharded_adapters(transformer, self.accelerator) if adapted else nullcontext(),
             sending_weights(transformer, self.accelerator),
         ):
-            prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
+            prepared = prepare_in_groups(
+                self.accelerator,
+                transformer,
+                optimizer,
+                self.data.loader,
+                degree=config.memory.context_parallel_degree,
+            )
         self.transformer, self.optimizer, loader = prepared
         self.context_parallel = ContextParallel(
             self.recipe.transformer,
@@ -189,14 +194,10 @@ class Trainer:
         return sum(math.ceil(steps / self.config.gradient_accumulation_steps) for steps in left)
 
     def describe(self) -> list[str]:
-        """Return the plan, its cost and an estimate of memory, as lines of text."""
-        return describe(
-            self.config,
-            self.data,
-            transformer=self.recipe.transformer,
-            accelerator=self.accelerator,
-            max_train_steps=self.max_train_steps,
-        )
+        """Return the plan, its cost and the memory that it needs, as lines of text."""
+        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self.max_train_steps)
+        transformer = self.recipe.transformer
+        return lines + describe_memory(self.config, self.data, transformer=transformer, accelerator=self.accelerator)
 
     def run(self) -> None:
         """Train from the start or from a checkpoint, and save the pipeline."""

@@ -345,7 +345,8 @@ def test_a_dry_run_and_automatic_max_tokens_train_nothing(
     assert tried[0] >= sum(tokens) * 0.9
     assert f"--max_tokens auto found {tried[-1]} tokens" in printed
     assert 900 <= tried[-1] <= 1000
-    assert "Memory estimate per process" in printed
+    assert "Memory per process = weights" in printed
+    assert "text encoding: weights" in printed
     assert "20 kept, 0 repeated" in printed
     assert not (tmp_path / "out" / "model_index.json").exists()
 

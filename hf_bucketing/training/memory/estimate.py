@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
@@ -19,38 +20,22 @@ from ...errors import BucketingError
 from ...models.recipe import Recipe
 from ...settings import changed
 from ...units import format_bytes
+from ..checkpoint import SHARDED
 from ..config import TrainingConfig
 from ..data import TrainingData, make_data
 from ..steps import Step
+from .components import read_components
+from .planner import MemoryPlan, PlanConfig, StepShape, largest_tokens, plan_components
+from .precision import parts_called
+from .trace import Precision
 
-_BYTES_PER_TOKEN_AND_CHANNEL = 34
-"""Activations of one block in half precision, without attention scores (Korthikanti et al., 2022)."""
+logger = get_logger(__name__)
 
+_SMALL = 0.01
+"""Share of the device's memory below which weights are too few for memory to matter."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes that one process needs on its device, without the activations of text encoder and VAE.
-
-    Attributes:
-        weights (`int`): Weights of the transformer, as loaded.
-        gradients (`int`): Gradients of the trained weights.
-        optimizer (`int`): Two moments of the trained weights.
-        activations (`int`): Activations of the most expensive step, to within a factor of two.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return sum(asdict(self).values())
-
-    def __str__(self) -> str:
-        parts = {**asdict(self), "total": self.total}
-        return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
+_MARGIN = 1.25
+"""Memory for which `max_tokens="auto"` is planned, relative to what there is: the search goes down only."""
 
 
 def model_width(transformer: Any) -> int:
@@ -58,51 +43,14 @@ def model_width(transformer: Any) -> int:
     return int(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
 
 
-def bytes_per_token(transformer: Any) -> int:
-    """Return the bytes of activations per token in half precision, without gradient checkpointing."""
-    return model_width(transformer) * _BYTES_PER_TOKEN_AND_CHANNEL * _num_blocks(transformer)
-
-
-def _num_blocks(transformer: torch.nn.Module) -> int:
-    return sum(len(part) for part in transformer.children() if isinstance(part, torch.nn.ModuleList))
-
-
-def estimate_memory(
-    transformer: Any, *, num_tokens: int, gradient_checkpointing: bool, half_precision: bool, moment_bytes: int = 4
-) -> MemoryEstimate:
-    """Estimate the memory of training a diffusers transformer.
-
-    Args:
-        transformer (`torch.nn.Module`): Transformer with its blocks in `torch.nn.ModuleList`s and its number of heads
-            in its configuration.
-        num_tokens (`int`): Tokens of the most expensive step on one process.
-        gradient_checkpointing (`bool`): Whether only the inputs of the blocks are kept.
-        half_precision (`bool`): Whether activations take two bytes rather than four.
-        moment_bytes (`int`): Bytes per number of each of the optimizer's two moments: 4, or 1 for 8-bit optimizers.
-    """
-    parameters = list(transformer.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    blocks, width = _num_blocks(transformer), model_width(transformer)
-    scale = 1 if half_precision else 2
-    block = num_tokens * width * _BYTES_PER_TOKEN_AND_CHANNEL * scale
-    activations = block + 2 * scale * num_tokens * width * blocks if gradient_checkpointing else block * blocks
-    return MemoryEstimate(
-        weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        gradients=sum(parameter.numel() * parameter.element_size() for parameter in trained),
-        optimizer=2 * moment_bytes * sum(parameter.numel() for parameter in trained),
-        activations=activations,
-    )
-
-
 def describe(
     config: TrainingConfig,
     data: TrainingData,
     *,
-    transformer: torch.nn.Module,
     accelerator: Accelerator,
     max_train_steps: int,
 ) -> list[str]:
-    """Return the plan of the first epoch, its cost and an estimate of memory, as lines of text."""
+    """Return the plan of the first epoch and its cost, as lines of text; see [`describe_memory`] for its memory."""
     plan, batches, epoch = data.sampler.plan(), config.batches, data.sampler.epoch
     if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
         epoch += 1
@@ -111,13 +59,6 @@ def describe(
     tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
     costs = data.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
     degree = config.memory.context_parallel_degree
-    memory = estimate_memory(
-        transformer,
-        num_tokens=-(-int(tokens.max()) // degree),
-        gradient_checkpointing=config.memory.gradient_checkpointing,
-        half_precision=accelerator.mixed_precision != "no",
-        moment_bytes=config.optimizer.moment_bytes,
-    )
     mixed = f", {plan.num_mixed_steps} of them mixed" if batches.batching == "bucket" else ""
     dropped = ", ".join(f"{count} {reason}" for reason, count in plan.drop_reasons.items()) or "none"
     limit = batches.token_limit
@@ -132,8 +73,71 @@ def describe(
         f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
         f"  Efficiency over processes = {costs.mean(1).sum() / costs.max(1).sum():.1%} (mean ÷ largest cost)",
         f"  Optimizer steps = {max_train_steps}",
-        f"  Memory estimate per process = {memory}",
     ]
+
+
+def describe_memory(
+    config: TrainingConfig, data: TrainingData, *, transformer: torch.nn.Module, accelerator: Accelerator
+) -> list[str]:
+    """Return the memory that the most expensive step of the first epoch needs, by kind, as lines of text.
+
+    At the start of a run, the main process alone plans, and not for models whose weights take less than 1 % of the
+    device's memory. A model that cannot be traced gets a line that says why.
+    """
+    held, has = sum(parameter.nbytes for parameter in transformer.parameters()), _device_bytes(accelerator)
+    if not accelerator.is_main_process or (not config.dry_run and held < _SMALL * has):
+        return []
+    try:
+        memory = plan_of_run(config, data, accelerator=accelerator)
+    except Exception as error:  # whatever a model does that torch cannot trace must not end a run that works
+        return [f"  Memory per process = not planned: {_named(error)}"]
+    lines = [f"  Memory per process = {memory}"]
+    if config.dry_run:
+        lines += [f"    {phase}: {parts}" for phase, parts in memory.phases.items()]
+    if memory.total > has:
+        lines.append(f"  That is more than the {format_bytes(has)} of the device: see scripts/plan_memory.py")
+    return lines
+
+
+def plan_of_run(config: TrainingConfig, data: TrainingData, *, accelerator: Accelerator) -> MemoryPlan:
+    """Plan the memory of the most expensive step of a run's epoch.
+
+    Raises:
+        BucketingError: As [`config_of_run`].
+    """
+    plan = data.sampler.plan()
+    of_samples = data.tokens_of(plan.indices, epoch=data.sampler.epoch)
+    tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
+    most = int(tokens.argmax())
+    shape = StepShape.of(data.sizes(plan.batch(most)), tokens=int(tokens[most]))
+    components = read_components(config.pretrained_model_name_or_path, trained=config.trained_component)
+    return plan_components(components, config_of_run(config, accelerator), shape)
+
+
+def config_of_run(config: TrainingConfig, accelerator: Accelerator) -> PlanConfig:
+    """Return what memory is planned for in a run.
+
+    Raises:
+        BucketingError: If weights are sharded by another library than FSDP2.
+    """
+    kind, called = accelerator.distributed_type, parts_called(config)
+    if kind in SHARDED and not accelerator.is_fsdp2:
+        raise BucketingError(f"memory under {kind.value} is not planned, only under DDP and FSDP2.")
+    return PlanConfig(
+        batching=config.batches.batching,
+        cached="nothing" if "vae" in called else "latents" if "text_encoders" in called else "all",
+        mixed_precision=cast("Precision", accelerator.mixed_precision),
+        sharding="fsdp2" if accelerator.is_fsdp2 else "ddp",
+        num_processes=accelerator.num_processes,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        ema_decay=config.ema_decay,
+        trained_component=config.trained_component,
+        max_sequence_length=config.max_sequence_length,
+        device="cuda" if accelerator.device.type == "cuda" else "cpu",
+        memory=config.memory,
+        adapters=config.adapters,
+        optimizer=config.optimizer,
+    )
 
 
 def find_max_tokens(try_step: Callable[[int], None], *, largest: int, smallest: int) -> int:
@@ -180,11 +184,13 @@ def fill_max_tokens(
     transformer = step.recipe.transformer
     width = model_width(transformer)
     transformer.to(accelerator.device)
-    tokens = make_data(changed(searched, max_tokens=2**40), spec, width=width).num_tokens
+    whole = make_data(changed(searched, max_tokens=2**40), spec, width=width)
+    tokens = whole.num_tokens
     strip_length = config.batches.strip_length
     smallest = int(-(-tokens.max() // strip_length) * strip_length)
     share = -(-int(tokens.sum()) // accelerator.num_processes)
-    largest = min(share, 2 * _free_bytes(accelerator) // bytes_per_token(transformer))
+    (size,) = whole.sizes(np.array([tokens.argmax()]))
+    largest = _planned_tokens(config, size, at_most=share, accelerator=accelerator, transformer=transformer)
 
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, width=width)
@@ -206,6 +212,25 @@ def fill_max_tokens(
     return changed(config, max_tokens=max_tokens)
 
 
+def _planned_tokens(
+    config: TrainingConfig, size: Size, *, at_most: int, accelerator: Accelerator, transformer: torch.nn.Module
+) -> int:
+    """Return somewhat more tokens than a plan says that fit, from which to search down, for samples of a size."""
+    held = sum(parameter.nbytes for parameter in transformer.parameters())
+    try:
+        components = read_components(config.pretrained_model_name_or_path, trained=config.trained_component)
+        planned = dataclasses.replace(config_of_run(config, accelerator), sample_size=list(size))
+        memory = _MARGIN * (_free_bytes(accelerator) + held)
+        return largest_tokens(components, planned, memory=memory, at_most=at_most)
+    except Exception as error:  # as in describe_memory
+        logger.warning(f"The search starts from {at_most} tokens, as memory is not planned: {_named(error)}")
+        return at_most
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+
+
 def out_of_memory(error: Exception, batch: Mapping[str, Any], config: TrainingConfig) -> str | None:
     """Return what to do if an error says that memory ran out while training on a batch; None for other errors."""
     if not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
@@ -219,6 +244,12 @@ def out_of_memory(error: Exception, batch: Mapping[str, Any], config: TrainingCo
         f"Memory ran out on {len(batch['size'])} samples (frames x height x width: {sizes}; index "
         f"{list(batch['index'])}): {', '.join(helps)}. {str(error).splitlines()[0]}"
     )
+
+
+def _device_bytes(accelerator: Accelerator) -> int:
+    if accelerator.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(accelerator.device)[1])
+    return int(psutil.virtual_memory().total) // accelerator.num_processes
 
 
 def _free_bytes(accelerator: Accelerator) -> int:

@@ -1,0 +1,114 @@
+"""The models of a pipeline, built from their configurations alone: shapes and dtypes without weights."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...buckets.sizes import LatentSpec
+from ...errors import BucketingError
+from ...hub import from_hub
+from ...models.recipe import Recipe
+from ...models.registry import recipe_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """A model of a pipeline by its class and configuration.
+
+    Attributes:
+        library (`str`): `"diffusers"` or `"transformers"`.
+        class_name (`str`): Name of the class in that library.
+        config_json (`str`): Configuration, as JSON.
+    """
+
+    library: str
+    class_name: str
+    config_json: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration."""
+        values: dict[str, Any] = json.loads(self.config_json)
+        return values
+
+    @property
+    def model_class(self) -> Any:
+        """The class of the model."""
+        return getattr(importlib.import_module(self.library), self.class_name)
+
+    def build(self, **changes: Any) -> Any:
+        """Return the model on torch's meta device, with some values of its configuration changed."""
+        config = {**self.config, **changes}
+        with torch.device("meta"):
+            if self.library == "transformers":
+                return self.model_class(self.model_class.config_class.from_dict(config)).eval()
+            return self.model_class.from_config(config)
+
+    def count(self) -> int:
+        """Return the number of weights."""
+        return _count(self)
+
+
+@functools.cache
+def _count(component: Component) -> int:
+    return sum(parameter.numel() for parameter in component.build().parameters())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """What a plan of memory knows of a pipeline.
+
+    Attributes:
+        recipe (type): Recipe that trains it.
+        spec ([`LatentSpec`]): Strides of the VAE and patch of the transformer.
+        transformer ([`Component`]): Transformer to train.
+        vae ([`Component`]): VAE.
+        text_encoders (`tuple` of [`Component`]): Text encoders.
+    """
+
+    recipe: type[Recipe]
+    spec: LatentSpec
+    transformer: Component
+    vae: Component
+    text_encoders: tuple[Component, ...]
+
+
+def read_components(name_or_path: str, *, trained: str = "transformer") -> Components:
+    """Read the configurations of a pipeline on the hub or in a folder, never its weights.
+
+    Raises:
+        BucketingError: If there is no such pipeline, no recipe to train it, or it has no transformer of that name.
+    """
+    from diffusers import DiffusionPipeline
+
+    recipe = recipe_of(name_or_path)
+    with from_hub(name_or_path):
+        index = DiffusionPipeline.load_config(name_or_path)
+        if not isinstance(index.get(trained), (list, tuple)) or index[trained][0] is None:
+            raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
+        encoders = [name for name in index if name.startswith("text_encoder") and index[name][0] is not None]
+        return Components(
+            recipe=recipe,
+            spec=recipe.read_spec(name_or_path),
+            transformer=_read(name_or_path, trained, *index[trained]),
+            vae=_read(name_or_path, "vae", *index["vae"]),
+            text_encoders=tuple(_read(name_or_path, name, *index[name]) for name in encoders),
+        )
+
+
+def _read(name_or_path: str, name: str, library: str, class_name: str) -> Component:
+    if library not in ("diffusers", "transformers"):
+        raise BucketingError(f"The {name} of {name_or_path} is a {class_name} of {library}, which cannot be planned.")
+    kind = getattr(importlib.import_module(library), class_name)
+    if library == "transformers":
+        config = kind.config_class.from_pretrained(name_or_path, subfolder=name).to_dict()
+    else:
+        config = dict(kind.load_config(name_or_path, subfolder=name))
+    text = json.dumps(config, sort_keys=True, default=str)
+    return Component(library=library, class_name=class_name, config_json=text)

@@ -1,0 +1,137 @@
+"""The way from "does not fit" to "fits": options one after another, and what each of them saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...errors import BucketingError
+from ...settings import changed, flatten
+from ...units import format_bytes
+from .components import Components, read_components
+from .planner import MemoryPlan, PlanConfig, largest_tokens, plan_components
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOption:
+    """One row of a table of options: the settings of the row above with one more.
+
+    Attributes:
+        name (`str`): What is added, and its flag.
+        config ([`PlanConfig`]): All settings of the row.
+        plan ([`MemoryPlan`]): What they need.
+        saved (`int`): Bytes that the row above needs more.
+        max_tokens (`int`): The most tokens per process and step that fit with these settings.
+    """
+
+    name: str
+    config: PlanConfig
+    plan: MemoryPlan
+    saved: int
+    max_tokens: int
+
+
+def plan_options(name_or_path: str, config: PlanConfig, *, gpu_memory: float) -> list[MemoryOption]:
+    """Plan the given settings, then add options that save memory, the cheapest in time and quality first.
+
+    Args:
+        name_or_path (`str`): Diffusers pipeline, on the hub or in a folder with the configurations of its models.
+        config ([`PlanConfig`]): Settings to start from.
+        gpu_memory (`float`): GiB of each device.
+
+    Raises:
+        BucketingError: If there is no such pipeline, or it cannot be trained on such samples.
+    """
+    components = read_components(name_or_path, trained=config.trained_component)
+    rows: list[MemoryOption] = []
+    for name, settings in _ladder(components, config):
+        plan = plan_components(components, settings)
+        row = MemoryOption(
+            name=name,
+            config=settings,
+            plan=plan,
+            saved=rows[-1].plan.total - plan.total if rows else 0,
+            max_tokens=largest_tokens(components, settings, memory=gpu_memory * 2**30),
+        )
+        if not rows or row.saved > 0.001 * plan.total:
+            rows.append(row)
+    return rows
+
+
+def check_fits(rows: Sequence[MemoryOption], *, gpu_memory: float) -> None:
+    """Raise BucketingError if no row fits, naming the one that needs least."""
+    least = min(rows, key=lambda row: row.plan.total)
+    if least.plan.total > gpu_memory * 2**30:
+        plan = least.plan
+        raise BucketingError(
+            f"No combination fits in `gpu_memory={gpu_memory:g}` GiB: {plan.shape.samples} x {plan.shape.size} "
+            f"({plan.shape.tokens} tokens) needs {format_bytes(plan.total)} with all of the options up to "
+            f'"{least.name}", highest in {plan.highest}. Smaller samples (`sample_size`) of {least.max_tokens} tokens '
+            "would fit, or more memory."
+        )
+
+
+def _ladder(components: Components, config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
+    """Iterate over names and settings, each with one more option that can be combined with those before."""
+    yield "as given", config
+    blocks = plan_components(components, config).blocks
+    for name, values in _steps(config, blocks):
+        now = flatten(config)
+        if all(now[setting] == value for setting, value in values.items()):
+            continue
+        config = changed(config, **values)
+        yield name, config
+
+
+def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]]]:
+    steps: list[tuple[str, Mapping[str, Any]]] = [
+        ("latents and texts cached (cache_latents.py)", {"cached": "all"}),
+        ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.mixed_precision == "no" else {}),
+        ("--gradient_checkpointing", {"gradient_checkpointing": True}),
+    ]
+    has_adapters = config.adapters.lora_rank is not None
+    if config.num_processes > 1:
+        steps.append((f"FSDP2 over {config.num_processes} processes (fsdp2.yaml)", _FSDP))
+    if not has_adapters:
+        steps += [("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"})]
+        if config.mixed_precision != "fp16" and config.num_processes == 1:  # FSDP2 trains in float32
+            steps += [("--trained_dtype bf16", {"trained_dtype": "bf16"})]
+        steps += [("--offload_activations", {"offload_activations": True})]
+        steps += [("--lora_rank 16", {"lora_rank": 16, "optimizer": "adamw", "trained_dtype": "float32"})]
+    quantized = {"sharding": "ddp", "gradient_checkpointing": True}
+    return [
+        *steps,
+        ("--quantize_base int8", {"quantize_base": "int8", **quantized}),
+        ("--offload_activations", {"offload_activations": True}),
+        ("--quantize_base nf4 instead", {"quantize_base": "nf4", **quantized}),
+        (
+            f"--quantize_base int8 --offload_blocks {blocks} instead",
+            {"quantize_base": "int8", "offload_blocks": blocks, **quantized},
+        ),
+    ]
+
+
+_FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0}
+
+_COLUMNS = ("weights", "gradients", "optimizer", "averages", "activations", "text_encoder", "vae", "context")
+
+
+def format_options(rows: Sequence[MemoryOption], *, gpu_memory: float) -> str:
+    """Return a table in Markdown: GiB by kind at the highest moment of a step, and the tokens that would fit."""
+    peaks = [asdict(row.plan.peak) for row in rows]
+    columns = [name for name in _COLUMNS if any(peak[name] >= 2**26 for peak in peaks)]
+    titles = [name.replace("_", " ").replace("vae", "VAE") for name in columns]
+    lines = [
+        ["each with those above", *titles, "total", "saves", f"fits {gpu_memory:g} GiB", "most tokens per step"],
+        ["---", *["---:"] * (len(titles) + 2), "---", "---:"],
+    ]
+    for row, peak in zip(rows, peaks, strict=True):
+        fits = "yes" if row.plan.total <= gpu_memory * 2**30 else "no"
+        numbers = [_gib(peak[name]) for name in columns] + [_gib(row.plan.total)]
+        lines.append([row.name, *numbers, _gib(row.saved) if row.saved else "", fits, f"{row.max_tokens:,}"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f}"

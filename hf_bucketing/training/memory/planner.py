@@ -1,0 +1,430 @@
+"""Plan of the memory of a run, by kind, from a pipeline's configurations: no weight is loaded."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from ...buckets.sizes import LatentSpec, Size
+from ...errors import BucketingError
+from ...models.recipe import tile
+from ...settings import check_at_least, check_literals
+from ...units import format_bytes
+from ..adapters import AdapterConfig
+from ..optimizers import OptimizerConfig
+from .components import Components, read_components
+from .config import MemoryConfig
+from .trace import HALF, Precision, Traced, TracedStep, trace, trace_call
+from .trackers import Kinds
+
+CUDA_CONTEXT = 2**30
+"""Bytes that are counted for the CUDA context, workspaces of its libraries, and gaps between tensors."""
+
+_FRAMES = 81
+_QUANTISED_MOMENT = 1 + 4 / 256
+"""Bytes of an 8-bit moment of bitsandbytes: one, and a float32 scale per 256 numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """What memory is planned for.
+
+    Args:
+        sample_size (`list` of `int`, *optional*): Frames, height and width of the samples, in pixels; by default 81
+            frames, or as many as the model takes, at the model's own smallest size.
+        train_batch_size (`int`): Samples per process and step.
+        max_tokens (`int`, *optional*): Tokens per process and step instead: as many samples as fit, at least one.
+        batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs, which the VAE encodes one by one.
+        cached (`"nothing"`, `"latents"` or `"all"`): What scripts/cache_latents.py has encoded: with `"latents"` the
+            VAE is not loaded, with `"all"` no text encoder either.
+        mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
+        sharding (`"ddp"` or `"fsdp2"`): How several processes share the training: each holds everything, or a part.
+        num_processes (`int`): Processes, one per GPU.
+        gradient_accumulation_steps (`int`): Batches per optimizer step.
+        ema_decay (`float`, *optional*): Decay of averaged weights, which are kept beside the others.
+        trained_component (`"transformer"` or `"transformer_2"`): Transformer to train.
+        max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+        device (`"cuda"` or `"cpu"`): Device of the run. On a GPU, a constant of 1 GiB stands for the CUDA context,
+            and AdamW works on all weights at once.
+        memory ([`MemoryConfig`]): How the model is kept in memory.
+        adapters ([`AdapterConfig`]): LoRA.
+        optimizer ([`OptimizerConfig`]): AdamW, or its 8-bit form.
+
+    Raises:
+        BucketingError: On an impossible value, or settings that cannot be combined.
+    """
+
+    sample_size: list[int] | None = None
+    train_batch_size: int = 1
+    max_tokens: int | None = None
+    batching: Literal["bucket", "pack"] = "bucket"
+    cached: Literal["nothing", "latents", "all"] = "nothing"
+    mixed_precision: Precision = "bf16"
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    num_processes: int = 1
+    gradient_accumulation_steps: int = 1
+    ema_decay: float | None = None
+    trained_component: Literal["transformer", "transformer_2"] = "transformer"
+    max_sequence_length: int | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_at_least(
+            1, self, "train_batch_size", "max_tokens", "num_processes", "gradient_accumulation_steps",
+            "max_sequence_length",
+        )  # fmt: skip
+        if self.sample_size is not None and (len(self.sample_size) != 3 or min(self.sample_size) < 1):
+            raise BucketingError(
+                f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
+            )
+        if reason := refusal(self):
+            raise BucketingError(reason)
+
+
+def refusal(config: PlanConfig) -> str | None:
+    """Return why settings cannot be combined, and the nearest ones that can; None if they can."""
+    memory, degree = config.memory, config.memory.context_parallel_degree
+    has_adapters, sharded = config.adapters.lora_rank is not None, config.sharding == "fsdp2"
+    if memory.trained_dtype == "bf16" and config.mixed_precision != "bf16":
+        return '`trained_dtype="bf16"` needs `mixed_precision="bf16"`.'
+    if sharded and config.num_processes == 1:
+        return '`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.'
+    if degree > 1 and config.num_processes % degree:
+        return (
+            f"`context_parallel_degree={degree}` must divide the {config.num_processes} processes (`num_processes`)."
+        )
+    for option, is_set in {
+        f'`quantize_base="{memory.quantize_base}"`': memory.quantize_base is not None,
+        f"`offload_blocks={memory.offload_blocks}`": memory.offload_blocks > 0,
+    }.items():
+        if is_set and not has_adapters:
+            return f"{option} needs frozen weights; train adapters (`lora_rank=16`), or omit it."
+        if is_set and sharded:
+            return f'{option} cannot be sharded; use `sharding="ddp"`, or omit it.'
+        if is_set and not memory.gradient_checkpointing and memory.quantize_base != "nf4":
+            return f"{option} saves nothing without `gradient_checkpointing=True`; add it."
+    if memory.quantize_base == "nf4" and memory.offload_blocks:
+        return '`offload_blocks` cannot move weights in nf4; use `quantize_base="int8"`, or omit one of the two.'
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes that one process needs on its device at one time, by kind.
+
+    Attributes:
+        weights (`int`): Weights of the transformer; where they are sharded, its share and what is gathered.
+        gradients (`int`): Gradients of the trained weights, and the buckets in which DDP sends them.
+        optimizer (`int`): Moments of the trained weights, and what a step of the optimizer makes.
+        averages (`int`): Averaged weights (`ema_decay`).
+        activations (`int`): Inputs, activations, and what the backward pass makes of them.
+        text_encoder (`int`): Text encoders: their weights and, while captions are encoded, their activations.
+        vae (`int`): VAE: its weights and, while media are encoded, its activations.
+        context (`int`): Stated constant for the CUDA context.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    averages: int = 0
+    activations: int = 0
+    text_encoder: int = 0
+    vae: int = 0
+    context: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds."""
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        parts = {name.replace("_", " "): count for name, count in asdict(self).items() if count}
+        return ", ".join(f"{name} {format_bytes(count)}" for name, count in {**parts, "total": self.total}.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Memory that each process of a run needs on its device.
+
+    Attributes:
+        phases (mapping of `str` to [`MemoryParts`]): What exists at the highest moment of each phase of a step.
+        shape ([`StepShape`]): Samples of the step.
+        blocks (`int`): Blocks of the transformer.
+    """
+
+    phases: Mapping[str, MemoryParts]
+    shape: StepShape
+    blocks: int
+
+    @property
+    def highest(self) -> str:
+        """The phase with the highest memory."""
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    @property
+    def peak(self) -> MemoryParts:
+        """What exists at the highest moment of a step."""
+        return self.phases[self.highest]
+
+    @property
+    def total(self) -> int:
+        """Bytes at the highest moment of a step."""
+        return self.peak.total
+
+    def __str__(self) -> str:
+        return f"{self.peak} (highest in {self.highest})"
+
+
+def plan_memory(name_or_path: str, config: PlanConfig) -> MemoryPlan:
+    """Plan the memory of a run of a pipeline, from its configurations alone.
+
+    The training step is run without weights and without a device by torch's `MemTracker` under `FakeTensorMode`, so
+    that attention is counted as flash attention, which makes no matrix of scores.
+
+    Args:
+        name_or_path (`str`): Diffusers pipeline, on the hub or in a folder with the configurations of its models.
+        config ([`PlanConfig`]): What is planned for.
+
+    Returns:
+        [`MemoryPlan`]: Bytes by phase and kind.
+
+    Raises:
+        BucketingError: If there is no such pipeline, no recipe to train it, or it cannot take such samples.
+    """
+    components = read_components(name_or_path, trained=config.trained_component)
+    return plan_components(components, config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """Samples of one step of one process.
+
+    Attributes:
+        size ([`Size`][hf_bucketing.Size]): Frames, height and width of the largest sample.
+        samples (`int`): Number of samples.
+        tokens (`int`): Tokens of all samples.
+        pixels (`int`): Pixels of all samples, frames times height times width.
+    """
+
+    size: Size
+    samples: int
+    tokens: int
+    pixels: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size], *, tokens: int) -> StepShape:
+        """Return the shape of a step of samples of these sizes."""
+        pixels = [math.prod(size) for size in sizes]
+        return cls(size=max(sizes, key=math.prod), samples=len(sizes), tokens=tokens, pixels=sum(pixels))
+
+
+def plan_components(components: Components, config: PlanConfig, shape: StepShape | None = None) -> MemoryPlan:
+    """Plan the memory of a run from configurations that were read; see [`plan_memory`].
+
+    Args:
+        components ([`Components`]): Configurations of the pipeline.
+        config ([`PlanConfig`]): What is planned for.
+        shape ([`StepShape`], *optional*): Samples of a step; by default those that the settings name.
+
+    Raises:
+        BucketingError: If the model cannot take such samples.
+    """
+    shape = shape or _shape(components, config)
+    traced = trace(_step(components, config, shape))
+    if config.memory.offload_blocks > traced.blocks:
+        raise BucketingError(
+            f"`offload_blocks={config.memory.offload_blocks}` is more than the {traced.blocks:.0f} blocks of this "
+            f"model; lower it to {traced.blocks:.0f} or less."
+        )
+    return MemoryPlan(phases=_phases(components, config, traced, shape), shape=shape, blocks=round(traced.blocks))
+
+
+def _shape(components: Components, config: PlanConfig) -> StepShape:
+    spec = components.spec
+    if config.sample_size is None:
+        frames = components.transformer.config.get("video_length", _FRAMES)
+        size = spec.snap(Size(frames, *components.recipe.native_sizes[0]))
+    else:
+        size = Size(*config.sample_size)
+    per_sample = spec.num_tokens(size)  # raises if it does not divide into tokens
+    samples = config.train_batch_size if config.max_tokens is None else max(1, config.max_tokens // per_sample)
+    return StepShape.of([size] * samples, tokens=samples * per_sample)
+
+
+def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:
+    memory, spec = config.memory, components.spec
+    latents = spec.latent_size(shape.size)
+    tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
+    if tokens != spec.num_tokens(shape.size):
+        latents = _grid_of(tokens, spec, frames=latents[0])
+    return TracedStep(
+        transformer=components.transformer,
+        latent_sizes=(latents,) * shape.samples,
+        text_length=config.max_sequence_length or components.recipe.default_sequence_length,
+        mixed_precision=config.mixed_precision,
+        trained_dtype=memory.trained_dtype,
+        adapters=replace(config.adapters, lora_alpha=None, init_from_adapters=None),
+        quantize_base=memory.quantize_base,
+        gradient_checkpointing=memory.gradient_checkpointing,
+        offload_activations=memory.offload_activations,
+        shards=config.num_processes if config.sharding == "fsdp2" else 1,
+    )
+
+
+def _grid_of(tokens: int, spec: LatentSpec, *, frames: int) -> tuple[int, int, int]:
+    """Return a size of latents with as many tokens, for a part of a sample, or a mean of several."""
+    patch_frames, patch_height, patch_width = spec.patch
+    frames = min(frames, patch_frames * tokens)
+    in_frame = -(-tokens // (frames // patch_frames))
+    rows = max(1, math.isqrt(in_frame))
+    return frames, patch_height * rows, patch_width * -(-in_frame // rows)
+
+
+def _phases(components: Components, config: PlanConfig, traced: Traced, shape: StepShape) -> dict[str, MemoryParts]:
+    shards = config.num_processes if config.sharding == "fsdp2" else 1
+    trained_bytes = traced.trained_bytes / shards
+    moment = _QUANTISED_MOMENT if config.optimizer.optimizer == "adamw_8bit" else traced.trained_bytes / traced.trained
+    # DDP copies gradients into buckets, which it keeps.
+    buckets = trained_bytes if shards == 1 and config.num_processes > 1 else 0
+    accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
+    text, vae, pixels = Kinds(), Kinds(), 0
+    if config.cached != "all":
+        text = _encode_texts(components, config, samples=shape.samples)
+    if config.cached == "nothing":
+        together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
+        vae = _encode_media(components, shape.size, together, config.memory.vae_tiling)
+        pixels = 3 * 4 * shape.pixels
+    resident = MemoryParts(
+        weights=_offloaded(traced, config),
+        gradients=round(buckets),
+        optimizer=round(2 * moment * traced.trained / shards),
+        averages=round(4 * traced.trained / shards) if config.ema_decay is not None else 0,
+        activations=pixels,
+        text_encoder=round(text.weights),
+        vae=round(vae.weights),
+        context=CUDA_CONTEXT if config.device == "cuda" else 0,
+    )
+    phases: dict[str, MemoryParts] = {
+        name: replace(
+            resident,
+            weights=round(resident.weights + kinds.weights),
+            gradients=round(resident.gradients + max(kinds.gradients, accumulated)),
+            activations=round(resident.activations + kinds.activations),
+        )
+        for name, kinds in traced.peaks.items()
+    }
+    weights = traced.weights / shards
+    between = replace(resident, weights=round(resident.weights + weights))
+    step = _made_by_optimizer(traced, config) / shards
+    phases["optimizer"] = replace(
+        between,
+        gradients=round(resident.gradients + trained_bytes),
+        optimizer=round(resident.optimizer + step),
+    )
+    encoding = replace(between, gradients=round(resident.gradients + accumulated))
+    if config.cached != "all":
+        phases["text encoding"] = replace(encoding, text_encoder=round(text.total))
+    if config.cached == "nothing":
+        phases["media encoding"] = replace(encoding, vae=round(vae.total))
+    return phases
+
+
+def _offloaded(traced: Traced, config: PlanConfig) -> int:
+    """Return what blocks that wait on the CPU save, as a negative number: all of them but the one that is computed."""
+    return -round(max(config.memory.offload_blocks - 1, 0) * traced.block_bytes)
+
+
+def _made_by_optimizer(traced: Traced, config: PlanConfig) -> float:
+    """Return the bytes that a step of the optimizer makes: on a GPU of all weights at once, else of each in turn."""
+    if config.optimizer.optimizer == "adamw_8bit":
+        return 0
+    return traced.trained_bytes if config.device == "cuda" else 2 * traced.largest
+
+
+def _encode_texts(components: Components, config: PlanConfig, *, samples: int) -> Kinds:
+    """Return the weights of all text encoders, and the most that the call of one of them makes."""
+    length = config.max_sequence_length or components.recipe.default_sequence_length
+    dtype = HALF.get(config.mixed_precision, torch.float32)
+    calls = [_encode_text(one, samples, length, dtype) for one in components.text_encoders]
+    return Kinds(
+        weights=sum(call.weights for call in calls), activations=max((call.activations for call in calls), default=0)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _encode_text(component: Any, samples: int, length: int, dtype: torch.dtype) -> Kinds:
+    def call(model: Any, ids: torch.Tensor) -> None:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    return trace_call(component, call, torch.empty(samples, length, dtype=torch.int64, device="meta"), dtype=dtype)
+
+
+_TRACED_LATENT_FRAMES = 3
+
+
+@functools.lru_cache(maxsize=64)
+def _encode_media(components: Components, size: Size, samples: int, tiling: bool) -> Kinds:
+    """Return the peak of encoding samples; of long ones, from the first frames, as each more adds the same."""
+    spec, few = components.spec, _TRACED_LATENT_FRAMES
+
+    def peak(latent_frames: int) -> Kinds:
+        frames = (latent_frames - 1) * spec.temporal_stride + 1
+
+        def call(vae: Any, pixels: torch.Tensor) -> None:
+            if tiling:
+                tile(vae, components.vae.class_name)
+            recipe = components.recipe(pipeline=SimpleNamespace(vae=vae), spec=spec, max_sequence_length=1)
+            recipe.encode_latents(pixels)
+
+        media = torch.empty(samples, 3, frames, size.height, size.width, device="meta")
+        return trace_call(components.vae, call, media, dtype=torch.float32)
+
+    latent_frames = spec.latent_size(size)[0]
+    if latent_frames <= few + 1:
+        return peak(latent_frames)
+    base, more = peak(few), peak(few + 1)
+    return base.plus(more.plus(base, -1), latent_frames - few)
+
+
+def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int | None = None) -> int:
+    """Return the most tokens per process and step that fit, in samples of the plan's size or a part of one.
+
+    Memory is a line in the number of samples, drawn through one and two, and checked by a plan of what it gives.
+
+    Args:
+        components ([`Components`]): Configurations of the pipeline.
+        config ([`PlanConfig`]): What is planned for; its number of samples does not matter.
+        memory (`float`): Bytes on each device.
+        at_most (`int`, *optional*): Tokens beyond which nothing is gained.
+
+    Returns:
+        `int`: Tokens; 0 if not even the weights fit.
+    """
+
+    def plan(samples: int) -> MemoryPlan:
+        return plan_components(components, replace(config, max_tokens=None, train_batch_size=samples))
+
+    one, two = plan(1), plan(2)
+    counts = []
+    for name, parts in one.phases.items():
+        per_sample = two.phases[name].total - parts.total
+        room = memory - parts.total
+        counts.append(1 + room / per_sample if per_sample > 0 else (float("inf") if room >= 0 else 0.0))
+    samples = min(counts)
+    if at_most is not None:
+        samples = min(samples, at_most / one.shape.tokens)
+    if 2 < samples < float("inf"):
+        samples = math.floor(samples)
+        while plan(samples).total > memory:
+            samples -= 1
+    return max(0, math.floor(samples * one.shape.tokens)) if samples < float("inf") else 0

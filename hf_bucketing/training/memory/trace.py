@@ -1,0 +1,365 @@
+"""Peak memory of a training step by torch's MemTracker under FakeTensorMode: shapes and dtypes run, no weight exists.
+
+A few blocks are traced, and the others extrapolated: each adds the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
+
+from ...models.registry import families
+from ...packing.batch import Rows
+from ...packing.layout import Grid
+from ..adapters import AdapterConfig, lora_config
+from .components import Component
+from .config import Quantization
+from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
+
+Precision: TypeAlias = Literal["no", "fp16", "bf16"]
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+LAYERS = ("num_layers", "num_single_layers")
+"""Settings of a transformer's configuration that count its blocks."""
+
+_FIRST, _FIRST_SHARDED = 2, 3
+"""Blocks from which on each further one adds the same; with FSDP, which gathers the next block early, one more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """A forward and a backward pass of a transformer.
+
+    Attributes:
+        transformer ([`Component`]): Transformer to train.
+        latent_sizes (`tuple` of `(f, h, w)`): Latent frames, rows and columns of each sample, the same for all.
+        text_length (`int`): Text tokens of each.
+        mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
+        trained_dtype (`"float32"` or `"bf16"`): Precision of what is trained.
+        adapters ([`AdapterConfig`]): LoRA, if there is a rank.
+        quantize_base (`"int8"`, `"float8"` or `"nf4"`, *optional*): Format of the frozen weights.
+        gradient_checkpointing (`bool`): Whether the backward pass recomputes activations.
+        offload_activations (`bool`): Whether activations wait on the CPU.
+        shards (`int`): Processes over which FSDP2 shards weights, gradients and moments.
+    """
+
+    transformer: Component
+    latent_sizes: tuple[Grid, ...]
+    text_length: int
+    mixed_precision: Precision = "no"
+    trained_dtype: Literal["float32", "bf16"] = "float32"
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    quantize_base: Quantization | None = None
+    gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    shards: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What a step needs, on each process.
+
+    Attributes:
+        peaks (mapping of `"forward"` and `"backward"` to [`Kinds`]): Bytes at the highest moment of each phase.
+        weights (`float`): Bytes of all weights and buffers, before they are sharded.
+        trained (`float`): Numbers that are trained.
+        trained_bytes (`float`): Bytes of these numbers, and of their gradients.
+        largest (`float`): Bytes of the largest trained tensor.
+        block_bytes (`float`): Bytes of the frozen weights of one block.
+        blocks (`float`): Number of blocks.
+    """
+
+    peaks: Peaks
+    weights: float
+    trained: float
+    trained_bytes: float
+    largest: float
+    block_bytes: float
+    blocks: float
+
+    def plus(self, other: Traced, times: float) -> Traced:
+        """Return this and some times the other; a block and the largest tensor remain what they are."""
+        return Traced(
+            peaks={phase: kinds.plus(other.peaks[phase], times) for phase, kinds in self.peaks.items()},
+            weights=self.weights + times * other.weights,
+            trained=self.trained + times * other.trained,
+            trained_bytes=self.trained_bytes + times * other.trained_bytes,
+            largest=self.largest,
+            block_bytes=self.block_bytes,
+            blocks=self.blocks + times * other.blocks,
+        )
+
+
+def trace(step: TracedStep) -> Traced:
+    """Return what a step of the whole transformer needs."""
+    if step.shards > 1 and dist.is_initialized():  # the run's own process group must not see pretended processes
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(trace, step).result()
+    config = step.transformer.config
+    counts = {name: config[name] for name in LAYERS if name in config}
+    first = _FIRST if step.shards == 1 else _FIRST_SHARDED
+    few = {name: min(count, first) for name, count in counts.items()}
+    base = whole = _traced(step, tuple(few.items()))
+    for name, count in counts.items():
+        if count > few[name]:
+            more = _traced(step, tuple({**few, name: few[name] + 1}.items()))
+            whole = whole.plus(more.plus(base, -1), count - few[name])
+    return whole
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
+    """Trace a step of a transformer with these numbers of blocks."""
+    model = step.transformer.build(**dict(layers))
+    if step.quantize_base is not None:
+        _quantize(model, step.quantize_base)
+    if step.adapters.lora_rank is not None:
+        model.requires_grad_(False)
+        with torch.device("meta"):
+            model.add_adapter(lora_config(step.adapters))
+    if step.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    inputs = _inputs(model, step)
+    with ExitStack() as stack:
+        mesh = None if step.shards == 1 else stack.enter_context(_mesh(step.shards))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _materialise(model, step)
+        counted = _count(model)
+        inputs = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), inputs)
+        given = [one for one in inputs.values() if isinstance(one, torch.Tensor)]
+        if mesh is None:
+            tracker: PeakTracker | ShardedPeakTracker = PeakTracker.of(model, given)
+        else:
+            _shard(model, mesh, half=HALF.get(step.mixed_precision))
+            tracker = ShardedPeakTracker.of(model, given)
+        with tracker:
+            loss = _forward(model, inputs, step)
+            tracker.phase = "backward"
+            loss.backward()
+    return counted(peaks=tracker.peaks)
+
+
+def _count(model: torch.nn.Module) -> Callable[..., Traced]:
+    """Return a function that adds to peaks what a model holds before it is sharded."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
+    blocks = blocks_of(model)
+    frozen = [
+        sum(one.numel() * one.element_size() for one in block.parameters() if not one.requires_grad)
+        for block in blocks
+    ]
+    tensors = [*model.parameters(), *model.buffers()]
+    return functools.partial(
+        Traced,
+        weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        trained=sum(parameter.numel() for parameter in trained),
+        trained_bytes=sum(sizes),
+        largest=max(sizes),
+        block_bytes=max(frozen),
+        blocks=len(blocks),
+    )
+
+
+def _shard(model: torch.nn.Module, mesh: Any, *, half: torch.dtype | None) -> None:
+    """Shard as accelerate does: the blocks that the model names one by one, and the rest."""
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half, output_dtype=half)
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in names:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep) -> torch.Tensor:
+    """Return the loss of the traced step, in the precision in which accelerate runs the model."""
+    half = HALF.get(step.mixed_precision)
+    kept: AbstractContextManager[Any] = nullcontext()
+    if step.offload_activations:
+        kept = torch.autograd.graph.saved_tensors_hooks(_leave, _fetch)
+    with kept:
+        with torch.autocast("cpu", dtype=half) if half is not None else nullcontext():
+            (output,) = model(**inputs, return_dict=False)
+        return (output.float() - torch.empty_like(output, dtype=torch.float32)).square().mean()
+
+
+@torch.no_grad()
+def trace_call(
+    component: Component, call: Callable[[Any, torch.Tensor], Any], given: torch.Tensor, *, dtype: torch.dtype
+) -> Kinds:
+    """Return the peak of a call of a frozen model, such as a text encoder: its weights, and what the call makes."""
+    model = component.build()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _assign(model, lambda name, parameter: dtype if parameter.is_floating_point() else parameter.dtype)
+        tracker = PeakTracker.of(model, [])
+        given = torch.empty(given.shape, dtype=given.dtype)
+        with tracker:
+            call(model, given)
+    return tracker.peaks["forward"]
+
+
+def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
+    """Return the arguments of the forward: tensors without storage, and what a family reads as numbers."""
+    family = families()[type(model).__name__]
+    patch, count = family.patch(model), len(step.latent_sizes)
+    (size,) = set(step.latent_sizes)
+    t, h, w = (side // per_token for side, per_token in zip(size, patch, strict=True))
+    conditioning = family.draw_conditioning(model, [(t, h, w)] * count)
+    rows = Rows(
+        latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
+        timesteps=torch.empty(count, device="meta"),
+        text=torch.empty(count, step.text_length, family.text_dim(model), device="meta"),
+        patch=patch,
+        text_mask=torch.empty(count, step.text_length, device="meta") if family.text_rule == "masked" else None,
+        conditioning=conditioning,
+    )
+    return {**family.inputs(rows), **family.unpacked_inputs(model, rows)}
+
+
+def _materialise(model: torch.nn.Module, step: TracedStep) -> None:
+    """Give each weight a tensor in the dtype in which it is loaded or trained."""
+    kept: list[str] = getattr(model, "_keep_in_fp32_modules", None) or []
+    has_adapters = step.adapters.lora_rank is not None
+    trained = step.trained_dtype if step.shards == 1 else "float32"  # accelerate trains in it under FSDP2
+    base = step.mixed_precision if has_adapters else trained
+
+    def dtype_of(name: str, parameter: torch.Tensor) -> torch.dtype:
+        if not parameter.is_floating_point() or parameter.dtype in (torch.float8_e4m3fn,):
+            return parameter.dtype
+        if has_adapters and parameter.requires_grad:
+            return HALF.get(trained, torch.float32)
+        is_kept = any(part in kept for part in name.split("."))
+        return torch.float32 if is_kept else HALF.get(base, torch.float32)
+
+    _assign(model, dtype_of)
+
+
+def _assign(model: torch.nn.Module, dtype_of: Callable[[str, torch.Tensor], torch.dtype]) -> None:
+    shared: dict[int, torch.nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in shared:
+                    dtype = dtype_of(f"{prefix}.{name}", parameter)
+                    shared[id(parameter)] = torch.nn.Parameter(
+                        torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = shared[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _leave(tensor: torch.Tensor) -> Any:
+    """Keep of an activation only its shape: it waits on the CPU."""
+    if not tensor.requires_grad or tensor.is_leaf:
+        return tensor
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _fetch(kept: Any) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    shape, stride, dtype = kept
+    return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+class _Quantized(torch.nn.Linear):
+    """A linear layer that makes the tensors which torchao and bitsandbytes make."""
+
+    kind: Quantization
+    scale: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.kind == "nf4":
+            output: torch.Tensor = _FourBits.apply(input, self.weight, self.scale, self.bias)
+            return output
+        if self.kind == "float8":
+            return F.linear(input, self.weight.to(input.dtype) * self.scale.to(input.dtype), self.bias)
+        product = torch.mm(input.reshape(-1, self.in_features), self.weight.t().to(input.dtype))
+        scaled = (product * self.scale.to(product.dtype).flatten()).reshape(*input.shape[:-1], self.out_features)
+        if self.bias is not None:
+            scaled += self.bias
+        return scaled.to(input.dtype)
+
+
+class _FourBits(torch.autograd.Function):
+    """Unpack a weight of half a byte per number for each product, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any) -> torch.Tensor:
+        ctx.save_for_backward(weight, scale)
+        ctx.columns = input.shape[-1]
+        return F.linear(input, _unpacked(weight, input), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        weight, _ = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ _unpacked(weight, gradient, columns=ctx.columns), None, None, None
+
+
+def _unpacked(weight: torch.Tensor, like: torch.Tensor, *, columns: int | None = None) -> torch.Tensor:
+    columns = columns or like.shape[-1]
+    return torch.empty(2 * weight.numel() // columns, columns, dtype=like.dtype)
+
+
+def _quantize(model: torch.nn.Module, kind: Quantization) -> None:
+    """Give the linear layers of the blocks weights of one byte or half a byte, and scales."""
+    for layer in list(quantized_layers(model)):
+        rows, columns = layer.weight.shape
+        layer.__class__ = _Quantized
+        assert isinstance(layer, _Quantized)
+        layer.kind = kind
+        if kind == "nf4":  # a scale of one byte per 64 numbers, see QLoRA
+            weight, scale = torch.empty(rows * columns // 2, dtype=torch.uint8, device="meta"), rows * columns // 64
+            scales = torch.empty(scale, dtype=torch.uint8, device="meta")
+        else:
+            dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+            weight = torch.empty(rows, columns, dtype=dtype, device="meta")
+            scales = torch.empty(rows, 1, device="meta")
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        layer.register_buffer("scale", scales)
+
+
+def quantized_layers(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
+    """Iterate over the linear layers that `quantize_base` quantises."""
+    skipped = [
+        *(getattr(model, "_skip_layerwise_casting_patterns", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+    ]
+    for block in blocks_of(model):
+        for name, layer in block.named_modules():
+            if isinstance(layer, torch.nn.Linear) and not any(part in name for part in skipped):
+                yield layer
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the blocks of a transformer: the members of its own lists."""
+    lists = [child for child in model.children() if isinstance(child, torch.nn.ModuleList)]
+    return [block for blocks in lists for block in blocks]
+
+
+@contextmanager
+def _mesh(shards: int) -> Iterator[Any]:
+    """Return a mesh of as many pretended processes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
+    try:
+        yield init_device_mesh("cpu", (shards,))
+    finally:
+        dist.destroy_process_group()

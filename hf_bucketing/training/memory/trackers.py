@@ -1,0 +1,145 @@
+"""torch's memory trackers, which keep the highest memory of each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Phase: TypeAlias = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """Bytes of a transformer at one time, by kind.
+
+    Attributes:
+        weights (`float`): Weights and buffers; where they are sharded, also those that are gathered.
+        gradients (`float`): Gradients of weights; where they are sharded, also those that are being reduced.
+        activations (`float`): Everything else: inputs, activations, and what the backward pass makes of them.
+    """
+
+    weights: float = 0
+    gradients: float = 0
+    activations: float = 0
+
+    @property
+    def total(self) -> float:
+        """Sum of all kinds."""
+        return self.weights + self.gradients + self.activations
+
+    def plus(self, other: Kinds, times: float = 1) -> Kinds:
+        """Return this and some times the other."""
+        return Kinds(
+            weights=self.weights + times * other.weights,
+            gradients=self.gradients + times * other.gradients,
+            activations=self.activations + times * other.activations,
+        )
+
+
+Peaks: TypeAlias = Mapping[Phase, Kinds]
+"""What exists at the moment of the highest memory of each phase."""
+
+
+class _Modules:
+    """What the trackers ask of torch's ModTracker, without its hooks.
+
+    These hooks keep gradients of activations until the backward pass ends, which no training run does, fail on frozen
+    weights, and take most of the time.
+    """
+
+    parents: frozenset[str] = frozenset()
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+
+    @property
+    def is_bw(self) -> bool:
+        """Whether the backward pass runs."""
+        return torch._C._current_graph_task_id() != -1
+
+    def get_known_fqn(self, module: torch.nn.Module) -> str:
+        """Return the name of a module."""
+        return self._names[module]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+class PeakTracker(MemTracker):
+    """Keep the highest memory of each phase."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._mod_tracker: Any = _Modules(model)
+        self.phase: Phase = "forward"
+        self.peaks: dict[Phase, Kinds] = {}
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> PeakTracker:
+        """Return a tracker that counts a model, what it is called with, and the gradients of its weights."""
+        tracker = cls(model)
+        tracker.track_external(model, *inputs)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(tracker._track_gradient)
+        return tracker
+
+    def __enter__(self) -> PeakTracker:
+        self._fake_mode_on_entry = torch._guards.active_fake_mode()
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        TorchDispatchMode.__exit__(self, *args)
+
+    def _track_gradient(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None, "it was just accumulated"
+        self._update_and_maybe_create_winfos(parameter.grad, _MemRefType.GRAD)
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        _keep_highest(self, (_MemRefType.PARAM, _MemRefType.BUFFER), (_MemRefType.GRAD,))
+
+
+class ShardedPeakTracker(FSDPMemTracker):
+    """Keep the highest memory of each phase, of a model that FSDP2 shards."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._mod_tracker: Any = _Modules(model)
+        self.phase: Phase = "forward"
+        self.peaks: dict[Phase, Kinds] = {}
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> ShardedPeakTracker:
+        """Return a tracker that counts a model, what it is called with, and the gradients of its weights."""
+        tracker = cls(model)
+        tracker.track_inputs(tuple(inputs))
+        return tracker
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        weights = (
+            *(_FSDPRefType.SHARDED_PARAM, _FSDPRefType.UNSHARDED_PARAM, _FSDPRefType.ALL_GATHER),
+            _FSDPRefType.BUFFER,
+        )
+        gradients = _FSDPRefType.SHARDED_GRAD, _FSDPRefType.UNSHARDED_GRAD, _FSDPRefType.REDUCE_SCATTER
+        _keep_highest(self, weights, gradients)
+
+
+def _keep_highest(tracker: PeakTracker | ShardedPeakTracker, weights: Sequence[Any], gradients: Sequence[Any]) -> None:
+    for memory in tracker._curr_mem_snap.values():
+        peak = tracker.peaks.get(tracker.phase)
+        if peak is None or memory["Total"] > peak.total:
+            counts: Mapping[Any, int] = memory
+            kinds = sum(counts[kind] for kind in weights), sum(counts[kind] for kind in gradients)
+            tracker.peaks[tracker.phase] = Kinds(
+                weights=kinds[0], gradients=kinds[1], activations=counts["Total"] - sum(kinds)
+            )

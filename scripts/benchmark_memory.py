@@ -1,0 +1,216 @@
+r"""Compare the planned memory of training runs with the measured one: resident memory less that before the model.
+
+Each run has a process of its own, or two. The CPU has no memory of its own for a model, so that what a process has
+loaded before is subtracted, and what torch's kernels allocate inside themselves is measured but not planned.
+
+python scripts/benchmark_memory.py --output scripts/benchmark_results/memory.json
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from benchmark_tools import machine, memory_in_mb
+from PIL import Image
+
+from hf_bucketing import BucketTable, open_table
+from hf_bucketing.caching import CacheConfig, cache_dataset
+from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.testing import make_tiny_pipeline
+
+WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "num_layers": 8}
+WAN = {**WIDE, "ffn_dim": 4096, "qk_norm": "rms_norm_across_heads", "freq_dim": 256, "rope_max_seq_len": 1024}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny-wan": {},
+    "wan-0.2b": WAN,
+    "ltx-0.2b": {**WIDE, "cross_attention_dim": 1024},
+    "latte-0.2b": {**WIDE, "cross_attention_dim": 1024},
+    "wan-1.3b": {**WAN, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30, "in_channels": 16,
+                 "out_channels": 16, "text_dim": 4096},
+}  # fmt: skip
+"""Changes of the transformers of the tiny pipelines, by name; the last one is the published configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run: a model, the side of its images in pixels, how many are in a step, and settings of training."""
+
+    model: str
+    side: int
+    samples: int = 1
+    cached: bool = True
+    num_processes: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        settings = " ".join(f"{name}={value}" for name, value in self.settings.items()) or "full float32"
+        what = f"{self.samples}x{self.side}px" + ("" if self.cached else " not cached")
+        return f"{self.model}, {what}, {self.num_processes} process(es), {settings}"
+
+
+LORA, BF16, CHECKPOINTS = {"lora_rank": 16}, {"mixed_precision": "bf16"}, {"gradient_checkpointing": True}
+CASES = [
+    Case(model="wan-0.2b", side=512),
+    Case(model="wan-0.2b", side=512, samples=2, settings=CHECKPOINTS),
+    Case(model="wan-0.2b", side=512, settings=BF16),
+    Case(model="wan-0.2b", side=512, settings=LORA),
+    Case(model="wan-0.2b", side=512, samples=2, settings={**LORA, **BF16}),
+    Case(model="wan-0.2b", side=512, settings={"ema_decay": 0.9, "gradient_accumulation_steps": 2, **CHECKPOINTS}),
+    Case(model="ltx-0.2b", side=512, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-1.3b", side=512, settings={**LORA, **BF16, **CHECKPOINTS}),
+]
+
+
+def make_pipeline(folder: Path, model: str) -> None:
+    """Save a pipeline of random weights in bf16, of a tiny one's components and a larger transformer."""
+    from diffusers import AutoencoderKLWan, DiffusionPipeline
+    from transformers import UMT5EncoderModel
+
+    make_tiny_pipeline(folder, family=model.partition("-")[0] if model != "tiny-wan" else "wan")
+    if not MODELS[model]:
+        return
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    config = {**pipeline.transformer.config, **MODELS[model]}
+    with torch.device("meta"):
+        transformer = type(pipeline.transformer).from_config(config)
+    transformer = transformer.to(torch.bfloat16).to_empty(device="cpu")
+    for parameter in transformer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    transformer.save_pretrained(folder / "transformer")
+    if "text_dim" in MODELS[model]:
+        shape = {"d_model": MODELS[model]["text_dim"], "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+        text = UMT5EncoderModel(UMT5EncoderModel.config_class(vocab_size=384, **shape))
+        text.save_pretrained(folder / "text_encoder")
+        AutoencoderKLWan(base_dim=8, z_dim=MODELS[model]["in_channels"], num_res_blocks=1).save_pretrained(
+            folder / "vae"
+        )
+
+
+def make_dataset(folder: Path, pipeline: Path, case: Case) -> Path:
+    """Prepare, and cache, as many images as two steps of all processes take; return their folder."""
+    media = folder / "media"
+    media.mkdir(parents=True)
+    colors = np.random.default_rng(0).integers(0, 255, (4 * case.samples * case.num_processes, 1, 1, 3), np.uint8)
+    for index, color in enumerate(colors):
+        image = np.broadcast_to(color, (case.side, case.side, 3))
+        Image.fromarray(np.ascontiguousarray(image)).save(media / f"{index}.png")
+        (media / f"{index}.txt").write_text("an image")
+    recipe = recipe_of(str(pipeline))
+    spec = recipe.read_spec(str(pipeline))
+    table = BucketTable.parse(f"{case.side},{case.side}", frames=[1])
+    loaded = load_source(str(media))
+    dataset = map_columns(loaded.dataset, MediaMetadata(loaded.column, root=loaded.root))
+    dataset = map_columns(dataset, BucketColumns(table, spec))
+    prepared = PreparedDataset(
+        dataset=dataset.add_column("index", range(len(dataset))),
+        table=table,
+        open_table=open_table(spec),
+        column=loaded.column,
+        caption_column=loaded.caption_column,
+        root=loaded.root,
+    )
+    if case.cached:
+        batching = case.settings.get("batching", "bucket")
+        config = CacheConfig(folder=str(folder / "cache"), batching=batching, batch_size=case.samples)
+        cached, _ = cache_dataset(prepared, recipe.load(str(pipeline)), config)
+        assert cached is not None
+        prepared = cached
+    prepared.save(folder / "prepared")
+    return folder / "prepared"
+
+
+def measure(flags: dict[str, Any], output: Path) -> None:
+    """Train in this process, and write what was planned and the highest resident memory, in MB."""
+    from hf_bucketing.training import TrainingConfig
+    from hf_bucketing.training.loop import Trainer
+    from hf_bucketing.training.memory.estimate import plan_of_run
+
+    class MeasuredTrainer(Trainer):
+        def _finish(self) -> None:  # before anything is saved
+            self.highest = memory_in_mb("VmHWM")
+
+    for dtype in (torch.float32, torch.bfloat16):  # the first call of a kernel allocates what later ones use again
+        layer = torch.nn.Linear(64, 64).to(dtype)
+        layer(torch.randn(64, 64, dtype=dtype)).sum().backward()
+    before = memory_in_mb("VmRSS")
+    trainer = MeasuredTrainer(TrainingConfig.from_flat(**flags))
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here, and not from loading on
+    trainer.run()
+    measured = trainer.highest - before
+    plan = plan_of_run(trainer.config, trainer.data, accelerator=trainer.accelerator)
+    if trainer.accelerator.is_main_process:
+        figures = {"planned_mb": plan.total / 2**20, "measured_mb": measured, "plan": str(plan)}
+        output.write_text(json.dumps({**figures, "ratio": figures["planned_mb"] / measured}))
+    trainer.release()
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Return the figures of a case, measured in processes of its own."""
+    pipeline = folder / case.model
+    if not pipeline.exists():
+        make_pipeline(pipeline, case.model)
+    here = Path(tempfile.mkdtemp(dir=folder))
+    flags = {
+        "pretrained_model_name_or_path": str(pipeline),
+        "dataset_dir": str(make_dataset(here, pipeline, case)),
+        "output_dir": str(here / "out"),
+        "train_batch_size": case.samples,
+        "max_train_steps": 2,
+        "dataloader_num_workers": 0,
+        "report_to": "none",
+        **case.settings,
+    }
+    output = here / "figures.json"
+    # glibc keeps what is freed, in one arena per thread, unless it is told not to.
+    quiet = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    launcher = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"),
+        *("--dynamo_backend", "no", "--num_processes", str(case.num_processes), "--main_process_port", "0"),
+        *(["--multi_gpu"] if case.num_processes > 1 else ["--cpu"]),
+    ]
+    command = [*launcher, __file__, "--child", json.dumps(flags), "--output", str(output)]
+    environment = {**os.environ, **quiet, "ACCELERATE_USE_CPU": "true"}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    figures: dict[str, Any] = json.loads(output.read_text())
+    return figures
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(__doc__)
+    parser.add_argument("--output", type=Path, help="JSON file for the figures.")
+    parser.add_argument("--only", nargs="+", default=[""], help="Cases to run, by parts of their names.")
+    parser.add_argument("--child", type=json.loads, help="Settings of the run of a process; other flags are ignored.")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.child:
+        measure(args.child, args.output)
+        return
+    datasets.disable_progress_bars()
+    cases = [case for case in CASES if any(part in case.name for part in args.only)]
+    figures: dict[str, Any] = {**machine("torch", "diffusers", "accelerate", "peft"), "runs": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            result = figures["runs"][case.name] = run(case, Path(folder))
+            print(f"{result['ratio']:.3f}  planned {result['planned_mb']:8.1f} MB, measured "
+                  f"{result['measured_mb']:8.1f} MB: {case.name} ({result['plan']})", flush=True)  # fmt: skip
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_script(main, make_parser)

@@ -1,0 +1,51 @@
+r"""Plan the memory of a training run from a pipeline's configurations: what does not fit, and what makes it fit.
+
+No weight is loaded and no GPU is needed. Memory is in GiB, per process.
+
+python scripts/plan_memory.py Wan-AI/Wan2.1-T2V-14B-Diffusers --gpu_memory 24 --lora_rank 16 --figure memory.png
+"""
+
+import argparse
+from pathlib import Path
+
+from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.files import check_writable
+
+
+def make_parser() -> FlagParser:
+    from hf_bucketing.settings import names_of
+    from hf_bucketing.training.memory.planner import PlanConfig
+    from hf_bucketing.training.optimizers import OptimizerConfig
+
+    parser = FlagParser(__doc__)
+    parser.add_argument("pretrained_model_name_or_path", help="Diffusers pipeline, on the hub or in a folder.")
+    parser.add_argument("--gpu_memory", type=float, required=True, help="GiB of each GPU.")
+    parser.add_argument("--figure", type=Path, help="PNG file to draw the options into.")
+    of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters"} - {"optimizer"}
+    parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.training.memory.figure import draw_options
+    from hf_bucketing.training.memory.options import check_fits, format_options, plan_options
+    from hf_bucketing.training.memory.planner import PlanConfig
+
+    check_writable(args.figure)
+    config = from_flags(PlanConfig, args)
+    rows = plan_options(args.pretrained_model_name_or_path, config, gpu_memory=args.gpu_memory)
+    plan = rows[0].plan
+    shape = plan.shape
+    print(f"{shape.samples} x {shape.size} per process and step: {shape.tokens} tokens")
+    for phase, parts in plan.phases.items():
+        print(f"  as given, {phase}: {parts}")
+    print(format_options(rows, gpu_memory=args.gpu_memory))
+    if args.figure:
+        draw_options(rows, args.figure, gpu_memory=args.gpu_memory)
+        print(f"Figure: {args.figure}")
+    check_fits(rows, gpu_memory=args.gpu_memory)
+
+
+if __name__ == "__main__":
+    run_script(main, make_parser)
