@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
 
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
@@ -91,7 +92,8 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
     with complete_folder(final) if accelerator.is_main_process else nullcontext(partial_path(final)) as partial:
         accelerator.wait_for_everyone()
         with without_accelerates_lines():
-            accelerator.save_state(str(partial))
+            deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+            accelerator.save_state(str(partial), **({"exclude_frozen_parameters": True} if deepspeed else {}))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (partial / PROGRESS).write_text(json.dumps({"layout": LAYOUT, **asdict(progress)}))
@@ -99,6 +101,12 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
     if accelerator.is_main_process:
         remove_folders(list_checkpoints(folder)[: -limit if limit else 0])
         logger.info(f"Saved {final.name} ({size / 2**20:.1f} MiB) in {time.perf_counter() - start:.1f} s")
+
+
+def load_state(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Load what [`save_checkpoint`] saved."""
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    accelerator.load_state(str(checkpoint), **({"load_module_strict": False} if deepspeed else {}))
 
 
 @contextmanager

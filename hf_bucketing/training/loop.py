@@ -36,6 +36,7 @@ from .checkpoint import (
     find_checkpoint,
     gather_weights,
     list_checkpoints,
+    load_state,
     save_checkpoint,
     save_pipeline,
     without_accelerates_lines,
@@ -49,12 +50,12 @@ from .memory.precision import loading_of, parts_called, trained_dtype
 from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
 from .memory.sharding import (
     check_sharding,
+    configure_deepspeed,
     fingerprints_of,
     loads_once,
     rendering_in_lockstep,
     sending_weights,
     sharded_adapters,
-    tell_deepspeed,
 )
 from .memory.shards import SHARDED, averaged
 from .memory.trust import refuse_code_in_shards
@@ -246,7 +247,7 @@ class Trainer:
             return None
         refuse_code_in_shards(self.checkpoint.path)
         with without_accelerates_lines():
-            self.accelerator.load_state(str(self.checkpoint.path))
+            load_state(self.accelerator, self.checkpoint.path)
         progress = self.checkpoint.progress
         self.global_step = progress.global_step
         if self.ema is not None:
@@ -403,7 +404,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
     check_sharding(config, accelerator)
-    tell_deepspeed(accelerator)
+    configure_deepspeed(config, accelerator)
     if loads_once(accelerator):  # transformers would leave text encoders empty, which nothing fills
         disable_fsdp_ram_efficient_loading()
     if not accelerator.is_local_main_process:

@@ -37,30 +37,30 @@ def check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
     memory = config.memory
     if memory.quantize_base is not None:
         raise BucketingError(
-            f"Omit `quantize_base`, or use DDP: {kind.value} cannot split quantised weights. Under DDP each process "
-            f"holds all of them in {memory.quantize_base}; under {kind.value} each holds its share in bf16."
+            f"Omit `quantize_base`, or use DDP: {kind.value} cannot split or cast quantised weights. Under DDP each "
+            f"process holds all of them in {memory.quantize_base}; under FSDP each holds its share in bf16."
         )
     if memory.offload_blocks:
         raise BucketingError(
-            f"Omit `offload_blocks`: {kind.value} moves the blocks itself. To let their shares wait on the CPU, set "
-            "`fsdp_offload_params` to true in accelerate's configuration, or use DDP."
+            f"Omit `offload_blocks`, or use DDP: {kind.value} moves the weights itself. Under FSDP, shares wait on "
+            "the CPU with `fsdp_offload_params: true` in accelerate's configuration."
         )
-    if kind == DistributedType.FSDP:
-        _check_fsdp(config, accelerator)
-
-
-def _check_fsdp(config: TrainingConfig, accelerator: Accelerator) -> None:
+    if memory.trained_dtype == "bf16":
+        raise BucketingError(
+            f'Omit `trained_dtype="bf16"`, or use DDP: under {kind.value} what is trained stays in float32, and each '
+            "process holds or updates a share of it."
+        )
     values = config.flat()
     given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if values[name] is not None]
-    if given and not accelerator.is_fsdp2:
+    advice = "use version 2 of FSDP (`fsdp_version: 2`, as in scripts/accelerate_configs/fsdp2.yaml)"
+    if given and kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise BucketingError(
-            f"Omit {quoted(given)}, or use version 2 of FSDP (`fsdp_version: 2` in accelerate's configuration, as in "
-            "scripts/accelerate_configs/fsdp2.yaml): version 1 joins the weights of a block into one flat tensor."
+            f"Omit {quoted(given)}, or {advice}: version 1 joins the weights of a block into one flat tensor."
         )
-    if config.memory.trained_dtype == "bf16":
+    if given and kind == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 3:
         raise BucketingError(
-            'Omit `trained_dtype="bf16"`, or use DDP: under FSDP accelerate keeps what is trained in float32, and '
-            "each process holds a share of it."
+            f"Omit {quoted(given)}, or {advice}, or `zero_stage: 2`: under stage 3 weights are kept in a form that "
+            "DeepSpeed alone reads."
         )
     if config.batches.max_tokens == "auto" and loads_once(accelerator):
         raise BucketingError(
@@ -69,12 +69,14 @@ def _check_fsdp(config: TrainingConfig, accelerator: Accelerator) -> None:
         )
 
 
-def tell_deepspeed(accelerator: Accelerator) -> None:
-    """Give DeepSpeed a number of samples per step, which it demands and only prints: batches have different ones."""
+def configure_deepspeed(config: TrainingConfig, accelerator: Accelerator) -> None:
+    """Give DeepSpeed the settings that it applies itself, in place of those of accelerate's configuration."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        settings = accelerator.state.deepspeed_plugin.deepspeed_config
-        if settings.get("train_micro_batch_size_per_gpu", "auto") == "auto":
-            settings["train_micro_batch_size_per_gpu"] = 1
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": 1,  # which it demands and only prints: batches have different sizes
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "gradient_clipping": config.optimizer.max_grad_norm,
+        }
 
 
 def loads_once(accelerator: Accelerator) -> bool:
