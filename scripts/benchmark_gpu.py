@@ -454,8 +454,8 @@ def memory_case(scale: Scale, folder: Path, setting: Setting) -> Figures:
     inputs = draw(scale, [scale.spec.grid(size_of(scale, setting))] * setting.samples)
     before = torch.cuda.memory_allocated() / 2**30 if scale.on_gpu else 0.0
     figures: Figures = {}
+    model = model_of(scale, folder, setting)  # loading may take more than training
     with peak_memory(scale, figures, "peak_gib"):
-        model = model_of(scale, folder, setting)
         trainer = Stepper(scale, model, lora=setting.lora, checkpointing=setting.checkpointing, pack=False)
         for _ in range(2):  # the first makes the moments
             trainer.stacked(inputs)
