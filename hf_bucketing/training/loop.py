@@ -42,7 +42,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
-from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
+from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
 from .memory.estimate import describe, describe_memory, fill_max_tokens, model_width, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
@@ -54,8 +54,10 @@ from .memory.sharding import (
     rendering_in_lockstep,
     sending_weights,
     sharded_adapters,
+    tell_deepspeed,
 )
 from .memory.shards import SHARDED, averaged
+from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
@@ -98,7 +100,6 @@ class Trainer:
             read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
         recipe = recipe_of(config.pretrained_model_name_or_path)
         check_context_parallel(config, self.accelerator, recipe)
-        form_groups(self.accelerator, degree=config.memory.context_parallel_degree)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = None
         if config.validation.validation_prompts:
@@ -160,7 +161,13 @@ class Trainer:
             sharded_adapters(transformer, self.accelerator) if adapted else nullcontext(),
             sending_weights(transformer, self.accelerator),
         ):
-            prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
+            prepared = prepare_in_groups(
+                self.accelerator,
+                transformer,
+                optimizer,
+                self.data.loader,
+                degree=config.memory.context_parallel_degree,
+            )
         self.transformer, self.optimizer, loader = prepared
         self.context_parallel = ContextParallel(
             self.recipe.transformer,
@@ -237,6 +244,7 @@ class Trainer:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
         if self.checkpoint is None:
             return None
+        refuse_code_in_shards(self.checkpoint.path)
         with without_accelerates_lines():
             self.accelerator.load_state(str(self.checkpoint.path))
         progress = self.checkpoint.progress
@@ -395,6 +403,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
     check_sharding(config, accelerator)
+    tell_deepspeed(accelerator)
     if loads_once(accelerator):  # transformers would leave text encoders empty, which nothing fills
         disable_fsdp_ram_efficient_loading()
     if not accelerator.is_local_main_process:

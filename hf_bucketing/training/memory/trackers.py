@@ -46,21 +46,47 @@ Peaks: TypeAlias = Mapping[Phase, Kinds]
 """What exists at the moment of the highest memory of each phase."""
 
 
-class PeakTracker(MemTracker):
-    """Keep the highest memory of each phase.
+class _Modules:
+    """What the trackers ask of torch's ModTracker, without its hooks.
 
-    MemTracker's own hooks on modules count for each of them, which takes most of its time, and fail on frozen weights.
+    These hooks keep gradients of activations until the backward pass ends, which no training run does, fail on frozen
+    weights, and take most of the time.
     """
 
-    def __init__(self) -> None:
+    parents: frozenset[str] = frozenset()
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+
+    @property
+    def is_bw(self) -> bool:
+        """Whether the backward pass runs."""
+        return torch._C._current_graph_task_id() != -1
+
+    def get_known_fqn(self, module: torch.nn.Module) -> str:
+        """Return the name of a module."""
+        return self._names[module]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+class PeakTracker(MemTracker):
+    """Keep the highest memory of each phase."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
+        self._mod_tracker: Any = _Modules(model)
         self.phase: Phase = "forward"
         self.peaks: dict[Phase, Kinds] = {}
 
     @classmethod
     def of(cls, model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> PeakTracker:
         """Return a tracker that counts a model, what it is called with, and the gradients of its weights."""
-        tracker = cls()
+        tracker = cls(model)
         tracker.track_external(model, *inputs)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -88,6 +114,7 @@ class ShardedPeakTracker(FSDPMemTracker):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
+        self._mod_tracker: Any = _Modules(model)
         self.phase: Phase = "forward"
         self.peaks: dict[Phase, Kinds] = {}
 
