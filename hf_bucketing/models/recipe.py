@@ -136,6 +136,8 @@ class Recipe(ABC):
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 component.requires_grad_(name == trained and loading.quantization is None)
+        if loading.quantization is not None:
+            _let_go_of_files(getattr(pipeline, trained))
         if loading.vae_tiling and pipeline.vae is not None:
             tile(pipeline.vae, name_or_path)
         length = max_sequence_length or cls.default_sequence_length
@@ -307,6 +309,13 @@ class Recipe(ABC):
             fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample; 0 for images.
         """
         return {}
+
+
+def _let_go_of_files(transformer: torch.nn.Module) -> None:
+    """Copy the weights that were not quantised: they lie in the mapped files, all of which would stay in memory."""
+    for parameter in transformer.parameters():
+        if type(parameter) is torch.nn.Parameter:
+            parameter.data = parameter.data.clone()
 
 
 def _check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> None:

@@ -11,6 +11,8 @@ import torch
 from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from hf_bucketing import BucketingError
 from hf_bucketing.models import enable_packing
@@ -133,6 +135,48 @@ def test_waiting_weights_are_not_moved_counted_or_saved_with_the_model(pipeline_
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
     model.double()
     assert blocks_of(model)[0].ffn.net[2].weight.dtype == torch.float32
+
+
+def test_weights_are_on_the_gpu_where_they_are_computed_with(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # tensors without values have none
+    gpu, places = torch.device("cuda", 0), []
+    with FakeTensorMode():  # a weight that is elsewhere is an error
+        model = torch.nn.Module()
+        model.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3)).requires_grad_(False)
+        offload_blocks(model, 3, device=gpu)
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda block, _: places.append(block.weight.device))
+        states = torch.empty(2, 4, device=gpu)
+        with torch.no_grad():
+            for block in model.blocks:
+                states = block(states)
+    assert places == [gpu] * 3
+    assert {block.weight.device.type for block in model.blocks} == {"meta"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offload_takes_less_memory_of_the_gpu_with_equal_gradients() -> None:
+    peaks, found = [], []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Module()
+        model.blocks = torch.nn.ModuleList(torch.nn.Linear(2048, 2048) for _ in range(8)).requires_grad_(False)
+        if offloaded:
+            offload_blocks(model, 8, device=torch.device("cuda"))
+        model.cuda()
+        inputs = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0)).cuda().requires_grad_()
+        torch.cuda.reset_peak_memory_stats()
+        states = inputs
+        with activations_on_cpu() if offloaded else nullcontext():
+            for block in model.blocks:
+                states = checkpoint(block, states, use_reentrant=False)
+        states.square().mean().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        found.append(inputs.grad.cpu())
+        del model, inputs, states
+    assert peaks[1] < 0.6 * peaks[0]
+    assert torch.equal(*found)
 
 
 def test_offloaded_blocks_are_spread_evenly() -> None:

@@ -343,3 +343,13 @@ def test_files_that_are_no_plain_adapters_are_refused_and_ones_without_alpha_hav
 def test_beginning_with_adapters_needs_lora_and_a_new_run(make: Make, settings, message: str) -> None:
     with pytest.raises(BucketingError, match=message):
         make(init_from_adapters="adapters", **settings)
+
+
+def test_a_run_that_resumes_on_other_processes_at_the_end_of_an_epoch_describes_the_next_one(make: Make) -> None:
+    trainer = Trainer(make(max_train_steps=None, num_train_epochs=2))
+    sampler = trainer.data.sampler
+    steps = sampler._ordered_plan(0, 2, None).num_steps
+    sampler.load_state_dict({**sampler.state_dict(), "consumed": [[2, steps]]})
+    assert sampler.plan().num_steps == 0
+    assert f"  Steps per epoch = {sampler.plan(1).num_steps} on each process" in trainer.describe()[4]
+    trainer.release()
