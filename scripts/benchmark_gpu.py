@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from benchmark_tools import accelerator_and_versions, benchmark_parser, seconds_of, write_figures
 from diffusers import WanTransformer3DModel
 from gpu_benchmark.figure import draw_figure
-from gpu_benchmark.models import FULL, SMALL, Scale, add_adapters, load_transformer, make_transformer, save_transformer
-from gpu_benchmark.planner import SETTINGS, Setting, model_of, plan, size_of, write_folder
+from gpu_benchmark.models import FULL, SMALL, Scale, add_adapters, load_transformer, make_transformer, save_pipeline
+from gpu_benchmark.planner import SETTINGS, Setting, model_of, plan, size_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_bucketing import BucketBatchSampler, PackBatchSampler, Size
@@ -401,7 +401,7 @@ def measure_quantization(scale: Scale, runs: int) -> Figures:
     figures: Figures = {}
     inputs = draw(scale, scale.mixed_step)
     with tempfile.TemporaryDirectory() as folder:
-        save_transformer(scale, Path(folder), layers=scale.epoch_layers)
+        save_pipeline(scale, Path(folder), layers=scale.epoch_layers)
         outputs: dict[str, torch.Tensor] = {}
         for kind in ("bf16", "nf4", "int8", "float8"):
             free()
@@ -438,7 +438,7 @@ def measure_planner(scale: Scale, runs: int) -> Figures:
     """Compare the planner's estimate with the peak of allocated memory, for eight settings."""
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_folder(scale, Path(folder))
+        save_pipeline(scale, Path(folder), layers=scale.layers)
         for name, setting in SETTINGS.items():
             free()
             planned = plan(scale, Path(folder), setting)
@@ -454,8 +454,8 @@ def memory_case(scale: Scale, folder: Path, setting: Setting) -> Figures:
     inputs = draw(scale, [scale.spec.grid(size_of(scale, setting))] * setting.samples)
     before = torch.cuda.memory_allocated() / 2**30 if scale.on_gpu else 0.0
     figures: Figures = {}
+    model = model_of(scale, folder, setting)  # loading may take more than training
     with peak_memory(scale, figures, "peak_gib"):
-        model = model_of(scale, folder, setting)
         trainer = Stepper(scale, model, lora=setting.lora, checkpointing=setting.checkpointing, pack=False)
         for _ in range(2):  # the first makes the moments
             trainer.stacked(inputs)

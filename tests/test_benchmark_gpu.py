@@ -98,3 +98,20 @@ def test_memory_and_quantisation_are_measured_small(tmp_path: Path) -> None:
     for kind, most in (("int8", 0.02), ("float8", 0.05)):
         assert 0 < quantized[kind]["output_relative_difference"] < most
         assert quantized[kind]["last_loss"] < quantized[kind]["first_loss"], "adapters learn"
+
+
+@pytest.mark.slow
+def test_what_a_gpu_alone_tells_is_asked_for(benchmark, tmp_path: Path, monkeypatch) -> None:
+    """The lines that run on a GPU alone run here too, with its counters in place of it."""
+    monkeypatch.setattr(benchmark.Scale, "on_gpu", property(lambda scale: True))
+    counters = {"synchronize": None, "reset_peak_memory_stats": None, "max_memory_allocated": 3 * 2**30}
+    for name, value in {**counters, "memory_allocated": 2**30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(benchmark, "SETTINGS", {"LoRA": benchmark.Setting(), "full": benchmark.Setting(lora=False)})
+    flags = ("--small", "--runs", "1", "--parts", "attention", "step", "strategies", "planner")
+    output = ("--output", str(tmp_path / "gpu.json"), "--figure", str(tmp_path / "gpu.png"))
+    benchmark.main(benchmark.make_parser().parse_args([*flags, *output]))
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert parts["planner"]["full"]["measured_gib"] == 2.0
+    assert parts["planner"]["LoRA"]["planned_of_measured"] == parts["planner"]["LoRA"]["planned_gib"] / 2
+    assert parts["step"]["lora"]["peak_gib"] == parts["strategies"]["packing"]["peak_gib"] == 3.0

@@ -11,6 +11,7 @@ from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 
 from hf_bucketing import BucketTable, LatentSpec, Size
+from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.adapters import AdapterConfig
 from hf_bucketing.training.memory.quantization import quantization_of
@@ -172,10 +173,10 @@ def add_adapters(model: WanTransformer3DModel) -> None:
     cast_training_params(model, torch.float32)
 
 
-def save_transformer(scale: Scale, folder: Path, *, layers: int) -> None:
-    """Save a transformer in bf16 where a pipeline has it."""
-    model = make_transformer(scale, layers=layers, dtype=torch.bfloat16)
-    model.save_pretrained(str(folder / "transformer"))
+def save_pipeline(scale: Scale, folder: Path, *, layers: int) -> None:
+    """Save a transformer in bf16 in a pipeline whose other components have configurations, but no weights."""
+    write_published_configs(folder, "wan-1.3b")
+    make_transformer(scale, layers=layers, dtype=torch.bfloat16).save_pretrained(str(folder / "transformer"))
 
 
 def load_transformer(scale: Scale, folder: Path, kind: str | None) -> WanTransformer3DModel:

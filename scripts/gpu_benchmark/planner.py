@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training.adapters import AdapterConfig
 from hf_bucketing.training.memory.config import MemoryConfig
 from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
 
-from .models import RANK, Scale, load_transformer, make_transformer, save_transformer
+from .models import RANK, Scale, load_transformer, make_transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +43,6 @@ SETTINGS = {
     "full, bf16": Setting(lora=False, trained_dtype="bf16"),
     "full, no checkpointing": Setting(lora=False, checkpointing=False, long=False),
 }
-
-
-def write_folder(scale: Scale, folder: Path) -> None:
-    """Write the configurations of a pipeline whose transformer has the sizes that are measured, and its weights."""
-    write_published_configs(folder, "wan-1.3b")
-    save_transformer(scale, folder, layers=scale.layers)
 
 
 def plan(scale: Scale, folder: Path, setting: Setting) -> float:

@@ -7,18 +7,20 @@ import json
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from hf_bucketing import BucketingError
+from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.buckets import CostFit
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import read_log
-from hf_bucketing.training.run_log import COST_MODEL
+from hf_bucketing.training.run_log import COST_MODEL, StepMetrics
 from hf_bucketing.training.steps import PackStep
 from tests.training.training_cases import in_process, run
 
@@ -108,7 +110,7 @@ def test_a_later_run_plans_by_the_costs_that_an_earlier_one_measured(
 ) -> None:
     steep = CostFit(linear=0.0, quadratic=1e-6, per_batch=0.0, residual=0.0, num_steps=100)
     flat = CostFit(linear=1e-3, quadratic=0.0, per_batch=0.0, residual=0.0, num_steps=100)
-    first = {}
+    first, samplers = {}, []
     for name, fit in (("steep", steep), ("flat", flat)):
         path = tmp_path / f"{name}.json"
         path.write_text(fit.to_json())
@@ -122,8 +124,30 @@ def test_a_later_run_plans_by_the_costs_that_an_earlier_one_measured(
         costs = fit.model.pack_cost(data.num_tokens[plan.indices], plan.offsets)
         assert costs[0] == costs.max(), "longest_first goes by the measured cost"
         first[name] = sorted(plan.batch(0).tolist())
+        samplers.append(data.sampler)
         trainer.release()
     assert first["steep"] != first["flat"], "the plan changes with the file"
+    with pytest.raises(PlanError, match="cost_model was CostModel"):
+        samplers[1].load_state_dict(samplers[0].state_dict())
+
+
+def test_of_several_processes_the_costliest_is_measured() -> None:
+    """The others wait for it, so that their time says nothing about their own samples."""
+    others = torch.zeros(1 + 2 * 10 + 6)
+    others[-6:] = torch.tensor([3.0, 900.0, 810_000.0, 1.0, 810_000.0, 2.0])  # one sample of 900 tokens
+    accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, others[None]]))
+    metrics = StepMetrics(cast("Any", accelerator), max_tokens=None)
+
+    def step() -> list[float]:
+        for tokens in (np.array([100, 200]), np.array([300])):
+            ones = torch.ones(len(tokens))
+            metrics.add(ones, ones / 2, weights=ones, tokens=tokens, cost=float((tokens**2).sum()), seconds=1.25)
+        entry = metrics.finish()
+        return [entry[name] for name in ("busy_seconds", "busy_tokens", "busy_token_pairs", "busy_batches")]
+
+    assert step() == [2.0, 900, 810_000.0, 1]
+    others.zero_()
+    assert step() == [2.5, 600, 140_000.0, 2], "the sums over the batches of this process"
 
 
 @pytest.mark.parametrize(("content", "message"), [
