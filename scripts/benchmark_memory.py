@@ -30,15 +30,15 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 
+NARROW = {"num_attention_heads": 4, "attention_head_dim": 128, "num_layers": 6}
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "num_layers": 8}
-WAN = {**WIDE, "ffn_dim": 4096, "qk_norm": "rms_norm_across_heads", "freq_dim": 256, "rope_max_seq_len": 1024}
+WAN = {"qk_norm": "rms_norm_across_heads", "freq_dim": 256, "rope_max_seq_len": 1024}
 MODELS: dict[str, dict[str, Any]] = {
-    "tiny-wan": {},
-    "wan-0.2b": WAN,
-    "ltx-0.2b": {**WIDE, "cross_attention_dim": 1024},
-    "latte-0.2b": {**WIDE, "cross_attention_dim": 1024},
-    "wan-1.3b": {**WAN, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30, "in_channels": 16,
-                 "out_channels": 16, "text_dim": 4096},
+    "wan-30m": {**WAN, **NARROW, "ffn_dim": 2048},
+    "ltx-30m": {**NARROW, "cross_attention_dim": 512},
+    "wan-130m": {**WAN, **WIDE, "ffn_dim": 4096},
+    "wan-1.3b": {**WAN, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
+                 "in_channels": 16, "out_channels": 16, "text_dim": 4096},
 }  # fmt: skip
 """Changes of the transformers of the tiny pipelines, by name; the last one is the published configuration."""
 
@@ -63,13 +63,16 @@ class Case:
 
 LORA, BF16, CHECKPOINTS = {"lora_rank": 16}, {"mixed_precision": "bf16"}, {"gradient_checkpointing": True}
 CASES = [
-    Case(model="wan-0.2b", side=512),
-    Case(model="wan-0.2b", side=512, samples=2, settings=CHECKPOINTS),
-    Case(model="wan-0.2b", side=512, settings=BF16),
-    Case(model="wan-0.2b", side=512, settings=LORA),
-    Case(model="wan-0.2b", side=512, samples=2, settings={**LORA, **BF16}),
-    Case(model="wan-0.2b", side=512, settings={"ema_decay": 0.9, "gradient_accumulation_steps": 2, **CHECKPOINTS}),
-    Case(model="ltx-0.2b", side=512, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-30m", side=512),
+    Case(model="wan-30m", side=512, samples=2, settings=CHECKPOINTS),
+    Case(model="wan-30m", side=512, settings=BF16),
+    Case(model="wan-30m", side=512, settings=LORA),
+    Case(model="wan-30m", side=512, samples=2, settings={**LORA, **BF16}),
+    Case(model="wan-30m", side=512, settings={**LORA, "batching": "pack", "max_tokens": 1024}),
+    Case(model="ltx-30m", side=512, samples=2, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-130m", side=256),
+    Case(model="wan-130m", side=256, settings={"ema_decay": 0.9, "gradient_accumulation_steps": 2, **CHECKPOINTS}),
+    Case(model="wan-130m", side=256, num_processes=2, settings={**BF16, **CHECKPOINTS}),
     Case(model="wan-1.3b", side=512, settings={**LORA, **BF16, **CHECKPOINTS}),
 ]
 
@@ -79,9 +82,7 @@ def make_pipeline(folder: Path, model: str) -> None:
     from diffusers import AutoencoderKLWan, DiffusionPipeline
     from transformers import UMT5EncoderModel
 
-    make_tiny_pipeline(folder, family=model.partition("-")[0] if model != "tiny-wan" else "wan")
-    if not MODELS[model]:
-        return
+    make_tiny_pipeline(folder, family=model.partition("-")[0])
     pipeline = DiffusionPipeline.from_pretrained(folder)
     config = {**pipeline.transformer.config, **MODELS[model]}
     with torch.device("meta"):
