@@ -148,7 +148,7 @@ def main(args: argparse.Namespace) -> None:
         weights = save_pipeline(Path(folder) / "model", layers=args.layers)
         figures["weights_in_bf16_gib"] = weights / 2**30
         prepare(Path(folder))
-        for quantized in (False,):
+        for quantized in (False, True):
             figures.update(measure(Path(folder), weights=weights, quantized=quantized))
     report(figures, args.output)
 

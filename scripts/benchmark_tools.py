@@ -7,12 +7,15 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.files import complete_file
 
 
 class Seconds(NamedTuple):
@@ -91,11 +94,31 @@ def machine(*packages: str) -> dict[str, object]:
     }
 
 
+def accelerator_and_versions(*packages: str) -> dict[str, object]:
+    """Return the GPU, if there is one, the machine, and the versions of packages that are installed."""
+    installed = {str(found.metadata["Name"]).replace("-", "_") for found in importlib.metadata.distributions()}
+    described = {"device": "cpu", **machine(*(name for name in packages if name in installed))}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        described |= {
+            "device": properties.name,
+            "device_memory_gib": properties.total_memory / 2**30,
+            "device_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return described
+
+
+def write_figures(figures: Mapping[str, object], output: Path | None) -> None:
+    """Write figures to a JSON file, if a path is given; an earlier file stays until the new one is complete."""
+    if output:
+        with complete_file(output) as partial:
+            partial.write_text(json.dumps(figures, indent=2) + "\n")
+
+
 def report(figures: dict[str, object], output: Path | None) -> None:
     """Print the figures, and write them to a JSON file if a path is given."""
     figures["load_at_end"] = os.getloadavg()[0]
     for name, figure in figures.items():
         print(f"{name:52} {figure:.4g}" if isinstance(figure, float) else f"{name:52} {figure}")
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, output)

@@ -12,6 +12,7 @@ import numpy as np
 from datasets import Dataset
 
 from hf_bucketing import BucketingError, BucketTable, novelai_ladder
+from hf_bucketing.buckets import read_cost_model
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
@@ -29,7 +30,10 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Numbers of frames for --buckets."
     )
-    parser.add_settings(ReportConfig, skip=["metric"])
+    parser.add_settings(ReportConfig, skip=["metric", "cost_model"])
+    parser.add_argument(
+        "--cost_model", help="Cost of tokens as a run measured it: its cost_model.json, instead of --width."
+    )
     parser.add_argument("--json", type=Path, help="JSON file for the report.")
     parser.add_argument("--figures", type=Path, help="Folder for the figures.")
     return parser
@@ -60,7 +64,8 @@ def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
     table = choose_table(args, prepared)
-    config = from_flags(ReportConfig, args)
+    measured = None if args.cost_model is None else read_cost_model(args.cost_model)
+    config = from_flags(ReportConfig, args, cost_model=measured)
     report = make_report(read_sizes(prepared.dataset), table, spec=prepared.spec, config=config)
     print(format_report(report))
     if args.json:

@@ -1,6 +1,7 @@
 """Sizes, rounding, crops, bucket tables, ladders and the assignment of samples to buckets."""
 
 from .assignment import REJECTED_BUCKET, Assignment, AssignmentRule, Rejection
+from .calibration import CostFit, fit_costs, read_cost_model
 from .cost import CostModel
 from .ladders import novelai_ladder, token_ladder
 from .open_table import ImageSizes, OpenTable, open_table
@@ -12,6 +13,7 @@ __all__ = [
     "Assignment",
     "AssignmentRule",
     "BucketTable",
+    "CostFit",
     "CostModel",
     "CropBox",
     "ImageSizes",
@@ -21,7 +23,9 @@ __all__ = [
     "Size",
     "cover_resize",
     "crop_box",
+    "fit_costs",
     "novelai_ladder",
     "open_table",
+    "read_cost_model",
     "token_ladder",
 ]

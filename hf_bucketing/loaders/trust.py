@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -20,10 +22,21 @@ def refuse_code(folder: Path) -> None:
         BucketingError: If a file holds more than plain values, tensors and numpy arrays.
     """
     for path in sorted(folder.glob("*.pkl")):
-        try:
+        with only_values(path):
             load(str(path), map_location="cpu", mmap=True)  # weights_only, without reading the tensors
-        except (UnpicklingError, RuntimeError, EOFError) as error:
-            raise BucketingError(
-                f"{path} holds more than plain values and tensors, or is damaged, so loading it could run code; it "
-                "was not loaded. Take the checkpoint from the run that saved it."
-            ) from error
+
+
+@contextmanager
+def only_values(path: Path) -> Iterator[None]:
+    """Turn what unpickling without running code says of a file in a `with` block into an error that names it.
+
+    Raises:
+        BucketingError: If the file holds more than plain values, tensors and numpy arrays.
+    """
+    try:
+        yield
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise BucketingError(
+            f"{path} holds more than plain values and tensors, or is damaged, so loading it could run code; it "
+            "was not loaded. Take the checkpoint from the run that saved it."
+        ) from error

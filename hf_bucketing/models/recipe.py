@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +121,7 @@ class Recipe(ABC):
         loading, pipeline_class = loading or Loading(), getattr(diffusers, cls.pipeline_class)
         with from_hub(name_or_path):
             index = pipeline_class.load_config(name_or_path)
-            if index.get(trained, (None,))[0] is None:
-                raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
+            _check_has(index, trained, name_or_path=name_or_path)
             parts = {name: _part_of(name, trained=trained) for name in index}
             options: dict[str, Any] = {
                 name: None for name, part in parts.items() if part is not None and part not in loading.parts
@@ -144,14 +143,19 @@ class Recipe(ABC):
 
     @classmethod
     def empty_transformer(cls, name_or_path: str, trained: str) -> Any:
-        """Return a transformer of a pipeline whose parameters have no values."""
+        """Return a transformer of a pipeline whose parameters have no values.
+
+        Raises:
+            BucketingError: If the pipeline has no such transformer, or its configuration cannot be read.
+        """
         import diffusers
 
         with from_hub(name_or_path):
             index = diffusers.DiffusionPipeline.load_config(name_or_path)
+            _check_has(index, trained, name_or_path=name_or_path)
             kind = getattr(diffusers, index[trained][1])
             config = kind.load_config(name_or_path, subfolder=trained)
-        with init_empty_weights():
+        with init_empty_weights(), torch.random.fork_rng(devices=[]):  # some draw parameters all the same
             return kind.from_config(config)
 
     @classmethod
@@ -303,6 +307,11 @@ class Recipe(ABC):
             fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample; 0 for images.
         """
         return {}
+
+
+def _check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> None:
+    if index.get(trained, (None,))[0] is None:
+        raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
 
 
 def _part_of(name: str, *, trained: str) -> Part | None:

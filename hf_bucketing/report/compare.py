@@ -57,7 +57,7 @@ class StrategyReport:
         step_balance (`float`): Mean over the steps of (mean cost over processes ÷ largest cost over processes);
             1 if no process ever waits for another.
         epoch_cost (`float`): Sum over the steps of the largest cost over processes, in floating-point operations of
-            one transformer block's forward pass: what the clock shows.
+            one transformer block's forward pass or in measured seconds: what the clock shows.
         efficiency (`float`): Cost of the kept samples, each alone and without padding, ÷ (`epoch_cost` · processes):
             the share of all processes' time that is neither spent on padding nor on waiting, at any resolution.
         max_tokens (`int`, *optional*): Packing: tokens per process and step. None for the others.
@@ -178,7 +178,7 @@ def _padding(subject: Subject) -> _Epoch:
     table = open_table(subject.spec)
     padded = table.num_tokens(table.assign(*largest).bucket_id, spec=subject.spec)
     counts = np.diff(plan.offsets)
-    return _Epoch("padding", targets, plan, padded * counts, config.cost_model.cost(padded) * counts)
+    return _Epoch("padding", targets, plan, padded * counts, config.costs.cost(padded) * counts)
 
 
 def _bucketing(subject: Subject) -> _Epoch:
@@ -186,7 +186,7 @@ def _bucketing(subject: Subject) -> _Epoch:
     targets, config = subject.bucketed, subject.config
     plan = plan_batches(targets.bucket_id.astype(np.int64), config)
     tokens = targets.num_tokens[plan.indices]
-    return _Epoch("bucketing", targets, plan, tokens, config.cost_model.pack_cost(tokens, plan.offsets))
+    return _Epoch("bucketing", targets, plan, tokens, config.costs.pack_cost(tokens, plan.offsets))
 
 
 def _packing(subject: Subject) -> _Epoch:
@@ -202,7 +202,7 @@ def _packing(subject: Subject) -> _Epoch:
         packs = PackPlanConfig(max_tokens=max_tokens, strip_length=config.strip_length, seed=config.seed)
         plan = plan_packs(targets.num_tokens, packs, epoch=0, num_processes=config.num_processes)
     tokens = strip_tokens(targets.num_tokens[plan.indices], config.strip_length)
-    return _Epoch("packing", targets, plan, tokens, config.cost_model.pack_cost(tokens, plan.offsets), max_tokens)
+    return _Epoch("packing", targets, plan, tokens, config.costs.pack_cost(tokens, plan.offsets), max_tokens)
 
 
 def _default_max_tokens(targets: Targets, config: ReportConfig) -> int:
@@ -218,7 +218,7 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
     by_step = epoch.costs.reshape(plan.num_steps, plan.num_processes)
     slowest = by_step.max(axis=1)
     remainder = {reason: count for reason, count in plan.drop_reasons.items() if reason != "rejected"}
-    useful = float(subject.config.cost_model.cost(targets.num_tokens[rows]).sum())
+    useful = float(subject.config.costs.cost(targets.num_tokens[rows]).sum())
     real, computed = int(targets.num_tokens[rows].sum()), int(epoch.computed.sum())
     return StrategyReport(
         name=epoch.name,

@@ -103,7 +103,7 @@ def draw_strategies(report: Report, path: Path) -> None:
     """Draw padding, bucketing and packing side by side, one panel per measure."""
     from matplotlib.ticker import MaxNLocator
 
-    strategies = report.strategies
+    strategies, units = report.strategies, report.config.units
     panels: tuple[tuple[str, str, Sequence[float]], ...] = (
         ("real ÷ computed tokens", "% of computed tokens", [strategy.token_use for strategy in strategies]),
         ("step-time balance", "% of the slowest process's cost", [strategy.step_balance for strategy in strategies]),
@@ -112,7 +112,7 @@ def draw_strategies(report: Report, path: Path) -> None:
         ("samples kept", "samples", [strategy.kept for strategy in strategies]),
         ("tokens per sample, mean", "tokens", [strategy.tokens_per_sample for strategy in strategies]),
         ("steps per epoch", "steps", [strategy.num_steps for strategy in strategies]),
-        ("epoch cost", "TFLOP per block", [strategy.epoch_cost / 1e12 for strategy in strategies]),
+        ("epoch cost", units.epoch, [strategy.epoch_cost * units.epoch_factor for strategy in strategies]),
     )
     with _figure(path, (13, 5), grid="x") as figure:
         grid: Any = figure.subplots(2, 4, sharey=True)

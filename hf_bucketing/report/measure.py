@@ -20,7 +20,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
-from ..settings import check_at_least
+from ..settings import check_at_least, not_default
 
 
 class SizeColumns(NamedTuple):
@@ -52,6 +52,8 @@ class ReportConfig:
         max_area (`int`, *optional*): Largest frame, in pixels, at which padding and packing take a sample; a larger
             one is shrunk to it. By default they take every sample at its own size.
         width (`int`): Hidden size of the model, for the cost of tokens; the default is that of Wan 2.1 1.3B.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of tokens in seconds, as a training
+            run measured it; by default floating-point operations of a model of that width.
         seed (`int`): Seed of the plans, not negative.
 
     Raises:
@@ -65,17 +67,37 @@ class ReportConfig:
     rule: AssignmentRule = field(default_factory=AssignmentRule)
     max_area: int | None = None
     width: int = 1536
+    cost_model: CostModel | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width")
         if self.seed < 0:
             raise BucketingError(f"`seed` must not be negative, got {self.seed}.")
+        if self.cost_model is not None and not_default(self, "width"):
+            raise BucketingError("Omit `width`: it decides the cost of tokens, and `cost_model` gives that.")
 
     @property
-    def cost_model(self) -> CostModel:
-        """Cost in floating-point operations of one transformer block of this width."""
-        return CostModel.for_transformer(self.width)
+    def costs(self) -> CostModel:
+        """Cost in seconds as measured, or in floating-point operations of one transformer block of this width."""
+        return CostModel.for_transformer(self.width) if self.cost_model is None else self.cost_model
+
+    @property
+    def units(self) -> CostUnits:
+        """Units in which costs are printed."""
+        if self.cost_model is None:
+            return CostUnits("GFLOP", 1e-9, "TFLOP per block", 1e-12, "one block, forward")
+        return CostUnits("ms", 1e3, "seconds", 1.0, "of a training step, as measured")
+
+
+class CostUnits(NamedTuple):
+    """Units of the cost of a sample and of an epoch, their factors, and what the cost counts."""
+
+    sample: str
+    sample_factor: float
+    epoch: str
+    epoch_factor: float
+    counts: str
 
 
 class Sizes(NamedTuple):
@@ -220,7 +242,8 @@ class BucketUse:
         bucket_id (`int`): Position in the table.
         size ([`Size`][hf_bucketing.Size]): Target size.
         num_tokens (`int`): Tokens per sample.
-        cost (`float`): Cost of one sample, in floating-point operations of one transformer block's forward pass.
+        cost (`float`): Cost of one sample: floating-point operations of one transformer block's forward pass, or
+            measured seconds.
         num_samples (`int`): Samples assigned to it. Where there are none, the three means below are NaN.
         kept_area (`float`): Mean share of the samples' frames inside the bucket after cover-resize.
         kept_frames (`float`): Mean share of the samples' frames that the bucket has.
@@ -339,7 +362,7 @@ def _uses(subject: Subject, plan: EpochPlan) -> tuple[BucketUse, ...]:
     tokens = table.num_tokens(np.arange(len(table)), spec=subject.spec)
     columns = {
         "num_tokens": tokens,
-        "cost": config.cost_model.cost(tokens),
+        "cost": config.costs.cost(tokens),
         "num_samples": num_samples,
         **{name: mean_of(getattr(targets, name)) for name in ("kept_area", "kept_frames", "scale")},
         "enlarged": count(ids[targets.scale[rows] > 1]),

@@ -18,6 +18,7 @@ from .compare import LadderReport, Report, StrategyReport
 from .measure import (
     BucketReport,
     BucketUse,
+    CostUnits,
     ReportConfig,
     SizeColumns,
     Sizes,
@@ -111,14 +112,16 @@ def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
         f"Buckets by size, with batches of {config.batch_size} on {config.num_processes} processes: "
         f"{report.num_steps:,} steps, {report.mixed_steps:,} of them mixed"
     )
+    units = config.units
     head = (
-        *("bucket", "aspect", "samples", "kept area", "kept frames", "scale", "enlarged", "tokens", "GFLOP"),
+        *("bucket", "aspect", "samples", "kept area", "kept frames", "scale", "enlarged", "tokens", units.sample),
         *("batches", "short", "mixed", "dropped"),
     )
     lines = [
         title,
-        align([head, *map(_bucket_line, report.used)]),
-        "tokens and GFLOP (one block, forward) are those of one sample; scale is the mean factor of cover-resize;",
+        align([head, *(_bucket_line(bucket, units) for bucket in report.used)]),
+        f"tokens and {units.sample} ({units.counts}) are those of one sample; scale is the mean factor of "
+        "cover-resize;",
         "batches are those of all processes, short the ones that are not full; mixed and dropped count samples",
     ]
     empty = [
@@ -130,7 +133,7 @@ def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
     return "\n".join(lines)
 
 
-def _bucket_line(bucket: BucketUse) -> Line:
+def _bucket_line(bucket: BucketUse, units: CostUnits) -> Line:
     return (
         f"{bucket.bucket_id}: {size_label(bucket.size)}",
         f"{bucket.size.aspect_ratio:.3f}",
@@ -140,7 +143,7 @@ def _bucket_line(bucket: BucketUse) -> Line:
         f"{bucket.scale:.3f}",
         f"{bucket.enlarged:,}",
         f"{bucket.num_tokens:,}",
-        short_number(bucket.cost / 1e9),
+        short_number(bucket.cost * units.sample_factor),
         f"{bucket.batches:,}",
         f"{bucket.short_batches:,}",
         f"{bucket.mixed_samples:,}",
@@ -160,7 +163,10 @@ def _strategy_lines(strategies: Sequence[StrategyReport], config: ReportConfig) 
         ("cut-off frames, mean", *(percent(strategy.cropped_frames) for strategy in strategies)),
         ("step-time balance", *(percent(strategy.step_balance) for strategy in strategies)),
         ("useful work", *(percent(strategy.efficiency) for strategy in strategies)),
-        ("epoch cost, TFLOP per block", *(short_number(strategy.epoch_cost / 1e12) for strategy in strategies)),
+        (
+            f"epoch cost, {config.units.epoch}",
+            *(short_number(strategy.epoch_cost * config.units.epoch_factor) for strategy in strategies),
+        ),
     ]
     own = "at their own sizes" if config.max_area is None else f"at up to {config.max_area:,} pixels per frame"
     max_tokens = next(strategy.max_tokens for strategy in strategies if strategy.max_tokens is not None)
@@ -172,7 +178,7 @@ def _strategy_lines(strategies: Sequence[StrategyReport], config: ReportConfig) 
         f"Padding and packing take samples {own}, bucketing at those of its buckets.",
         f"Padding and bucketing take {config.batch_size} samples per process and step, packing {max_tokens:,} tokens.",
         "step-time balance: mean over steps of mean cost over processes ÷ largest cost over processes",
-        "epoch cost: sum over steps of the largest cost over processes, forward pass",
+        f"epoch cost: sum over steps of the largest cost over processes, {config.units.counts}",
         "useful work: cost of the samples alone, without padding and waiting, ÷ (epoch cost × processes)",
     ])  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import BucketingError, quoted
@@ -20,6 +21,7 @@ from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .memory.config import MemoryConfig
 from .optimizers import OptimizerConfig
+from .run_log import COST_MODEL
 from .validation import ValidationConfig
 
 _OF_PACKS = (
@@ -43,6 +45,9 @@ class BatchConfig:
             shared by all buckets.
         pack_strategy (`"sequential"`, `"first_fit"` or `"best_fit_decreasing"`): Bin packing of samples into packs.
         balance (`"none"` or `"cost"`): Whether the packs of one step are chosen to cost the same on all processes.
+        cost_model (`str`, *optional*): Cost of tokens as a run measured it, the cost_model.json in its output folder,
+            for `balance`, `longest_first` of balanced packs and the efficiency that is reported; by default the
+            floating-point operations of a transformer.
         strip_length (`int`): Tokens per strip of a pack.
         longest_first (`bool`): Whether every epoch starts with its most expensive step, so that a run that does not
             fit in memory fails at once.
@@ -68,6 +73,7 @@ class BatchConfig:
     remainder: Remainder = "short"
     pack_strategy: PackStrategy = field(default="first_fit", metadata={"argument": "strategy"})
     balance: Balance = "none"
+    cost_model: str | None = None
     strip_length: int = 64
     longest_first: bool = False
     random_resize: int | None = field(default=None, metadata={"argument": "resize"})
@@ -225,6 +231,12 @@ class TrainingConfig:
         )
         check_at_least(0, self, "seed")
         check_shares(self, "ema_decay")
+        own, given = Path(self.output_dir) / COST_MODEL, self.batches.cost_model
+        if given is not None and Path(given).resolve() == own.resolve():
+            raise BucketingError(
+                f"`cost_model` is {given}, which this run replaces by its own; copy the file to another place, or "
+                "give another `output_dir`."
+            )
         if self.adapters.init_from_adapters and self.checkpoints.resume_from_checkpoint not in (None, "latest"):
             raise BucketingError(
                 "`init_from_adapters` begins a new run and `resume_from_checkpoint` continues one; omit one of them, "

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from ..buckets.calibration import read_cost_model
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
@@ -100,7 +101,8 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     if batches.token_drop is not None:
         num_tokens = _kept(batches.token_drop, bucket_ids, num_tokens, table=table, spec=spec)
-    cost_model = CostModel.for_transformer(width)
+    measured = batches.cost_model
+    cost_model = CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
     resize = None
     if batches.random_resize is not None:
         resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from diffusers.training_utils import cast_training_params
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..buckets.calibration import read_cost_model
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
 from ..loaders.resume import resume
@@ -40,7 +42,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
-from .memory.context_parallel import ContextParallel, check_context_parallel, form_groups
+from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
 from .memory.estimate import describe, describe_memory, fill_max_tokens, model_width, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
@@ -52,11 +54,13 @@ from .memory.sharding import (
     rendering_in_lockstep,
     sending_weights,
     sharded_adapters,
+    tell_deepspeed,
 )
 from .memory.shards import SHARDED, averaged
+from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
-from .run_log import RunLog, StepMetrics
+from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
 from .steps import StepLosses, check_positions, make_step
 from .validation import Validation, parse_sizes
 
@@ -92,9 +96,10 @@ class Trainer:
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
             config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
+        if config.batches.cost_model is not None:
+            read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
         recipe = recipe_of(config.pretrained_model_name_or_path)
         check_context_parallel(config, self.accelerator, recipe)
-        form_groups(self.accelerator, degree=config.memory.context_parallel_degree)
         spec = recipe.read_spec(config.pretrained_model_name_or_path)
         self.validation = None
         if config.validation.validation_prompts:
@@ -156,7 +161,13 @@ class Trainer:
             sharded_adapters(transformer, self.accelerator) if adapted else nullcontext(),
             sending_weights(transformer, self.accelerator),
         ):
-            prepared = self.accelerator.prepare(transformer, optimizer, self.data.loader)
+            prepared = prepare_in_groups(
+                self.accelerator,
+                transformer,
+                optimizer,
+                self.data.loader,
+                degree=config.memory.context_parallel_degree,
+            )
         self.transformer, self.optimizer, loader = prepared
         self.context_parallel = ContextParallel(
             self.recipe.transformer,
@@ -199,6 +210,8 @@ class Trainer:
             keep=keep,
         )
         if accelerator.is_main_process:
+            if self.checkpoint is None:
+                (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
             (self.folder / "training_config.json").write_text(json.dumps(self.config.flat(), indent=2) + "\n")
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
@@ -231,6 +244,7 @@ class Trainer:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
         if self.checkpoint is None:
             return None
+        refuse_code_in_shards(self.checkpoint.path)
         with without_accelerates_lines():
             self.accelerator.load_state(str(self.checkpoint.path))
         progress = self.checkpoint.progress
@@ -253,6 +267,7 @@ class Trainer:
         if self.loader.step == 0:
             self.log.write_plan(epoch, self.loader.plan.summary())
         for batch in self.loader:
+            start = time.perf_counter()
             step = self.loader.step - 1
             rows = self.loader.rows_of_step(step)
             tokens = self.data.tokens_of(rows, epoch=epoch)
@@ -269,14 +284,17 @@ class Trainer:
                     if self.ema is not None:
                         self.ema.step(self.trained)
                 self.optimizer.zero_grad()
+            # Reading the losses waits until the device has done all that was started before.
+            loss = losses.values.detach().float().tolist()
             cost = float(self.data.cost_model.cost(tokens).sum())
-            self.metrics.add(*losses, weights=weights, tokens=int(tokens.sum()), cost=cost)
+            seconds = time.perf_counter() - start
+            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds)
             self.log.write_samples(
                 epoch=epoch,
                 step=step,
                 bucket_id=batch.get("bucket_id"),
                 index=batch["index"],
-                loss=losses.values.detach().float().tolist(),
+                loss=loss,
             )
             if self.accelerator.sync_gradients:
                 self._finish_step(epoch=epoch, step=step)
@@ -318,6 +336,8 @@ class Trainer:
                 weights=self.weights,
             )
             save_checkpoint(self.accelerator, self.folder, progress, limit=checkpoints.checkpoints_total_limit)
+            if self.accelerator.is_main_process:
+                logger.info(write_cost_model(self.folder))
         if self.validation is not None and self.global_step % self.config.validation.validation_steps == 0:
             self._validate()
 
@@ -355,6 +375,8 @@ class Trainer:
                     disable_packing(self.transformer)
                 save_pipeline(recipe, self.folder, source=Path(self.source), weights=weights)
         logger.info(f"Saved to {self.folder}")
+        if accelerator.is_main_process:
+            logger.info(write_cost_model(self.folder))
         self.log.close()
         self.release()
 
@@ -381,6 +403,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
     check_sharding(config, accelerator)
+    tell_deepspeed(accelerator)
     if loads_once(accelerator):  # transformers would leave text encoders empty, which nothing fills
         disable_fsdp_ram_efficient_loading()
     if not accelerator.is_local_main_process:

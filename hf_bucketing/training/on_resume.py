@@ -39,7 +39,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
     # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.
     "plan": (
         *("dataset_dir", "train_batch_size", "max_tokens", "remainder", "pack_strategy", "balance", "strip_length"),
-        *("longest_first", "seed", "context_parallel_degree"),
+        *("longest_first", "seed", "context_parallel_degree", "cost_model"),
     ),
     # Compared by a fingerprint of the weights, so that a model may move to another folder.
     "weights": ("pretrained_model_name_or_path",),

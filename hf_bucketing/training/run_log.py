@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 
+from ..buckets.calibration import fit_costs
 from ..errors import BucketingError
+from ..files import complete_file
 
 _BINS = 10
 """Bins of noise levels."""
+
+_COUNTS = 6
+
+COST_MODEL = "cost_model.json"
+"""File in the output folder of a run that holds the measured cost of its steps."""
+
+_FITTED_STEPS = 5000
+"""Most steps that a cost model is fitted to, the last ones."""
 
 
 class _JsonLines:
@@ -124,10 +135,17 @@ class StepMetrics:
     def _reset(self) -> None:
         # The loss; and by noise level, the sum of the losses and the number of samples.
         self._sums = torch.zeros(1 + 2 * _BINS, device=self.accelerator.device)
-        self._counts = np.zeros(4)  # samples, tokens, cost, batches
+        self._counts = np.zeros(_COUNTS)  # samples, tokens, cost, batches, pairs of tokens, seconds
 
     def add(
-        self, values: torch.Tensor, noise_levels: torch.Tensor, *, weights: torch.Tensor, tokens: int, cost: float
+        self,
+        values: torch.Tensor,
+        noise_levels: torch.Tensor,
+        *,
+        weights: torch.Tensor,
+        tokens: npt.NDArray[np.int64],
+        cost: float,
+        seconds: float,
     ) -> None:
         """Add a batch.
 
@@ -135,15 +153,17 @@ class StepMetrics:
             values (`torch.Tensor` of shape `(n,)`): Losses of the samples.
             noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
             weights (`torch.Tensor` of shape `(n,)`): Weight of each sample in the loss of the step over all processes.
-            tokens (`int`): Tokens of the samples.
+            tokens (array of `int`, shape `(n,)`): Tokens of each sample.
             cost (`float`): Cost of the samples, in any unit.
+            seconds (`float`): Time from the arrival of the batch to the end of its work on the device.
         """
         values = values.detach().float()
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
         self._sums[0] += (values * weights.to(values)).sum()
         self._sums.index_add_(0, 1 + bins, values)
         self._sums.index_add_(0, 1 + _BINS + bins, torch.ones_like(values))
-        self._counts += (len(values), tokens, cost, 1)
+        pairs = np.square(tokens, dtype=np.float64).sum()
+        self._counts += (len(values), tokens.sum(), cost, 1, pairs, seconds)
 
     def finish(self) -> dict[str, float]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
@@ -151,12 +171,16 @@ class StepMetrics:
         `train_loss` is the loss, and `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2.
         `samples`, `tokens`, `samples_per_second` and `tokens_per_second` count all processes. `seconds` is the time
         since the end of the step before. `imbalance` is the largest cost of a process divided by the mean, and `fill`
-        the tokens divided by `max_tokens`.
+        the tokens divided by `max_tokens`. `busy_seconds`, `busy_tokens`, `busy_token_pairs` and `busy_batches` count
+        the process of the largest cost alone, which waits neither for its data nor for the others: a step takes as
+        long as the slowest process, and an own time of the others would need a device that is synchronised before
+        every exchange of gradients.
         """
         mine = torch.cat([self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
         rows = self.accelerator.gather(mine[None])[:: self.degree].cpu().double()
-        loss, sums, seen, counts = rows.split([1, _BINS, _BINS, 4], 1)
-        samples, tokens, cost, batches = counts.unbind(1)
+        loss, sums, seen, counts = rows.split([1, _BINS, _BINS, _COUNTS], 1)
+        samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
+        costliest = int(cost.argmax())
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         metrics = {
@@ -167,6 +191,10 @@ class StepMetrics:
             "samples_per_second": float(samples.sum()) / seconds,
             "tokens_per_second": float(tokens.sum()) / seconds,
             "imbalance": float(cost.max() / cost.mean()),
+            "busy_seconds": float(busy[costliest]),
+            "busy_tokens": int(tokens[costliest]),
+            "busy_token_pairs": float(pairs[costliest]),
+            "busy_batches": int(batches[costliest]),
         }
         if self.max_tokens is not None:
             metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
@@ -176,18 +204,37 @@ class StepMetrics:
         return metrics
 
 
+def write_cost_model(output_dir: Path) -> str:
+    """Fit a cost model to the last steps in the log of a run, if they tell enough; return a message about it.
+
+    Raises:
+        BucketingError: If there is no log.
+    """
+    lines = read_log(output_dir, "losses", last=_FITTED_STEPS)
+    names = ("busy_seconds", "busy_tokens", "busy_token_pairs", "busy_batches")
+    measured = [[line[name] for name in names] for line in lines if names[0] in line]
+    seconds, tokens, pairs, batches = np.array(measured, np.float64).reshape(-1, len(names)).T
+    try:
+        fit = fit_costs(seconds, tokens=tokens, token_pairs=pairs, batches=batches)
+    except BucketingError as error:
+        return f"No {COST_MODEL} is written yet: {error}"
+    with complete_file(output_dir / COST_MODEL) as partial:
+        partial.write_text(fit.to_json())
+    return f"Measured cost: {fit} ({COST_MODEL})"
+
+
 def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
     """Return the path of a log: `"plans"`, `"losses"` or `"samples"`."""
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 
-def read_log(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    """Return the entries of the log `"plans"` or `"losses"`.
+def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
+    """Return the entries of the log `"plans"` or `"losses"`, or the last of them.
 
     Raises:
         BucketingError: If there is no such file.
     """
-    return _read_lines(log_path(output_dir, name))
+    return _read_lines(log_path(output_dir, name), last=last)
 
 
 def read_sample_logs(output_dir: Path) -> list[list[dict[str, Any]]]:
@@ -204,7 +251,8 @@ def _sample_logs(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.stem.partition("-")[2]))
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path, *, last: int | None = None) -> list[dict[str, Any]]:
     if not path.is_file():
         raise BucketingError(f"{path} does not exist; is this the output_dir of a training run?")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in (lines if last is None else lines[-last:])]

@@ -38,6 +38,15 @@ class StepLosses(NamedTuple):
     noise_levels: torch.Tensor
 
 
+class StepInputs(NamedTuple):
+    """Samples of a batch as a step takes them: noised latents, texts, frame rates `(n,)`, and a seed for each."""
+
+    noised: Noised
+    text: TextEmbeddings
+    fps: torch.Tensor
+    seeds: Sequence[Seed]
+
+
 @dataclass(kw_only=True)
 class Step(ABC):
     """Compute the per-sample losses of a batch.
@@ -61,21 +70,14 @@ class Step(ABC):
         text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
         fps = frame_rates(batch["fps"], device=latents[0].device)
         seeds = [(self.seed, epoch, index) for index in batch["index"]]
+        inputs = StepInputs(noised, text, fps, seeds)
         with activations_on_cpu() if self.offload_activations else nullcontext():
-            values = self._losses(transformer, noised, text=text, fps=fps, seeds=seeds)
+            values = self._losses(transformer, inputs)
         return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
 
     @abstractmethod
-    def _losses(
-        self,
-        transformer: torch.nn.Module,
-        noised: Noised,
-        *,
-        text: TextEmbeddings,
-        fps: torch.Tensor,
-        seeds: Sequence[Seed],
-    ) -> torch.Tensor:
-        """Run the transformer and return the loss of each sample, `(n,)`; each sample has a seed of its own."""
+    def _losses(self, transformer: torch.nn.Module, inputs: StepInputs) -> torch.Tensor:
+        """Run the transformer and return the loss of each sample, `(n,)`."""
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -89,17 +91,15 @@ class Step(ABC):
 class BucketStep(Step):
     """Run one forward over a stack of samples of one size."""
 
-    def _losses(
-        self,
-        transformer: torch.nn.Module,
-        noised: Noised,
-        *,
-        text: TextEmbeddings,
-        fps: torch.Tensor,
-        seeds: Sequence[Seed],
-    ) -> torch.Tensor:
-        stack = torch.stack(noised.latents)
-        prediction = self.recipe.predict(transformer, stack, timesteps=noised.timesteps, text=text, fps=fps)
+    def _losses(self, transformer: torch.nn.Module, inputs: StepInputs) -> torch.Tensor:
+        noised = inputs.noised
+        prediction = self.recipe.predict(
+            transformer,
+            torch.stack(noised.latents),
+            timesteps=noised.timesteps,
+            text=inputs.text,
+            fps=inputs.fps,
+        )
         return self.objective.losses(prediction, noised)
 
 
@@ -116,22 +116,15 @@ class PackStep(Step):
         with packing_disabled(self.recipe.transformer):
             yield
 
-    def _losses(
-        self,
-        transformer: torch.nn.Module,
-        noised: Noised,
-        *,
-        text: TextEmbeddings,
-        fps: torch.Tensor,
-        seeds: Sequence[Seed],
-    ) -> torch.Tensor:
+    def _losses(self, transformer: torch.nn.Module, inputs: StepInputs) -> torch.Tensor:
+        noised = inputs.noised
         pack = self.packing.pack(
             noised.latents,
             timesteps=noised.timesteps,
-            conditioning=self.recipe.conditioning(fps=fps),
+            conditioning=self.recipe.conditioning(fps=inputs.fps),
             token_drop=self.token_drop,
-            seeds=seeds,
-            **text.pack_kwargs(),
+            seeds=inputs.seeds,
+            **inputs.text.pack_kwargs(),
         )
         return self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
 

@@ -13,6 +13,7 @@ from datasets import Dataset
 from PIL import Image
 
 from hf_bucketing import BucketTable, Size, novelai_ladder, open_table
+from hf_bucketing.buckets import CostFit
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import SizeColumns, draw_figures, format_report, make_report
 from hf_bucketing.report.figures import MAX_BARS, draw_occupancy
@@ -109,7 +110,7 @@ def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) 
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["config"] == {
         **{"batch_size": 3, "num_processes": 2, "max_tokens": 640, "strip_length": 16, "seed": 4},
-        **{"width": 96, "max_area": 9000},
+        **{"width": 96, "max_area": 9000, "cost_model": None},
         "rule": {"metric": "log", "max_aspect_error": None, "max_upscale": 1.0},
     }
     assert report["spec"] == {"temporal_stride": 4, "spatial_stride": 8, "patch": [1, 2, 2]}
@@ -117,6 +118,20 @@ def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) 
     entries = np.bincount(prepared.dataset["bucket_id"], minlength=len(prepared.table))
     assert [bucket["num_samples"] for bucket in report["buckets"]["buckets"]] == entries.tolist()
     assert len(list((tmp_path / "figures").glob("*.png"))) == 4
+
+
+def test_the_script_reports_seconds_with_the_costs_that_a_run_measured(prepared_dir: Path, tmp_path: Path) -> None:
+    fit = CostFit(linear=2e-3, quadratic=0.0, per_batch=0.5, residual=0.01, num_steps=100)
+    (tmp_path / "cost_model.json").write_text(fit.to_json())
+    measured = ("--cost_model", tmp_path / "cost_model.json")
+    report = report_buckets(prepared_dir, tmp_path / "report.json", *measured)
+    for bucket in report["buckets"]["buckets"]:
+        assert bucket["cost"] == pytest.approx(2e-3 * bucket["num_tokens"])
+    printed = run_script_here("report_buckets.py", prepared_dir, *measured, "--figures", tmp_path / "figures").stdout
+    assert "epoch cost, seconds" in printed
+    assert "FLOP" not in printed
+    refused = run_script_here("report_buckets.py", prepared_dir, *measured, "--width", 96, check=False)
+    assert "Omit --width: it decides the cost of tokens, and --cost_model gives that." in refused.stderr
 
 
 def test_the_script_tries_other_tables(prepared_dir: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import TokenDrop, packed_forward, packed_mse
 from hf_bucketing.packing.batch import Rows
 from hf_bucketing.training.memory.context_parallel import ContextParallel
+from hf_bucketing.training.memory.offload import offload_blocks
 from tests.models.cases import CROSS, FamilyCase, Samples
 
 ALIKE = (0, 4)
@@ -41,6 +42,7 @@ CASES = {
     "wan pack": {"packed": True},
     "wan pack checkpointing": {"packed": True, "checkpointing": True},
     "wan pack lora": {"packed": True, "lora": True},
+    "wan pack offload": {"packed": True, "lora": True, "checkpointing": True, "offload": True},
     "wan pack token drop": {"packed": True, "token_drop": TokenDrop(rate=0.5)},
     "wan image pack": {"packed": True},
     "ltx": {},
@@ -70,6 +72,7 @@ def compare(
     packed: bool = False,
     checkpointing: bool = False,
     lora: bool = False,
+    offload: bool = False,
     token_drop: TokenDrop | None = None,
 ) -> dict[str, Any]:
     model = case.model()
@@ -83,6 +86,8 @@ def compare(
         model.enable_gradient_checkpointing()
     forward = packs(case, token_drop) if packed else stacks(case)
     alone = run(forward, copy.deepcopy(model), None, packed)
+    if offload:
+        offload_blocks(model, 1, device=accelerator.device)
     together = run(forward, model, accelerator, packed)
     return {"alone": alone, "together": together}
 

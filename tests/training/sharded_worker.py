@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -40,19 +41,23 @@ class KilledTrainer(Trainer):
 
 
 def main() -> None:
-    for case in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ.update(case["environment"])
+    cases = Path(sys.argv[1])
+    for case in json.loads(cases.read_text()):
         settings = case["settings"] | (case["of_others"] if os.environ["RANK"] != "0" else {})
         if case["kill_at"] is not None:
             KilledTrainer.kill_at = case["kill_at"]
-            run(KilledTrainer, settings)
+            run(KilledTrainer, settings, case["environment"])
             settings = {**settings, "resume_from_checkpoint": "latest"}
-        run(Trainer, settings)
+        run(Trainer, settings, case["environment"])
     sys.stderr.flush()
+    (cases.parent / f"done-{os.environ['RANK']}").touch()
+    while len(list(cases.parent.glob("done-*"))) < PartialState().num_processes:
+        time.sleep(0.05)  # not a barrier: gloo fails in one process if another has left the same barrier and exits
     os._exit(0)  # taking gloo's threads down can deadlock (seen with torch 2.13), and there is nothing to take down
 
 
-def run(kind: type[Trainer], settings: dict) -> None:
+def run(kind: type[Trainer], settings: dict, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # accelerate and the trainer also write there
     AcceleratorState._reset_state()
     if PartialState._shared_state:
         PartialState().distributed_type = DistributedType.MULTI_GPU  # which the last case replaced

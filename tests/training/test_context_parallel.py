@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
@@ -31,6 +34,7 @@ from hf_bucketing.training.run_log import RunLog, StepMetrics
 from tests.conftest import ROOT, run_script_here
 from tests.models.cases import assert_same_gradients
 from tests.training.context_parallel_worker import CASES
+from tests.training.test_sharding import RENDER, RENDERED, SHARDED_STATE, about, train_all
 from tests.training.training_cases import in_process, run, train
 
 PACKS = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
@@ -124,6 +128,20 @@ def test_a_run_on_packs_resumes_with_the_losses_of_one_process(
     DiffusionPipeline.from_pretrained(two)
 
 
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_with_sharded_weights_has_the_losses_of_one_process(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    settings = {**PACKS, "lora_rank": 2, "checkpointing_steps": 2, "max_train_steps": 4}
+    shared = {**settings, **RENDER, "context_parallel_degree": 2}
+    train_all({"two": (SHARDED_STATE, 3, shared)}, tmp_path, pipeline_dir, prepared_dir, num_processes=2)
+    expected = run(in_process(pipeline_dir, prepared_dir, tmp_path / "one", **settings))
+    assert about(tmp_path / "two") == {"type": "FSDP", "shares": pytest.approx([0.5, 0.5], abs=0.01)}
+    assert losses_of(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
+    assert without_losses(tmp_path / "two") == without_losses(tmp_path / "one")
+    assert (tmp_path / "two" / RENDERED.format(4)).is_file()
+
+
 def flags(settings: dict[str, Any]) -> Iterator[object]:
     for name, value in settings.items():
         yield f"--{name}"
@@ -140,9 +158,11 @@ def without_losses(output: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def four_processes() -> Iterator[SimpleNamespace]:
     """An accelerator of four processes, of which only the first exists."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield SimpleNamespace(num_processes=4, device=torch.device("cpu"), state=SimpleNamespace(device_mesh=None))
-    distributed.destroy_process_group()
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"}):  # accelerate sets variables and keeps them
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        yield SimpleNamespace(num_processes=4, device=torch.device("cpu"), state=SimpleNamespace(device_mesh=None))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        distributed.destroy_process_group()
 
 
 def test_processes_of_a_group_draw_the_same_batches_and_groups_different_ones(four_processes) -> None:
@@ -185,7 +205,7 @@ def test_the_metrics_of_a_step_count_each_group_once() -> None:
     )
     metrics = StepMetrics(accelerator, max_tokens=100, degree=2)
     half = torch.tensor([0.5])
-    metrics.add(torch.tensor([2.0]), half, weights=half, tokens=40, cost=1.0)
+    metrics.add(torch.tensor([2.0]), half, weights=half, tokens=np.array([40]), cost=1.0, seconds=0.0)
     values = metrics.finish()
     assert (values["train_loss"], values["samples"], values["tokens"]) == (4.0, 4, 160)
     assert (values["imbalance"], values["fill"]) == (1.5, 0.4)
@@ -193,11 +213,13 @@ def test_the_metrics_of_a_step_count_each_group_once() -> None:
 
 REFUSED = {
     "processes": ({"processes": 3}, "number of processes that it divides, got 3; launch 2 or a multiple"),
-    "sharded": ({"kind": DistributedType.FSDP}, "or use DDP, .*: under FSDP"),
+    "DeepSpeed": ({"kind": DistributedType.DEEPSPEED}, "or use DDP or version 2 of FSDP .* under DEEPSPEED"),
+    "FSDP 1": ({"kind": DistributedType.FSDP}, "or use DDP or version 2 of FSDP .* under FSDP"),
+    "mesh": ({"mesh": "hybrid"}, "omit accelerate's parallelism_config"),
+    "faults": ({"on_error": "replace"}, "needs `on_error=.raise.`"),
     "family": ({"family": "latte"}, "Omit .*: there is no plan .* of a LatteTransformer3DModel"),
     "heads": ({"processes": 6, "context_parallel_degree": 3}, "divide the 4 attention heads .* one of .2, 4."),
     "auto": ({"max_tokens": "auto"}, "needs `max_tokens` as a number"),
-    "offload": ({"offload_blocks": 1}, "Omit `offload_blocks`"),
     "strips": ({**PACKS, "strip_length": 15}, "`strip_length=15` tokens into unequal parts; use `strip_length=16`"),
     "sizes": ({}, r"tokens of the sizes 25x112x48 \(147 tokens, \d samples\)\. Train packs .* widths that 32 divides"),
 }
@@ -208,15 +230,19 @@ def test_what_context_parallelism_does_not_work_with_is_refused_before_weights_a
     settings: dict[str, Any], reason: str, pipeline_dirs: dict[str, Path], prepared_dir: Path, tmp_path: Path
 ) -> None:
     chosen = {"context_parallel_degree": 2, "processes": 2, "kind": DistributedType.MULTI_CPU, "family": "wan"}
-    chosen.update(settings)
-    processes, kind, family = (chosen.pop(name) for name in ("processes", "kind", "family"))
+    chosen.update({"mesh": None, **settings})
+    processes, kind, family, mesh = (chosen.pop(name) for name in ("processes", "kind", "family", "mesh"))
     config = in_process(pipeline_dirs[family], prepared_dir, tmp_path, **chosen)
-    accelerator = SimpleNamespace(num_processes=processes, distributed_type=kind)
+    accelerator = SimpleNamespace(
+        num_processes=processes, distributed_type=kind, torch_device_mesh=mesh, is_fsdp2=False
+    )
     with pytest.raises(BucketingError, match=reason):
         check_context_parallel(config, accelerator, recipe_of(config.pretrained_model_name_or_path))
     works = {"context_parallel_degree": 2, **PACKS}
     config = in_process(pipeline_dirs["wan"], prepared_dir, tmp_path, **works)
-    accelerator = SimpleNamespace(num_processes=4, distributed_type=DistributedType.MULTI_CPU)
+    accelerator = SimpleNamespace(
+        num_processes=4, distributed_type=DistributedType.FSDP, torch_device_mesh=None, is_fsdp2=True
+    )
     check_context_parallel(config, accelerator, recipe_of(config.pretrained_model_name_or_path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.training.memory.blocks import blocks_of, read_transformer
+from hf_bucketing.models import enable_packing
+from hf_bucketing.packing import packed_forward
+from hf_bucketing.training.memory.blocks import blocks_of
 from hf_bucketing.training.memory.offload import activations_on_cpu, offload_blocks, offloaded_blocks
+from tests.models.cases import FamilyCase, Samples, each_family
 from tests.training.training_cases import in_process, run
 
 CPU = torch.device("cpu")
@@ -50,6 +54,35 @@ def test_gradients_are_equal_bit_by_bit_with_weights_on_the_cpu(pipeline_dir: Pa
         assert torch.equal(one, other)
     with torch.no_grad():
         assert torch.equal(run_once(plain), run_once(offloaded))
+
+
+@pytest.mark.slow
+@each_family
+def test_packed_models_of_all_families_compute_with_what_waits(case: FamilyCase) -> None:
+    found = []
+    for count in (0, 2):
+        model = case.model().requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("to_q.weight"))
+        model.enable_gradient_checkpointing()
+        offload_blocks(model.train(), count, device=CPU)
+        assert len(waiting(model)) == count
+        batch = Samples(case=case).pack(enable_packing(model, strip_length=4))
+        with activations_on_cpu() if count else nullcontext():
+            loss = packed_forward(model, batch).square().mean()
+        loss.backward()
+        found.append(gradients(model))
+    assert len(found[0]) > 1
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def waiting(model: torch.nn.Module) -> list[int]:
+    """Return which blocks have weights that wait."""
+    blocks = enumerate(blocks_of(model))
+    found = {
+        index: [value for module in block.modules() for value in vars(module).values()] for index, block in blocks
+    }
+    return [index for index, values in found.items() if any(isinstance(one, torch.Tensor) for one in values)]
 
 
 def resident(model: torch.nn.Module) -> set[int]:
@@ -109,14 +142,6 @@ def test_offloaded_blocks_are_spread_evenly() -> None:
         assert offloaded_blocks(model, count) == [model.blocks[index] for index in expected]
 
 
-def test_the_layout_of_a_model_is_read_without_its_weights(pipeline_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer" / "config.json").write_bytes((pipeline_dir / "transformer" / "config.json").read_bytes())
-    model = read_transformer(str(tmp_path))
-    assert len(blocks_of(model)) == 4
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-
-
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_activations_leave_the_device_and_gradients_stay_equal(checkpointing: bool, pipeline_dir: Path) -> None:
     plain, offloaded = make_transformer(pipeline_dir), make_transformer(pipeline_dir)
@@ -166,6 +191,7 @@ def test_runs_with_offload_learn_the_same_adapters(
         ({"offload_blocks": 2, "gradient_checkpointing": True}, r"offload_blocks=2.*lora_rank=16"),
         ({"offload_blocks": 2, "lora_rank": 4}, r"offload_blocks=2.*gradient_checkpointing=True"),
         ({**LORA, "offload_blocks": 5}, r"offload_blocks=5.*the 4 blocks.*lower it to 4"),
+        ({**LORA, "offload_blocks": 1, "trained_component": "transformer_2"}, r"no transformer_2 to train"),
     ],
 )
 def test_offload_that_cannot_work_is_refused_before_weights_load(

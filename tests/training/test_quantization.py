@@ -14,7 +14,6 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 
 from hf_bucketing import BucketingError
@@ -23,9 +22,7 @@ from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import Packing, packed_forward
 from hf_bucketing.training.adapters import AdapterConfig, add_lora, save_lora
-from hf_bucketing.training.loop import make_accelerator
 from hf_bucketing.training.memory.quantization import (
-    check_quantization,
     kept_linears,
     quantization_of,
     quantized_linears,
@@ -97,17 +94,6 @@ def test_what_cannot_be_quantised_is_refused_before_weights_load(
     common = {"lora_rank": 4, "gradient_checkpointing": True, "quantize_base": "int8"}
     with pytest.raises(BucketingError, match=message):
         train_here(in_process(pipeline_dir, prepared_dir, tmp_path, **{**common, **settings}))
-
-
-@pytest.mark.parametrize("sharding", [DistributedType.FSDP, DistributedType.DEEPSPEED])
-def test_sharding_quantised_weights_is_refused(sharding: DistributedType, pipeline_dir: Path, tmp_path: Path) -> None:
-    config = in_process(
-        pipeline_dir, tmp_path, tmp_path, lora_rank=4, gradient_checkpointing=True, quantize_base="int8"
-    )
-    accelerator = make_accelerator(config)
-    accelerator.state.distributed_type = sharding
-    with pytest.raises(BucketingError, match=rf"{sharding.value}.*Use DDP"):
-        check_quantization(config, accelerator)
 
 
 @pytest.mark.filterwarnings("ignore")

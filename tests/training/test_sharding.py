@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import av
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
@@ -22,8 +24,10 @@ from hf_bucketing.training.adapters import LORA_WEIGHTS
 from hf_bucketing.training.loop import make_accelerator
 from hf_bucketing.training.memory import sharding
 from hf_bucketing.training.memory.shards import AVERAGES
+from hf_bucketing.training.memory.trust import refuse_code_in_shards
 from hf_bucketing.training.review import losses_of
 from tests.conftest import ROOT, run
+from tests.test_trust import Bomb
 from tests.training.test_precision import unreadable
 
 FSDP = {
@@ -180,17 +184,43 @@ def test_hybrid_sharding_counts_all_processes_as_data_parallel(
     assert all(torch.allclose(value, found[name], atol=1e-5) for name, value in expected.items())
 
 
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """A state that torch saves in parts, as FSDP's with SHARDED_STATE_DICT."""
+    torch.distributed.checkpoint.save(
+        {"optimizer": {"exp_avg": torch.ones(2), "lr": 0.1}}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True
+    )
+    refuse_code_in_shards(tmp_path)
+    return tmp_path / "optimizer_0"
+
+
+def test_code_in_the_index_of_a_sharded_state_does_not_run(parts: Path) -> None:
+    (parts / ".metadata").write_bytes(pickle.dumps(Bomb(parts / "ran")))
+    with pytest.raises(BucketingError, match=r"\.metadata holds more than plain values"):
+        refuse_code_in_shards(parts.parent)
+    assert not (parts / "ran").exists()
+
+
+def test_code_in_a_value_of_a_sharded_state_does_not_run(parts: Path) -> None:
+    torch.distributed.checkpoint.save(
+        {"optimizer": {"exp_avg": torch.ones(2), "lr": Bomb(parts / "ran")}}, checkpoint_id=parts, no_dist=True
+    )
+    with pytest.raises(BucketingError, match=r"\.distcp holds more than plain values"):
+        refuse_code_in_shards(parts.parent)
+    assert not (parts / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("version", "once", "settings", "message"),
     [
         (1, False, {"lora_rank": 2}, r"Omit `lora_rank`, or use version 2 of FSDP \(`fsdp_version: 2`"),
-        (1, False, {"ema_decay": 0.9, "validation_prompts": ["red"]}, "Omit `ema_decay` and `validation_prompts`, or"),
+        (1, False, {"ema_decay": 0.9, "validation_prompts": ["red"]}, "Omit `ema_decay`, `validation_prompts`, or"),
         (2, False, {"quantize_base": "int8", "lora_rank": 2}, "Omit `quantize_base`, or use DDP: FSDP cannot split"),
         (
             2,
             False,
             {"offload_blocks": 1, "lora_rank": 2},
-            "Omit `offload_blocks`: FSDP .* `fsdp_offload_params: true`",
+            "Omit `offload_blocks`: FSDP .* `fsdp_offload_params`",
         ),
         (2, False, {"trained_dtype": "bf16"}, 'Omit `trained_dtype="bf16"`, or use DDP'),
         (2, True, {"batching": "pack", "max_tokens": "auto"}, "Give a number as `max_tokens`"),

@@ -1,30 +1,23 @@
-"""The blocks of a transformer, and its layout before any weight is loaded."""
+"""The blocks of a transformer, and its layout before weights are loaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import diffusers
 import torch
-from diffusers.configuration_utils import ConfigMixin
 
-from ...hub import from_hub
-
-
-class _AnyModel(ConfigMixin):
-    config_name = "config.json"
+from ...models.registry import recipe_of
+from ..config import TrainingConfig
 
 
-def read_transformer(name_or_path: str, *, component: str = "transformer") -> Any:
-    """Return a transformer of a pipeline on the `meta` device: from its configuration, without weights.
+def empty_transformer(config: TrainingConfig) -> Any:
+    """Return the transformer that a run trains, from its configuration alone: parameters without values.
 
     Raises:
-        BucketingError: If there is no such pipeline.
+        BucketingError: If there is no such transformer.
     """
-    with from_hub(name_or_path):
-        config = _AnyModel.load_config(name_or_path, subfolder=component)
-    with torch.device("meta"):
-        return getattr(diffusers, config["_class_name"]).from_config(config)
+    name = config.pretrained_model_name_or_path
+    return recipe_of(name).empty_transformer(name, config.trained_component)
 
 
 def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:

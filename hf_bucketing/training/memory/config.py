@@ -28,7 +28,7 @@ class MemoryConfig:
             are computed; they need LoRA and gradient checkpointing.
         offload_activations (`bool`): Whether activations that the backward pass needs wait on the CPU.
         context_parallel_degree (`int`): Processes that share each sample, with a part of its tokens each (Ulysses),
-            for samples that one device cannot hold.
+            for samples that one device cannot hold. Batches are those of such a group, in place of a process.
 
     Raises:
         BucketingError: On an impossible value.

@@ -17,6 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_WRAPPED_MODULE,
+    CheckpointWrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...buckets.sizes import LatentSpec
@@ -50,11 +54,7 @@ def check_context_parallel(config: TrainingConfig, accelerator: Accelerator, rec
             f"{given} needs a number of processes that it divides, got {accelerator.num_processes}; launch {degree} "
             "or a multiple of it, or choose another degree."
         )
-    if accelerator.distributed_type in SHARDED:
-        raise BucketingError(
-            f"Omit {given}, or use DDP, for example with `lora_rank` and `gradient_checkpointing`: under "
-            f"{accelerator.distributed_type.value}, which shards the weights over all processes, it is not supported."
-        )
+    _check_processes(accelerator, given=given)
     _check_model(config, recipe, given=given)
     batches = config.batches
     if batches.max_tokens == "auto":
@@ -62,10 +62,10 @@ def check_context_parallel(config: TrainingConfig, accelerator: Accelerator, rec
             f'{given} needs `max_tokens` as a number: the search of `max_tokens="auto"` lets each process fail on its '
             "own, and the others of its group would wait for it forever."
         )
-    if config.memory.offload_blocks:
+    if config.faults.on_error != "raise":
         raise BucketingError(
-            f"Omit `offload_blocks` with {given}: both replace the forward of the blocks; "
-            "`offload_activations` and `quantize_base` also save memory."
+            f'{given} needs `on_error="raise"`: each process of a group reads its samples, and one that only some of '
+            "them can read would be replaced in these alone. scripts/prepare_dataset.py rejects unreadable files."
         )
     if batches.batching == "pack" and batches.strip_length % degree:
         raise BucketingError(
@@ -74,6 +74,20 @@ def check_context_parallel(config: TrainingConfig, accelerator: Accelerator, rec
         )
     if batches.batching == "bucket":
         _check_sizes(config, recipe.read_spec(config.pretrained_model_name_or_path), given=given)
+
+
+def _check_processes(accelerator: Accelerator, *, given: str) -> None:
+    kind = accelerator.distributed_type
+    if kind in SHARDED and not accelerator.is_fsdp2:
+        raise BucketingError(
+            f"Omit {given}, or use DDP or version 2 of FSDP (`fsdp_version: 2`, as in "
+            f"scripts/accelerate_configs/fsdp2.yaml): it is not supported under {kind.value}."
+        )
+    if accelerator.torch_device_mesh is not None:
+        raise BucketingError(
+            f"{given} groups the processes itself; omit accelerate's parallelism_config, which groups them too. FSDP2 "
+            "without it shards the weights over all processes."
+        )
 
 
 def _check_model(config: TrainingConfig, recipe: type[Recipe], *, given: str) -> None:
@@ -111,6 +125,20 @@ def _check_sizes(config: TrainingConfig, spec: LatentSpec, *, given: str) -> Non
         f'{given} does not divide the tokens of the sizes {listed}{more}. Train packs (`batching="pack"`), whose '
         f"strips hold samples of any size, or prepare the data set with --buckets of widths that {width} divides."
     )
+
+
+def prepare_in_groups(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, *, degree: int
+) -> tuple[Any, ...]:
+    """Prepare a model, its optimizer and a loader, whose batches are shared among groups of `degree` processes.
+
+    FSDP2 would look for its own dimensions in the mesh of the groups, so it gets none.
+    """
+    if degree == 1:
+        return tuple(accelerator.prepare(model, optimizer, loader))
+    prepared = accelerator.prepare(model, optimizer)
+    form_groups(accelerator, degree=degree)
+    return *prepared, accelerator.prepare(loader)
 
 
 def form_groups(accelerator: Accelerator, *, degree: int) -> None:
@@ -188,10 +216,11 @@ def _plan(transformer: Any, *, packed: bool) -> dict[str, Any]:
     """Return diffusers' plan for tokens and their positions.
 
     It leaves out the text, which diffusers also splits in some models: the backward pass of its exchange takes as many
-    keys as queries. In packs, the processors split the positions.
+    keys as queries. In packs, the processors split the positions. Where FSDP checkpoints a block, its own forward
+    is inside.
     """
     plan: dict[str, Any] = {}
-    for name, rules in type(transformer)._cp_plan.items():
+    for name, rules in transformer._cp_plan.items():
         if isinstance(rules, dict):
             rules = {
                 key: rule
@@ -199,7 +228,8 @@ def _plan(transformer: Any, *, packed: bool) -> dict[str, Any]:
                 if key == "hidden_states" or (isinstance(key, int) and not packed)
             }
         if rules:
-            plan[name] = rules
+            inside = isinstance(transformer.get_submodule(name), CheckpointWrapper)
+            plan[f"{name}.{_CHECKPOINT_WRAPPED_MODULE}" if inside else name] = rules
     return plan
 
 

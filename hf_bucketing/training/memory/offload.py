@@ -11,8 +11,7 @@ from accelerate.logging import get_logger
 
 from ...errors import BucketingError
 from ..config import TrainingConfig
-from .blocks import blocks_of, read_transformer
-from .shards import SHARDED
+from .blocks import blocks_of, empty_transformer
 
 logger = get_logger(__name__)
 
@@ -36,18 +35,12 @@ def check_offload(config: TrainingConfig, accelerator: Accelerator) -> None:
             f"{option} saves nothing without `gradient_checkpointing=True`: the backward pass would keep the weights "
             "of each block on the device. Add it, or omit `offload_blocks`."
         )
-    if accelerator.distributed_type in SHARDED:
-        raise BucketingError(
-            f"{option} moves whole weights, which {accelerator.distributed_type.value} does not keep; use DDP, or "
-            "offload by the settings of that library (`fsdp_offload_params` of accelerate)."
-        )
     if memory.quantize_base == "nf4":
         raise BucketingError(
             f"{option} cannot move weights of bitsandbytes, whose scales stay on one device; use "
             '`quantize_base="int8"` or `"float8"`, or omit one of the two.'
         )
-    transformer = read_transformer(config.pretrained_model_name_or_path, component=config.trained_component)
-    blocks = len(blocks_of(transformer))
+    blocks = len(blocks_of(empty_transformer(config)))
     if memory.offload_blocks > blocks:
         raise BucketingError(f"{option} is more than the {blocks} blocks of this model; lower it to {blocks} or less.")
 

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import BucketingError
 from ..config import TrainingConfig
-from .blocks import blocks_of, read_transformer
-from .shards import SHARDED
+from .blocks import blocks_of, empty_transformer
 
 
 def check_quantization(config: TrainingConfig, accelerator: Accelerator) -> None:
@@ -28,11 +27,6 @@ def check_quantization(config: TrainingConfig, accelerator: Accelerator) -> None
     option = f'`quantize_base="{kind}"`'
     if config.adapters.lora_rank is None:
         raise BucketingError(f"{option} needs frozen weights; train adapters (`lora_rank=16`), or omit it.")
-    if accelerator.distributed_type in SHARDED:
-        raise BucketingError(
-            f"{option} cannot be sharded: {accelerator.distributed_type.value} splits weights as numbers, without "
-            "their scales. Use DDP, in which each process holds the quantised weights, or omit it."
-        )
     if kind == "nf4":
         if accelerator.device.type == "cpu":
             raise BucketingError(f'{option} needs a GPU; on the CPU use `quantize_base="int8"` or `"float8"`.')
@@ -59,8 +53,7 @@ def quantization_of(config: TrainingConfig, dtype: torch.dtype) -> Any:
         return None
     from diffusers import BitsAndBytesConfig, TorchAoConfig
 
-    transformer = read_transformer(config.pretrained_model_name_or_path, component=config.trained_component)
-    kept = kept_linears(transformer)
+    kept = kept_linears(empty_transformer(config))
     if kind == "nf4":
         return BitsAndBytesConfig(
             load_in_4bit=True,
@@ -116,9 +109,9 @@ def kept_linears(transformer: torch.nn.Module) -> list[str]:
         for name, layer in _linears(transformer).items()
     }
     quantized = [f"{name}." for name, is_quantized in names.items() if is_quantized]
+    kept = [name for name, is_quantized in names.items() if not is_quantized]
     # The quantisers also keep each layer whose name ends with that of a kept one: the last projection of Flux shares
     # its name, `proj_out`, with layers of the blocks. Such a layer is quantised as well.
-    kept = [name for name, is_quantized in names.items() if not is_quantized]
     return [name for name in kept if not any(f"{name}." in other for other in quantized)]
 
 

@@ -43,7 +43,7 @@ def check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
     if memory.offload_blocks:
         raise BucketingError(
             f"Omit `offload_blocks`: {kind.value} moves the blocks itself. To let their shares wait on the CPU, set "
-            "`fsdp_offload_params: true` in accelerate's configuration, or use DDP."
+            "`fsdp_offload_params` to true in accelerate's configuration, or use DDP."
         )
     if kind == DistributedType.FSDP:
         _check_fsdp(config, accelerator)
@@ -67,6 +67,14 @@ def _check_fsdp(config: TrainingConfig, accelerator: Accelerator) -> None:
             'Give a number as `max_tokens`: "auto" runs the whole transformer in each process, and with '
             "`fsdp_cpu_ram_efficient_loading: true` only one process has its weights."
         )
+
+
+def tell_deepspeed(accelerator: Accelerator) -> None:
+    """Give DeepSpeed a number of samples per step, which it demands and only prints: batches have different ones."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        if settings.get("train_micro_batch_size_per_gpu", "auto") == "auto":
+            settings["train_micro_batch_size_per_gpu"] = 1
 
 
 def loads_once(accelerator: Accelerator) -> bool:

@@ -1,0 +1,148 @@
+"""A run measures what tokens cost, and a later run plans by it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_bucketing import BucketingError
+from hf_bucketing.buckets import CostFit
+from hf_bucketing.settings import changed
+from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.review import read_log
+from hf_bucketing.training.run_log import COST_MODEL
+from hf_bucketing.training.steps import PackStep
+from tests.training.training_cases import in_process, run
+
+PACKED = {"batching": "pack", "max_tokens": 400, "strip_length": 1}
+LINEAR, QUADRATIC, PER_BATCH = 1e-3, 2e-4, 0.5
+
+
+@pytest.fixture
+def measured(monkeypatch) -> None:
+    """Let a step take the time that its samples would take on another machine; some wait for data meanwhile."""
+    now, steps, take = [time.perf_counter()], itertools.count(), PackStep.__call__
+
+    def timed(step, transformer, batch, *, epoch):
+        tokens = np.array([frames * height * width for frames, height, width in map(step_grid, batch["size"])])
+        stalled = next(steps)
+        now[0] += LINEAR * tokens.sum() + QUADRATIC * (tokens**2).sum() + PER_BATCH + 9.0 * (stalled % 7 == 0)
+        return take(step, transformer, batch, epoch=epoch)
+
+    def latents(recipe, batch):  # in place of the VAE, which takes most of the time of so small a model
+        return [torch.ones(4, *np.multiply(step_grid(size), (1, 2, 2))) for size in batch["size"]]
+
+    monkeypatch.setattr("hf_bucketing.training.steps.latents_of", latents)
+    monkeypatch.setattr(PackStep, "__call__", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+
+def step_grid(size: tuple[int, int, int]) -> tuple[int, int, int]:
+    frames, height, width = size
+    return (frames - 1) // 4 + 1, height // 16, width // 16
+
+
+def written(config: TrainingConfig) -> CostFit:
+    return CostFit.from_json((Path(config.output_dir) / COST_MODEL).read_text())
+
+
+def test_a_run_writes_what_its_steps_cost_at_checkpoints_and_at_the_end(
+    measured, pipeline_dir, prepared_dir, tmp_path: Path, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = in_process(
+        pipeline_dir, prepared_dir, tmp_path / "out", **PACKED, max_train_steps=24, checkpointing_steps=24
+    )
+    run(config)
+    fit = written(config)
+    assert (fit.linear, fit.quadratic, fit.per_batch) == pytest.approx((LINEAR, QUADRATIC, PER_BATCH), rel=1e-3)
+    assert (fit.residual, fit.num_steps) == (pytest.approx(0, abs=1e-3), 24)
+    assert sum("Measured cost: " in message for message in caplog.messages) == 2
+
+    (tmp_path / "out" / COST_MODEL).unlink()
+    resumed = changed(config, max_train_steps=25, resume_from_checkpoint="latest")
+    run(resumed)
+    assert written(resumed).num_steps == 25, "the steps before the checkpoint count"
+
+
+def test_a_run_of_few_steps_says_why_it_leaves_no_cost_model_and_removes_that_of_an_earlier_one(
+    pipeline_dir, prepared_dir, tmp_path: Path, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / COST_MODEL).write_text("{}")
+    run(in_process(pipeline_dir, prepared_dir, tmp_path, max_train_steps=2))
+    assert not (tmp_path / COST_MODEL).exists()
+    assert any("No cost_model.json is written yet: A cost model is fitted to at least 20 steps, got 2" in message
+               for message in caplog.messages)  # fmt: skip
+
+
+def test_the_log_measures_the_process_of_the_largest_cost_over_all_batches_of_a_step(
+    measured, pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
+    config = in_process(
+        pipeline_dir, prepared_dir, tmp_path, **PACKED, max_train_steps=2, gradient_accumulation_steps=2
+    )
+    trainer = Trainer(config)
+    trainer.run()
+    plan = trainer.data.sampler.plan(0)
+    for line, first in zip(read_log(tmp_path, "losses"), (0, 2), strict=True):
+        tokens = np.concatenate([trainer.data.num_tokens[plan.batch(step)] for step in (first, first + 1)])
+        pairs = int((tokens**2).sum())
+        stalls = 9.0 * (first == 0)
+        assert (line["busy_batches"], line["busy_tokens"], line["busy_token_pairs"]) == (2, tokens.sum(), pairs)
+        expected = LINEAR * tokens.sum() + QUADRATIC * pairs + 2 * PER_BATCH + stalls
+        assert line["busy_seconds"] == pytest.approx(expected, rel=1e-5)
+        assert line["seconds"] >= line["busy_seconds"] * (1 - 1e-6)
+
+
+def test_a_later_run_plans_by_the_costs_that_an_earlier_one_measured(
+    pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
+    steep = CostFit(linear=0.0, quadratic=1e-6, per_batch=0.0, residual=0.0, num_steps=100)
+    flat = CostFit(linear=1e-3, quadratic=0.0, per_batch=0.0, residual=0.0, num_steps=100)
+    first = {}
+    for name, fit in (("steep", steep), ("flat", flat)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(fit.to_json())
+        packed = {**PACKED, "balance": "cost", "longest_first": True}
+        trainer = Trainer(
+            in_process(pipeline_dir, prepared_dir, tmp_path / name, **packed, cost_model=str(path), seed=3)
+        )
+        data = trainer.data
+        assert data.cost_model == data.sampler.config.cost_model == fit.model
+        plan = data.sampler.plan(0)
+        costs = fit.model.pack_cost(data.num_tokens[plan.indices], plan.offsets)
+        assert costs[0] == costs.max(), "longest_first goes by the measured cost"
+        first[name] = sorted(plan.batch(0).tolist())
+        trainer.release()
+    assert first["steep"] != first["flat"], "the plan changes with the file"
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "is no cost model"),
+    ("no json", "Expected a cost model"),
+    (json.dumps({"version": 1, "linear": -1}), "residual"),
+])  # fmt: skip
+def test_a_bad_cost_model_ends_a_run_before_any_weights_are_loaded(
+    content: str | None, message: str, prepared_dir, pipeline_dir, tmp_path: Path, monkeypatch
+) -> None:
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr("hf_bucketing.models.recipe.Recipe.load", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(BucketingError, match=message) as error:
+        Trainer(in_process(pipeline_dir, prepared_dir, tmp_path / "out", cost_model=str(path)))
+    assert str(path) in str(error.value)
+
+
+def test_a_run_does_not_plan_by_the_file_that_it_replaces(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    with pytest.raises(BucketingError, match="which this run replaces"):
+        in_process(pipeline_dir, prepared_dir, tmp_path, cost_model=str(tmp_path / "logs" / ".." / COST_MODEL))
