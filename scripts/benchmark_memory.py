@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,18 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from benchmark_tools import machine, memory_in_mb
 from PIL import Image
+from torch.utils.checkpoint import checkpoint
 
 from hf_bucketing import BucketTable, open_table
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.errors import BucketingError
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 
@@ -52,13 +57,15 @@ class Case:
     samples: int = 1
     cached: bool = True
     num_processes: int = 1
+    sharded: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         settings = " ".join(f"{name}={value}" for name, value in self.settings.items()) or "full float32"
         what = f"{self.samples}x{self.side}px" + ("" if self.cached else " not cached")
-        return f"{self.model}, {what}, {self.num_processes} process(es), {settings}"
+        processes = f"{self.num_processes} process(es)" + (" of FSDP2" if self.sharded else "")
+        return f"{self.model}, {what}, {processes}, {settings}"
 
 
 LORA, BF16, CHECKPOINTS = {"lora_rank": 16}, {"mixed_precision": "bf16"}, {"gradient_checkpointing": True}
@@ -73,7 +80,10 @@ CASES = [
     Case(model="wan-130m", side=256),
     Case(model="wan-130m", side=256, settings={"ema_decay": 0.9, "gradient_accumulation_steps": 2, **CHECKPOINTS}),
     Case(model="wan-130m", side=256, num_processes=2, settings={**BF16, **CHECKPOINTS}),
-    Case(model="wan-1.3b", side=512, settings={**LORA, **BF16, **CHECKPOINTS}),
+    Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings=CHECKPOINTS),
+    Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),
+    Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS, "quantize_base": "int8"}),
 ]
 
 
@@ -143,9 +153,13 @@ def measure(flags: dict[str, Any], output: Path) -> None:
         def _finish(self) -> None:  # before anything is saved
             self.highest = memory_in_mb("VmHWM")
 
-    for dtype in (torch.float32, torch.bfloat16):  # the first call of a kernel allocates what later ones use again
+    if "ACCELERATE_TORCH_DEVICE" in os.environ:
+        # accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is.
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+    for dtype in (torch.float32, torch.bfloat16):  # what is imported or allocated in the first step of any model
         layer = torch.nn.Linear(64, 64).to(dtype)
-        layer(torch.randn(64, 64, dtype=dtype)).sum().backward()
+        checkpoint(layer, torch.randn(64, 64, dtype=dtype), use_reentrant=False).sum().backward()
+        torch.optim.AdamW(layer.parameters()).step()
     before = memory_in_mb("VmRSS")
     trainer = MeasuredTrainer(TrainingConfig.from_flat(**flags))
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here, and not from loading on
@@ -155,7 +169,12 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     if trainer.accelerator.is_main_process:
         figures = {"planned_mb": plan.total / 2**20, "measured_mb": measured, "plan": str(plan)}
         output.write_text(json.dumps({**figures, "ratio": figures["planned_mb"] / measured}))
-    trainer.release()
+    if trainer.accelerator.num_processes == 1:
+        trainer.release()
+        return
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(1)  # gloo fails in a process if another has left the same barrier and exits
+    os._exit(0)  # ending gloo's threads may deadlock
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
@@ -178,13 +197,22 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     # glibc keeps what is freed, in one arena per thread, unless it is told not to.
     quiet = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     launcher = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"),
-        *("--dynamo_backend", "no", "--num_processes", str(case.num_processes), "--main_process_port", "0"),
-        *(["--multi_gpu"] if case.num_processes > 1 else ["--cpu"]),
+        *(sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"),
+        *("--num_processes", str(case.num_processes)),
     ]
+    if case.sharded:
+        environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+        environment |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+        launcher += ["--config_file", str(Path(__file__).parent / "accelerate_configs" / "fsdp2.yaml")]
+    else:
+        environment = {"ACCELERATE_USE_CPU": "true"}
+        launcher += ["--num_machines", "1", "--dynamo_backend", "no"]
+        launcher += ["--multi_gpu"] if case.num_processes > 1 else ["--cpu"]
     command = [*launcher, __file__, "--child", json.dumps(flags), "--output", str(output)]
-    environment = {**os.environ, **quiet, "ACCELERATE_USE_CPU": "true"}
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    environment = {**os.environ, **quiet, **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise BucketingError(f"The run of {case.name} failed:\n{done.stderr[-3000:]}")
     figures: dict[str, Any] = json.loads(output.read_text())
     return figures
 

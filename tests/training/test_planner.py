@@ -118,7 +118,7 @@ def test_fsdp_shards_weights_gradients_and_moments(configs) -> None:
     sharded = plan_memory(ltx, dataclasses.replace(CPU, memory=CHECKPOINTS, num_processes=4, sharding="fsdp2"))
     assert sharded.phases["forward"].optimizer == pytest.approx(whole.phases["forward"].optimizer / 4, rel=0.01)
     assert sharded.phases["optimizer"].weights == pytest.approx(whole.phases["optimizer"].weights / 4, rel=0.01)
-    assert whole.peak.weights / 4 < sharded.peak.weights < whole.peak.weights, "one block is gathered at a time"
+    assert sharded.phases["backward"].weights > whole.peak.weights / 4, "what is gathered counts"
     assert not torch.distributed.is_initialized(), "the pretended process group is gone"
 
 
@@ -168,20 +168,19 @@ def test_combinations_that_cannot_be_are_refused_with_one_that_can(configs) -> N
 
 def test_the_script_shows_the_way_to_what_fits(configs, tmp_path: Path) -> None:
     size = ("--sample_size", 17, 128, 128, "--device", "cpu", "--mixed_precision", "no", "--max_sequence_length", 16)
-    figure = tmp_path / "options.png"
-    done = run_script_here("plan_memory.py", configs["wan"], "--gpu_memory", 0.03, *size, "--figure", figure)
-    rows = plan_options(
-        str(configs["wan"]), dataclasses.replace(CPU, sample_size=[17, 128, 128], cached="nothing"), gpu_memory=0.03
-    )
-    assert format_options(rows, gpu_memory=0.03) in done.stdout
+    figure, gib = tmp_path / "options.png", 0.01
+    done = run_script_here("plan_memory.py", configs["ltx"], "--gpu_memory", gib, *size, "--figure", figure)
+    given = dataclasses.replace(CPU, sample_size=[17, 128, 128], cached="nothing")
+    rows = plan_options(str(configs["ltx"]), given, gpu_memory=gib)
+    assert format_options(rows, gpu_memory=gib) in done.stdout
     assert [row.saved > 0 for row in rows] == [False, *[True] * (len(rows) - 1)]
     names = [row.name for row in rows]
     assert names[0] == "as given"
     assert names.index("--mixed_precision bf16") < names.index("--gradient_checkpointing")
-    assert rows[0].plan.total > 0.03 * 2**30 > min(row.plan.total for row in rows)
+    assert rows[0].plan.total > gib * 2**30 > min(row.plan.total for row in rows)
     assert figure.read_bytes().startswith(b"\x89PNG")
-    check_fits(rows, gpu_memory=0.03)
-    failed = run_script_here("plan_memory.py", configs["wan"], "--gpu_memory", 0.001, *size, check=False)
+    check_fits(rows, gpu_memory=gib)
+    failed = run_script_here("plan_memory.py", configs["ltx"], "--gpu_memory", 0.001, *size, check=False)
     assert failed.returncode == 1
     assert "No combination fits in --gpu_memory=0.001 GiB" in failed.stderr
     assert "--sample_size" in failed.stderr
