@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,26 +20,30 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from benchmark_tools import machine, memory_in_mb
 from PIL import Image
+from torch.utils.checkpoint import checkpoint
 
 from hf_bucketing import BucketTable, open_table
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.errors import BucketingError
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 
+NARROW = {"num_attention_heads": 4, "attention_head_dim": 128, "num_layers": 6}
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "num_layers": 8}
-WAN = {**WIDE, "ffn_dim": 4096, "qk_norm": "rms_norm_across_heads", "freq_dim": 256, "rope_max_seq_len": 1024}
+WAN = {"qk_norm": "rms_norm_across_heads", "freq_dim": 256, "rope_max_seq_len": 1024}
 MODELS: dict[str, dict[str, Any]] = {
-    "tiny-wan": {},
-    "wan-0.2b": WAN,
-    "ltx-0.2b": {**WIDE, "cross_attention_dim": 1024},
-    "latte-0.2b": {**WIDE, "cross_attention_dim": 1024},
-    "wan-1.3b": {**WAN, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30, "in_channels": 16,
-                 "out_channels": 16, "text_dim": 4096},
+    "wan-30m": {**WAN, **NARROW, "ffn_dim": 2048},
+    "ltx-30m": {**NARROW, "cross_attention_dim": 512},
+    "wan-130m": {**WAN, **WIDE, "ffn_dim": 4096},
+    "wan-1.3b": {**WAN, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
+                 "in_channels": 16, "out_channels": 16, "text_dim": 4096},
 }  # fmt: skip
 """Changes of the transformers of the tiny pipelines, by name; the last one is the published configuration."""
 
@@ -52,25 +57,33 @@ class Case:
     samples: int = 1
     cached: bool = True
     num_processes: int = 1
+    sharded: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         settings = " ".join(f"{name}={value}" for name, value in self.settings.items()) or "full float32"
         what = f"{self.samples}x{self.side}px" + ("" if self.cached else " not cached")
-        return f"{self.model}, {what}, {self.num_processes} process(es), {settings}"
+        processes = f"{self.num_processes} process(es)" + (" of FSDP2" if self.sharded else "")
+        return f"{self.model}, {what}, {processes}, {settings}"
 
 
 LORA, BF16, CHECKPOINTS = {"lora_rank": 16}, {"mixed_precision": "bf16"}, {"gradient_checkpointing": True}
 CASES = [
-    Case(model="wan-0.2b", side=512),
-    Case(model="wan-0.2b", side=512, samples=2, settings=CHECKPOINTS),
-    Case(model="wan-0.2b", side=512, settings=BF16),
-    Case(model="wan-0.2b", side=512, settings=LORA),
-    Case(model="wan-0.2b", side=512, samples=2, settings={**LORA, **BF16}),
-    Case(model="wan-0.2b", side=512, settings={"ema_decay": 0.9, "gradient_accumulation_steps": 2, **CHECKPOINTS}),
-    Case(model="ltx-0.2b", side=512, settings={**BF16, **CHECKPOINTS}),
-    Case(model="wan-1.3b", side=512, settings={**LORA, **BF16, **CHECKPOINTS}),
+    Case(model="wan-30m", side=512),
+    Case(model="wan-30m", side=512, samples=2, settings=CHECKPOINTS),
+    Case(model="wan-30m", side=512, settings=BF16),
+    Case(model="wan-30m", side=512, settings=LORA),
+    Case(model="wan-30m", side=512, samples=2, settings={**LORA, **BF16}),
+    Case(model="wan-30m", side=512, settings={**LORA, "batching": "pack", "max_tokens": 1024}),
+    Case(model="ltx-30m", side=512, samples=2, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-130m", side=256),
+    Case(model="wan-130m", side=256, settings={"ema_decay": 0.9, "gradient_accumulation_steps": 2, **CHECKPOINTS}),
+    Case(model="wan-130m", side=256, num_processes=2, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings=CHECKPOINTS),
+    Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),
+    Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS, "quantize_base": "int8"}),
 ]
 
 
@@ -79,9 +92,7 @@ def make_pipeline(folder: Path, model: str) -> None:
     from diffusers import AutoencoderKLWan, DiffusionPipeline
     from transformers import UMT5EncoderModel
 
-    make_tiny_pipeline(folder, family=model.partition("-")[0] if model != "tiny-wan" else "wan")
-    if not MODELS[model]:
-        return
+    make_tiny_pipeline(folder, family=model.partition("-")[0])
     pipeline = DiffusionPipeline.from_pretrained(folder)
     config = {**pipeline.transformer.config, **MODELS[model]}
     with torch.device("meta"):
@@ -142,9 +153,13 @@ def measure(flags: dict[str, Any], output: Path) -> None:
         def _finish(self) -> None:  # before anything is saved
             self.highest = memory_in_mb("VmHWM")
 
-    for dtype in (torch.float32, torch.bfloat16):  # the first call of a kernel allocates what later ones use again
+    if "ACCELERATE_TORCH_DEVICE" in os.environ:
+        # accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is.
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+    for dtype in (torch.float32, torch.bfloat16):  # what is imported or allocated in the first step of any model
         layer = torch.nn.Linear(64, 64).to(dtype)
-        layer(torch.randn(64, 64, dtype=dtype)).sum().backward()
+        checkpoint(layer, torch.randn(64, 64, dtype=dtype), use_reentrant=False).sum().backward()
+        torch.optim.AdamW(layer.parameters()).step()
     before = memory_in_mb("VmRSS")
     trainer = MeasuredTrainer(TrainingConfig.from_flat(**flags))
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here, and not from loading on
@@ -154,7 +169,12 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     if trainer.accelerator.is_main_process:
         figures = {"planned_mb": plan.total / 2**20, "measured_mb": measured, "plan": str(plan)}
         output.write_text(json.dumps({**figures, "ratio": figures["planned_mb"] / measured}))
-    trainer.release()
+    if trainer.accelerator.num_processes == 1:
+        trainer.release()
+        return
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(1)  # gloo fails in a process if another has left the same barrier and exits
+    os._exit(0)  # ending gloo's threads may deadlock
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
@@ -177,13 +197,22 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     # glibc keeps what is freed, in one arena per thread, unless it is told not to.
     quiet = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     launcher = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"),
-        *("--dynamo_backend", "no", "--num_processes", str(case.num_processes), "--main_process_port", "0"),
-        *(["--multi_gpu"] if case.num_processes > 1 else ["--cpu"]),
+        *(sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"),
+        *("--num_processes", str(case.num_processes)),
     ]
+    if case.sharded:
+        environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+        environment |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+        launcher += ["--config_file", str(Path(__file__).parent / "accelerate_configs" / "fsdp2.yaml")]
+    else:
+        environment = {"ACCELERATE_USE_CPU": "true"}
+        launcher += ["--num_machines", "1", "--dynamo_backend", "no"]
+        launcher += ["--multi_gpu"] if case.num_processes > 1 else ["--cpu"]
     command = [*launcher, __file__, "--child", json.dumps(flags), "--output", str(output)]
-    environment = {**os.environ, **quiet, "ACCELERATE_USE_CPU": "true"}
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    environment = {**os.environ, **quiet, **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise BucketingError(f"The run of {case.name} failed:\n{done.stderr[-3000:]}")
     figures: dict[str, Any] = json.loads(output.read_text())
     return figures
 

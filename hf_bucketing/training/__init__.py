@@ -5,6 +5,7 @@ from .checkpoint import CheckpointConfig
 from .config import BatchConfig, LoaderConfig, ObjectiveConfig, TrainingConfig
 from .loop import train
 from .memory.config import MemoryConfig
+from .memory.planner import MemoryParts, MemoryPlan, PlanConfig, plan_memory
 from .optimizers import OptimizerConfig
 from .validation import ValidationConfig
 
@@ -14,9 +15,13 @@ __all__ = [
     "CheckpointConfig",
     "LoaderConfig",
     "MemoryConfig",
+    "MemoryParts",
+    "MemoryPlan",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "PlanConfig",
     "TrainingConfig",
     "ValidationConfig",
+    "plan_memory",
     "train",
 ]

@@ -123,6 +123,9 @@ def config_of_run(config: TrainingConfig, accelerator: Accelerator) -> PlanConfi
     kind, called = accelerator.distributed_type, parts_called(config)
     if kind in SHARDED and not accelerator.is_fsdp2:
         raise BucketingError(f"memory under {kind.value} is not planned, only under DDP and FSDP2.")
+    memory = config.memory
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.activation_checkpointing:
+        memory = dataclasses.replace(memory, gradient_checkpointing=True)
     return PlanConfig(
         batching=config.batches.batching,
         cached="nothing" if "vae" in called else "latents" if "text_encoders" in called else "all",
@@ -134,7 +137,7 @@ def config_of_run(config: TrainingConfig, accelerator: Accelerator) -> PlanConfi
         trained_component=config.trained_component,
         max_sequence_length=config.max_sequence_length,
         device="cuda" if accelerator.device.type == "cuda" else "cpu",
-        memory=config.memory,
+        memory=memory,
         adapters=config.adapters,
         optimizer=config.optimizer,
     )

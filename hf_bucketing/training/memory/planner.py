@@ -425,6 +425,6 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
         samples = min(samples, at_most / one.shape.tokens)
     if 2 < samples < float("inf"):
         samples = math.floor(samples)
-        while plan(samples).total > memory:
-            samples -= 1
+        while (over := plan(samples).total - memory) > 0:
+            samples -= math.ceil(over / max(two.total - one.total, over / samples))
     return max(0, math.floor(samples * one.shape.tokens)) if samples < float("inf") else 0

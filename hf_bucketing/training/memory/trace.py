@@ -25,8 +25,10 @@ from ...models.registry import families
 from ...packing.batch import Rows
 from ...packing.layout import Grid
 from ..adapters import AdapterConfig, lora_config
+from .blocks import blocks_of
 from .components import Component
 from .config import Quantization
+from .quantization import quantized_linears
 from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16"]
@@ -144,7 +146,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
         if mesh is None:
             tracker: PeakTracker | ShardedPeakTracker = PeakTracker.of(model, given)
         else:
-            _shard(model, mesh, half=HALF.get(step.mixed_precision))
+            _shard(model, mesh, step)
             tracker = ShardedPeakTracker.of(model, given)
         with tracker:
             loss = _forward(model, inputs, step)
@@ -174,9 +176,12 @@ def _count(model: torch.nn.Module) -> Callable[..., Traced]:
     )
 
 
-def _shard(model: torch.nn.Module, mesh: Any, *, half: torch.dtype | None) -> None:
-    """Shard as accelerate does: the blocks that the model names one by one, and the rest."""
+def _shard(model: torch.nn.Module, mesh: Any, step: TracedStep) -> None:
+    """Shard as accelerate does: the blocks that the model names one by one, and the rest; see `sharded_adapters`."""
+    half = HALF.get(step.mixed_precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half, output_dtype=half)
+    if step.adapters.lora_rank is not None:
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in list(model.modules()):
         if type(module).__name__ in names:
@@ -319,7 +324,7 @@ def _unpacked(weight: torch.Tensor, like: torch.Tensor, *, columns: int | None =
 
 def _quantize(model: torch.nn.Module, kind: Quantization) -> None:
     """Give the linear layers of the blocks weights of one byte or half a byte, and scales."""
-    for layer in list(quantized_layers(model)):
+    for layer in quantized_linears(model).values():
         rows, columns = layer.weight.shape
         layer.__class__ = _Quantized
         assert isinstance(layer, _Quantized)
@@ -333,24 +338,6 @@ def _quantize(model: torch.nn.Module, kind: Quantization) -> None:
             scales = torch.empty(rows, 1, device="meta")
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         layer.register_buffer("scale", scales)
-
-
-def quantized_layers(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
-    """Iterate over the linear layers that `quantize_base` quantises."""
-    skipped = [
-        *(getattr(model, "_skip_layerwise_casting_patterns", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-    ]
-    for block in blocks_of(model):
-        for name, layer in block.named_modules():
-            if isinstance(layer, torch.nn.Linear) and not any(part in name for part in skipped):
-                yield layer
-
-
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks of a transformer: the members of its own lists."""
-    lists = [child for child in model.children() if isinstance(child, torch.nn.ModuleList)]
-    return [block for blocks in lists for block in blocks]
 
 
 @contextmanager

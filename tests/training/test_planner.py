@@ -1,0 +1,247 @@
+"""Plans of memory from configurations alone: what they count, what options save, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_bucketing import BucketingError, Size
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training import AdapterConfig, MemoryConfig, OptimizerConfig, PlanConfig, plan_memory
+from hf_bucketing.training.memory import estimate, trace
+from hf_bucketing.training.memory.components import read_components
+from hf_bucketing.training.memory.options import check_fits, format_options, plan_options
+from hf_bucketing.training.memory.planner import StepShape, largest_tokens, plan_components
+from tests.conftest import ROOT, run_script, run_script_here
+
+MIB = 2**20
+CPU = PlanConfig(sample_size=[9, 64, 64], device="cpu", mixed_precision="no", cached="all", max_sequence_length=16)
+LORA = dataclasses.replace(CPU, adapters=AdapterConfig(lora_rank=4))
+CHECKPOINTS = MemoryConfig(gradient_checkpointing=True)
+
+
+@pytest.fixture(scope="module")
+def configs(pipeline_dirs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with the configurations of tiny pipelines, and none of their weights."""
+    folder = tmp_path_factory.mktemp("configs")
+    for family, pipeline in pipeline_dirs.items():
+        shutil.copytree(pipeline, folder / family, ignore=shutil.ignore_patterns("*.safetensors", "tokenizer"))
+    return {family: folder / family for family in pipeline_dirs}
+
+
+def numbers(pipeline: Path, name: str) -> int:
+    model = getattr(recipe_of(str(pipeline)).load(str(pipeline)).pipeline, name)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["wan", "ltx", "latte"])
+def test_a_plan_counts_every_kind_from_configurations_alone(family: str, configs, pipeline_dirs) -> None:
+    size = [16 if family == "latte" else 9, 64, 64]
+    config = dataclasses.replace(CPU, sample_size=size, cached="nothing")
+    plan = plan_memory(str(configs[family]), config)
+    trained = numbers(pipeline_dirs[family], "transformer")
+    step = plan.phases["optimizer"]
+    assert (step.weights, step.gradients) == (pytest.approx(4 * trained, rel=0.05), 4 * trained)
+    assert plan.phases["forward"].optimizer == 8 * trained
+    assert step.text_encoder == pytest.approx(4 * numbers(pipeline_dirs[family], "text_encoder"), rel=0.05)
+    assert step.vae == pytest.approx(4 * numbers(pipeline_dirs[family], "vae"), rel=0.05)
+    assert plan.phases["text encoding"].text_encoder > step.text_encoder + 4 * plan.shape.samples * 32
+    assert plan.phases["media encoding"].vae > step.vae + 4 * plan.shape.pixels
+    assert plan.total == max(sum(dataclasses.asdict(parts).values()) for parts in plan.phases.values())
+    cached = plan_memory(str(configs[family]), dataclasses.replace(config, cached="all"))
+    assert (cached.peak.text_encoder, cached.peak.vae) == (0, 0)
+    assert plan.phases["backward"].activations - cached.phases["backward"].activations == 12 * plan.shape.pixels
+
+
+@pytest.mark.slow
+def test_blocks_that_are_not_traced_add_what_traced_ones_do(configs) -> None:
+    components = read_components(str(configs["wan"]))
+    for config in (CPU, dataclasses.replace(LORA, memory=CHECKPOINTS, mixed_precision="bf16")):
+        step = trace.TracedStep(
+            transformer=components.transformer,
+            latent_sizes=((3, 8, 8),),
+            text_length=16,
+            mixed_precision=config.mixed_precision,
+            adapters=config.adapters,
+            gradient_checkpointing=config.memory.gradient_checkpointing,
+        )
+        whole, extrapolated = trace._traced(step, (("num_layers", 4),)), trace.trace(step)
+        for phase, kinds in whole.peaks.items():
+            assert extrapolated.peaks[phase].total == pytest.approx(kinds.total, rel=0.01)
+        assert extrapolated.trained == whole.trained
+
+
+@pytest.mark.slow
+def test_each_option_saves_what_it_says(configs) -> None:
+    wan = str(configs["wan"])
+    full, lora = plan_memory(wan, CPU), plan_memory(wan, LORA)
+    half = dataclasses.replace(LORA, mixed_precision="bf16")
+    checkpointed = dataclasses.replace(half, memory=CHECKPOINTS)
+    plans = {
+        "8 bit": plan_memory(wan, dataclasses.replace(CPU, optimizer=OptimizerConfig(optimizer="adamw_8bit"))),
+        "average": plan_memory(wan, dataclasses.replace(CPU, ema_decay=0.9)),
+        "half": plan_memory(wan, half),
+        "checkpointed": plan_memory(wan, checkpointed),
+        "ddp": plan_memory(wan, dataclasses.replace(CPU, num_processes=4)),
+        "accumulated": plan_memory(wan, dataclasses.replace(CPU, gradient_accumulation_steps=2)),
+    }
+    weights = full.phases["forward"].optimizer // 2
+    assert plans["8 bit"].phases["forward"].optimizer == pytest.approx(weights / 2, rel=0.05)
+    assert plans["average"].peak.averages == weights
+    assert plans["ddp"].phases["forward"].gradients == weights, "the buckets of DDP"
+    assert plans["accumulated"].phases["forward"].gradients == weights
+    assert lora.peak.optimizer < full.peak.optimizer / 10
+    assert plans["half"].peak.weights < 0.6 * lora.peak.weights
+    assert plans["half"].peak.activations < 0.9 * lora.peak.activations
+    assert plans["checkpointed"].peak.activations < 0.8 * plans["half"].peak.activations
+    for kind, largest in {"int8": 0.85, "float8": 0.85, "nf4": 0.7}.items():
+        memory = dataclasses.replace(CHECKPOINTS, quantize_base=kind)
+        plan = plan_memory(wan, dataclasses.replace(checkpointed, memory=memory))
+        assert plan.peak.weights < largest * plans["checkpointed"].peak.weights
+    memory = dataclasses.replace(CHECKPOINTS, offload_activations=True)
+    offloaded = plan_memory(wan, dataclasses.replace(checkpointed, memory=memory))
+    assert offloaded.peak.activations < plans["checkpointed"].peak.activations
+    memory = dataclasses.replace(CHECKPOINTS, offload_blocks=4)
+    waiting = plan_memory(wan, dataclasses.replace(checkpointed, memory=memory))
+    assert waiting.peak.weights < 0.5 * plans["checkpointed"].peak.weights
+    parallel = dataclasses.replace(
+        checkpointed, num_processes=2, memory=dataclasses.replace(CHECKPOINTS, context_parallel_degree=2)
+    )
+    assert plan_memory(wan, parallel).peak.activations < 0.7 * plans["checkpointed"].peak.activations
+
+
+def test_fsdp_shards_weights_gradients_and_moments(configs) -> None:
+    ltx = str(configs["ltx"])
+    whole = plan_memory(ltx, dataclasses.replace(CPU, memory=CHECKPOINTS))
+    sharded = plan_memory(ltx, dataclasses.replace(CPU, memory=CHECKPOINTS, num_processes=4, sharding="fsdp2"))
+    assert sharded.phases["forward"].optimizer == pytest.approx(whole.phases["forward"].optimizer / 4, rel=0.01)
+    assert sharded.phases["optimizer"].weights == pytest.approx(whole.phases["optimizer"].weights / 4, rel=0.01)
+    assert sharded.phases["backward"].weights > whole.peak.weights / 4, "what is gathered counts"
+    assert not torch.distributed.is_initialized(), "the pretended process group is gone"
+
+
+def test_the_largest_number_of_tokens_is_the_last_that_fits(configs) -> None:
+    components = read_components(str(configs["wan"]))
+    memory = 20 * MIB
+    tokens = largest_tokens(components, CPU, memory=memory)
+    fits = plan_components(components, dataclasses.replace(CPU, max_tokens=tokens))
+    more = plan_components(components, dataclasses.replace(CPU, train_batch_size=fits.shape.samples + 1))
+    assert fits.total <= memory < more.total
+    assert largest_tokens(components, CPU, memory=memory, at_most=50) == 50
+    assert largest_tokens(components, CPU, memory=MIB) == 0
+
+
+def test_a_step_of_samples_of_several_sizes_is_planned_by_its_tokens(configs) -> None:
+    components = read_components(str(configs["wan"]))
+    packs = dataclasses.replace(CPU, batching="pack", cached="nothing")
+    sizes = [Size(9, 64, 64), Size(1, 96, 64), Size(5, 32, 96)]
+    tokens = sum(map(components.spec.num_tokens, sizes))
+    pack = plan_components(components, packs, StepShape.of(sizes, tokens=tokens))
+    alone = plan_components(components, packs, StepShape.of(sizes[:1], tokens=48))
+    assert alone.phases["backward"].activations < pack.phases["backward"].activations
+    assert pack.phases["media encoding"].vae == alone.phases["media encoding"].vae, "samples are encoded one by one"
+
+
+def test_combinations_that_cannot_be_are_refused_with_one_that_can(configs) -> None:
+    def memory(**options: object) -> PlanConfig:
+        return dataclasses.replace(LORA, memory=MemoryConfig(**options))
+
+    with pytest.raises(BucketingError, match=r'quantize_base="int8".* needs frozen weights.*lora_rank=16'):
+        dataclasses.replace(CPU, memory=MemoryConfig(quantize_base="int8", gradient_checkpointing=True))
+    with pytest.raises(BucketingError, match=r"offload_blocks=2.*without `gradient_checkpointing=True`"):
+        memory(offload_blocks=2)
+    with pytest.raises(BucketingError, match=r"nf4.*use `quantize_base=.int8."):
+        memory(offload_blocks=2, quantize_base="nf4", gradient_checkpointing=True)
+    with pytest.raises(BucketingError, match=r"fsdp2.*needs several processes"):
+        dataclasses.replace(CPU, sharding="fsdp2")
+    with pytest.raises(BucketingError, match=r"trained_dtype.*needs `mixed_precision="):
+        memory(trained_dtype="bf16")
+    with pytest.raises(BucketingError, match=r"context_parallel_degree=2. must divide the 3 processes"):
+        dataclasses.replace(CPU, num_processes=3, memory=MemoryConfig(context_parallel_degree=2))
+    with pytest.raises(BucketingError, match=r"offload_blocks=9. is more than the 4 blocks"):
+        plan_memory(str(configs["wan"]), memory(offload_blocks=9, gradient_checkpointing=True))
+    with pytest.raises(BucketingError, match="does not divide into whole tokens"):
+        plan_memory(str(configs["wan"]), dataclasses.replace(CPU, sample_size=[8, 64, 64]))
+
+
+@pytest.mark.slow
+def test_the_script_shows_the_way_to_what_fits(configs, tmp_path: Path) -> None:
+    size = ("--sample_size", 17, 128, 128, "--device", "cpu", "--mixed_precision", "no", "--max_sequence_length", 16)
+    figure, gib = tmp_path / "options.png", 0.015
+    done = run_script_here("plan_memory.py", configs["ltx"], "--gpu_memory", gib, *size, "--figure", figure)
+    given = dataclasses.replace(CPU, sample_size=[17, 128, 128], cached="nothing")
+    rows = plan_options(str(configs["ltx"]), given, gpu_memory=gib)
+    assert format_options(rows, gpu_memory=gib) in done.stdout
+    assert [row.saved > 0 for row in rows] == [False, *[True] * (len(rows) - 1)]
+    names = [row.name for row in rows]
+    assert names[0] == "as given"
+    assert names.index("--mixed_precision bf16") < names.index("--gradient_checkpointing")
+    assert rows[0].plan.total > gib * 2**30 > min(row.plan.total for row in rows)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    check_fits(rows, gpu_memory=gib)
+    failed = run_script_here("plan_memory.py", configs["ltx"], "--gpu_memory", 0.001, *size, check=False)
+    assert failed.returncode == 1
+    assert "No combination fits in --gpu_memory=0.001 GiB" in failed.stderr
+    assert "--sample_size" in failed.stderr
+
+
+def test_a_model_that_cannot_be_traced_gets_a_line_that_says_why(monkeypatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("no shape\nfor this")
+
+    monkeypatch.setattr(estimate, "plan_of_run", fail)
+    about = {
+        "transformer": torch.nn.Linear(2, 2),
+        "accelerator": SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu")),
+    }
+    dry, run = SimpleNamespace(dry_run=True), SimpleNamespace(dry_run=False)
+    (line,) = estimate.describe_memory(dry, None, **about)
+    assert "not planned: RuntimeError: no shape" in line
+    assert estimate.describe_memory(run, None, **about) == [], "too small a model to matter"
+
+
+@pytest.mark.slow
+def test_a_sharded_run_is_planned_beside_its_own_process_group(configs) -> None:
+    sharded = dataclasses.replace(CPU, num_processes=2, sharding="fsdp2")
+    expected = plan_memory(str(configs["ltx"]), sharded)
+    trace._traced.cache_clear()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert plan_memory(str(configs["ltx"]), sharded) == expected
+        assert torch.distributed.get_world_size() == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_measured_runs_were_planned_within_15_percent() -> None:
+    runs = json.loads((ROOT / "scripts" / "benchmark_results" / "memory.json").read_text())["runs"]
+    assert len(runs) >= 6
+    assert {name: run["ratio"] for name, run in runs.items() if not 0.85 < run["ratio"] < 1.15} == {}
+    assert any("FSDP2" in name for name in runs)
+    assert any("int8" in name for name in runs)
+
+
+@pytest.mark.slow
+def test_small_runs_take_what_is_planned(tmp_path: Path) -> None:
+    names = ("wan-30m, 1x512px, 1 process(es), lora", "ltx-30m")
+    run_script("benchmark_memory.py", "--only", *names, "--output", tmp_path / "memory.json")
+    runs = json.loads((tmp_path / "memory.json").read_text())["runs"]
+    assert len(runs) == 2
+    for run in runs.values():
+        assert run["ratio"] == pytest.approx(1, abs=0.15), run
+
+
+def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "HunyuanVideoPipeline"}')
+    failed = run_script_here("plan_memory.py", tmp_path, "--gpu_memory", 24, check=False)
+    assert failed.returncode == 1
+    assert "is a HunyuanVideoPipeline; there are training recipes for" in failed.stderr
+    (tmp_path / "model_index.json").unlink()
+    failed = run_script_here("plan_memory.py", tmp_path, "--gpu_memory", 24, check=False)
+    assert "is no diffusers pipeline" in failed.stderr
