@@ -19,11 +19,6 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
 
-# accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is; what follows
-# is what it does on GPUs, on CPU tensors and gloo (ACCELERATE_TORCH_DEVICE=cpu).
-PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
-PartialState.destroy_process_group = lambda *_: None  # the next case uses the group too
-
 
 class KilledError(Exception):
     """End of a run in the middle of a step, after which only its files are left."""
@@ -41,6 +36,10 @@ class KilledTrainer(Trainer):
 
 
 def main() -> None:
+    # accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is; what follows
+    # is what it does on GPUs, on CPU tensors and gloo (ACCELERATE_TORCH_DEVICE=cpu).
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.destroy_process_group = lambda *_: None  # the next case uses the group too
     cases = Path(sys.argv[1])
     for case in json.loads(cases.read_text()):
         settings = case["settings"] | (case["of_others"] if os.environ["RANK"] != "0" else {})
