@@ -194,7 +194,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         **case.settings,
     }
     output = here / "figures.json"
-    # glibc keeps what is freed, in one arena per thread, unless it is told not to.
+    # By default glibc keeps what is freed, in one arena per thread.
     quiet = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     launcher = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"),

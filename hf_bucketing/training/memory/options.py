@@ -112,7 +112,7 @@ def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]
     ]
 
 
-_FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0}
+_FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "trained_dtype": "float32"}
 
 _COLUMNS = ("weights", "gradients", "optimizer", "averages", "activations", "text_encoder", "vae", "context")
 

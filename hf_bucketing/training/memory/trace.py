@@ -345,7 +345,7 @@ def _mesh(shards: int) -> Iterator[Any]:
     """Return a mesh of as many pretended processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
+    dist.init_process_group("fake", None, None, shards, 0, FakeStore())
     try:
         yield init_device_mesh("cpu", (shards,))
     finally:
