@@ -32,6 +32,7 @@ from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
+from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 
@@ -160,6 +161,8 @@ def measure(flags: dict[str, Any], output: Path) -> None:
         layer = torch.nn.Linear(64, 64).to(dtype)
         checkpoint(layer, torch.randn(64, 64, dtype=dtype), use_reentrant=False).sum().backward()
         torch.optim.AdamW(layer.parameters()).step()
+    source = flags["pretrained_model_name_or_path"]
+    recipe_of(source).load(source, loading=Loading(parts=()))  # imports the pipeline, and loads nothing
     before = memory_in_mb("VmRSS")
     trainer = MeasuredTrainer(TrainingConfig.from_flat(**flags))
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here, and not from loading on
