@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
@@ -158,11 +157,10 @@ def without_losses(output: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def four_processes() -> Iterator[SimpleNamespace]:
     """An accelerator of four processes, of which only the first exists."""
-    with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"}):  # accelerate sets variables and keeps them
-        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-        yield SimpleNamespace(num_processes=4, device=torch.device("cpu"), state=SimpleNamespace(device_mesh=None))
-        AcceleratorState._reset_state(reset_partial_state=True)
-        distributed.destroy_process_group()
+    PartialState(cpu=True)  # made later, it would take this process for one of four with GPUs
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield SimpleNamespace(num_processes=4, device=torch.device("cpu"), state=SimpleNamespace(device_mesh=None))
+    distributed.destroy_process_group()
 
 
 def test_processes_of_a_group_draw_the_same_batches_and_groups_different_ones(four_processes) -> None:
