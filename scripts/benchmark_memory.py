@@ -7,6 +7,7 @@ python scripts/benchmark_memory.py --output scripts/benchmark_results/memory.jso
 """
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -32,6 +33,7 @@ from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
+from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 
@@ -42,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "wan-30m": {**WAN, **NARROW, "ffn_dim": 2048},
     "ltx-30m": {**NARROW, "cross_attention_dim": 512},
     "wan-130m": {**WAN, **WIDE, "ffn_dim": 4096},
+    "wan-350m": {**WAN, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 8, "ffn_dim": 8960},
     "wan-1.3b": {**WAN, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
                  "in_channels": 16, "out_channels": 16, "text_dim": 4096},
 }  # fmt: skip
@@ -82,6 +85,8 @@ CASES = [
     Case(model="wan-130m", side=256, num_processes=2, settings={**BF16, **CHECKPOINTS}),
     Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings=CHECKPOINTS),
     Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-350m", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),
+    Case(model="wan-350m", side=256, settings={**LORA, **BF16, **CHECKPOINTS, "quantize_base": "int8"}),
     Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),
     Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS, "quantize_base": "int8"}),
 ]
@@ -160,6 +165,10 @@ def measure(flags: dict[str, Any], output: Path) -> None:
         layer = torch.nn.Linear(64, 64).to(dtype)
         checkpoint(layer, torch.randn(64, 64, dtype=dtype), use_reentrant=False).sum().backward()
         torch.optim.AdamW(layer.parameters()).step()
+    source = flags["pretrained_model_name_or_path"]
+    recipe_of(source).load(source, loading=Loading(parts=()))  # imports the pipeline, and loads nothing
+    if "quantize_base" in flags:
+        importlib.import_module("torchao.quantization")
     before = memory_in_mb("VmRSS")
     trainer = MeasuredTrainer(TrainingConfig.from_flat(**flags))
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here, and not from loading on

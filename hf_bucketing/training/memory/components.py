@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from dataclasses import dataclass
@@ -49,15 +48,6 @@ class Component:
             if self.library == "transformers":
                 return self.model_class(self.model_class.config_class.from_dict(config)).eval()
             return self.model_class.from_config(config)
-
-    def count(self) -> int:
-        """Return the number of weights."""
-        return _count(self)
-
-
-@functools.cache
-def _count(component: Component) -> int:
-    return sum(parameter.numel() for parameter in component.build().parameters())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

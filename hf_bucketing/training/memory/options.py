@@ -63,12 +63,12 @@ def check_fits(rows: Sequence[MemoryOption], *, gpu_memory: float) -> None:
     """Raise BucketingError if no row fits, naming the one that needs least."""
     least = min(rows, key=lambda row: row.plan.total)
     if least.plan.total > gpu_memory * 2**30:
-        plan = least.plan
+        plan, tokens = least.plan, least.max_tokens
+        advice = f"Smaller samples (`sample_size`) of {tokens} tokens would fit" if tokens else "No sample would fit"
         raise BucketingError(
             f"No combination fits in `gpu_memory={gpu_memory:g}` GiB: {plan.shape.samples} x {plan.shape.size} "
             f"({plan.shape.tokens} tokens) needs {format_bytes(plan.total)} with all of the options up to "
-            f'"{least.name}", highest in {plan.highest}. Smaller samples (`sample_size`) of {least.max_tokens} tokens '
-            "would fit, or more memory."
+            f'"{least.name}", highest in {plan.highest}. {advice}; else use GPUs with more memory.'
         )
 
 
@@ -112,7 +112,7 @@ def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]
     ]
 
 
-_FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0}
+_FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "trained_dtype": "float32"}
 
 _COLUMNS = ("weights", "gradients", "optimizer", "averages", "activations", "text_encoder", "vae", "context")
 

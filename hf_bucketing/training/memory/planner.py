@@ -97,6 +97,8 @@ def refusal(config: PlanConfig) -> str | None:
     has_adapters, sharded = config.adapters.lora_rank is not None, config.sharding == "fsdp2"
     if memory.trained_dtype == "bf16" and config.mixed_precision != "bf16":
         return '`trained_dtype="bf16"` needs `mixed_precision="bf16"`.'
+    if memory.trained_dtype == "bf16" and sharded:
+        return 'Omit `trained_dtype="bf16"`, or use `sharding="ddp"`: under FSDP2 accelerate trains in float32.'
     if sharded and config.num_processes == 1:
         return '`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.'
     if degree > 1 and config.num_processes % degree:
