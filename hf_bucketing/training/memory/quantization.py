@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import re
+import sys
 import warnings
 from typing import Any
 
@@ -66,7 +70,39 @@ def quantization_of(config: TrainingConfig, dtype: torch.dtype) -> Any:
     # What it says is about merging adapters into the weights, which training never does.
     warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
     kinds = {"int8": torchao.Int8WeightOnlyConfig, "float8": torchao.Float8WeightOnlyConfig}
-    return TorchAoConfig(kinds[kind](), modules_to_not_convert=kept)
+    return TorchAoConfig(_forgetful(kinds[kind])(), modules_to_not_convert=kept)
+
+
+@functools.cache
+def _forgetful(kind: type) -> type:
+    """Return a configuration of torchao that also lets the memory of the weights go that it has quantised.
+
+    They lie in mapped files, of which every page that was read counts as memory of the process until its end.
+    """
+    from torchao.quantization import quantize_
+    from torchao.quantization.transform_module import register_quantize_module_handler
+
+    forgetful = type(kind.__name__, (kind,), {})  # diffusers asks for the name
+
+    @register_quantize_module_handler(forgetful)  # type: ignore[untyped-decorator, unused-ignore]
+    def quantize(module: torch.nn.Module, _config: Any) -> torch.nn.Module:
+        weight: Any = module.weight
+        quantize_(module, kind())
+        _forget_pages(weight.detach())
+        return module
+
+    return forgetful
+
+
+def _forget_pages(tensor: torch.Tensor) -> None:
+    """Give back the whole pages of memory of a tensor on the CPU, which nobody reads again."""
+    if tensor.device.type != "cpu" or sys.platform != "linux":
+        return
+    page = mmap.PAGESIZE
+    start = -(-tensor.data_ptr() // page) * page
+    length = (tensor.data_ptr() + tensor.nbytes) // page * page - start
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def _import_package(kind: str) -> Any:
