@@ -36,8 +36,8 @@ class KilledTrainer(Trainer):
 
 
 def main() -> None:
-    # accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is; what follows
-    # is what it does on GPUs, on CPU tensors and gloo (ACCELERATE_TORCH_DEVICE=cpu).
+    # accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is; what
+    # follows is what it does on GPUs, on CPU tensors and gloo (ACCELERATE_TORCH_DEVICE=cpu).
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
     PartialState.destroy_process_group = lambda *_: None  # the next case uses the group too
     cases = Path(sys.argv[1])

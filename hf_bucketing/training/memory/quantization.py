@@ -6,7 +6,6 @@ import ctypes
 import functools
 import mmap
 import re
-import sys
 import warnings
 from typing import Any
 
@@ -88,21 +87,23 @@ def _forgetful(kind: type) -> type:
     def quantize(module: torch.nn.Module, _config: Any) -> torch.nn.Module:
         weight: Any = module.weight
         quantize_(module, kind())
-        _forget_pages(weight.detach())
+        _forget(weight.detach())
         return module
 
     return forgetful
 
 
-def _forget_pages(tensor: torch.Tensor) -> None:
-    """Give back the whole pages of memory of a tensor on the CPU, which nobody reads again."""
-    if tensor.device.type != "cpu" or sys.platform != "linux":
+def _forget(tensor: torch.Tensor) -> None:
+    """Give back the whole pages of a tensor on the CPU, which nobody reads again, and what was freed around it."""
+    libc = ctypes.CDLL(None)
+    if tensor.device.type != "cpu" or not hasattr(libc, "malloc_trim"):  # only glibc keeps what is freed
         return
     page = mmap.PAGESIZE
     start = -(-tensor.data_ptr() // page) * page
     length = (tensor.data_ptr() + tensor.nbytes) // page * page - start
     if length > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+    libc.malloc_trim(0)
 
 
 def _import_package(kind: str) -> Any:
