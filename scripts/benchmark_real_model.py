@@ -26,6 +26,7 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.testing import Clip, make_media_dataset
+from hf_bucketing.testing.published import TRANSFORMERS
 
 SCRIPTS = Path(__file__).parent
 STEPS, RANK = 10, 16
@@ -37,19 +38,8 @@ def save_pipeline(folder: Path, *, layers: int) -> int:
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     text = UMT5Config(vocab_size=len(tokenizer), d_model=4096, d_kv=8, d_ff=64, num_layers=1, num_heads=2)
-    transformer = WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=12,
-        attention_head_dim=128,
-        in_channels=16,
-        out_channels=16,
-        text_dim=4096,
-        freq_dim=256,
-        ffn_dim=8960,
-        num_layers=layers,
-        cross_attn_norm=True,
-        rope_max_seq_len=1024,
-    ).to(torch.bfloat16)
+    config = {**TRANSFORMERS["wan-1.3b"], "num_layers": layers}
+    transformer = WanTransformer3DModel(**config).to(torch.bfloat16)
     WanPipeline(
         tokenizer=tokenizer,
         text_encoder=UMT5EncoderModel(text).eval(),

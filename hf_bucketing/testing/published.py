@@ -19,10 +19,12 @@ _WAN = {
     "qk_norm": "rms_norm_across_heads",
     "rope_max_seq_len": 1024,
 }
-_TRANSFORMERS: dict[str, dict[str, Any]] = {
+TRANSFORMERS: dict[str, dict[str, Any]] = {
     "wan-1.3b": {**_WAN, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     "wan-14b": {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
 }
+"""Configurations of the transformers of Wan 2.1, by name."""
+
 _UMT5_XXL = {
     "architectures": ["UMT5EncoderModel"],
     "model_type": "umt5",
@@ -51,11 +53,11 @@ def write_published_configs(folder: Path, name: str) -> None:
     Raises:
         BucketingError: If the name is unknown.
     """
-    if name not in _TRANSFORMERS:
-        raise BucketingError(f"There are no configurations of {name!r}; choose one of {', '.join(_TRANSFORMERS)}.")
+    if name not in TRANSFORMERS:
+        raise BucketingError(f"There are no configurations of {name!r}; choose one of {', '.join(TRANSFORMERS)}.")
     files = {
         "model_index.json": _INDEX,
-        "transformer/config.json": {"_class_name": "WanTransformer3DModel", **_TRANSFORMERS[name]},
+        "transformer/config.json": {"_class_name": "WanTransformer3DModel", **TRANSFORMERS[name]},
         "vae/config.json": {"_class_name": "AutoencoderKLWan", "base_dim": 96, "z_dim": 16},
         "text_encoder/config.json": _UMT5_XXL,
     }
