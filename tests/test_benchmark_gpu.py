@@ -27,6 +27,7 @@ def run_here(output: Path, *flags: object) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_packing_is_measured_small_and_drawn(tmp_path: Path) -> None:
     figures = run_here(
         tmp_path / "gpu.json",

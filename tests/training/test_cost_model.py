@@ -105,6 +105,7 @@ def test_the_log_measures_the_process_of_the_largest_cost_over_all_batches_of_a_
         assert line["seconds"] >= line["busy_seconds"] * (1 - 1e-6)
 
 
+@pytest.mark.slow
 def test_a_later_run_plans_by_the_costs_that_an_earlier_one_measured(
     pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_each_option_saves_what_it_says(configs) -> None:
     assert plan_memory(wan, parallel).peak.activations < 0.7 * plans["checkpointed"].peak.activations
 
 
+@pytest.mark.slow
 def test_fsdp_shards_weights_gradients_and_moments(configs) -> None:
     ltx = str(configs["ltx"])
     whole = plan_memory(ltx, dataclasses.replace(CPU, memory=CHECKPOINTS))
@@ -128,6 +129,7 @@ def test_fsdp_shards_weights_gradients_and_moments(configs) -> None:
     assert not torch.distributed.is_initialized(), "the pretended process group is gone"
 
 
+@pytest.mark.slow
 def test_the_largest_number_of_tokens_is_the_last_that_fits(configs) -> None:
     components = read_components(str(configs["wan"]))
     memory = 20 * MIB
