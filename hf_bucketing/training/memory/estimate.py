@@ -270,14 +270,10 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
         "size": sizes,
     }
     transformer, family = recipe.transformer, recipe.family
-    if recipe.modules("vae"):
-        name, media = "pixel_values", [torch.rand(3, *size, device=device) * 2 - 1 for size in sizes]
-    else:
-        channels = family.in_channels(transformer)
-        name, media = (
-            "latents",
-            [torch.randn(channels, *recipe.spec.latent_size(size), device=device) for size in sizes],
-        )
+    name = "pixel_values" if recipe.modules("vae") else "latents"
+    channels = 3 if name == "pixel_values" else family.in_channels(transformer)
+    shapes = sizes if name == "pixel_values" else [recipe.spec.latent_size(size) for size in sizes]
+    media = [torch.rand(channels, *shape, device=device) * 2 - 1 for shape in shapes]
     batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
     if not recipe.modules("text_encoders"):
         shape = len(sizes), recipe.max_sequence_length
