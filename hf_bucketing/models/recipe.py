@@ -121,7 +121,7 @@ class Recipe(ABC):
         loading, pipeline_class = loading or Loading(), getattr(diffusers, cls.pipeline_class)
         with from_hub(name_or_path):
             index = pipeline_class.load_config(name_or_path)
-            _check_has(index, trained, name_or_path=name_or_path)
+            check_has(index, trained, name_or_path=name_or_path)
             parts = {name: _part_of(name, trained=trained) for name in index}
             options: dict[str, Any] = {
                 name: None for name, part in parts.items() if part is not None and part not in loading.parts
@@ -154,7 +154,7 @@ class Recipe(ABC):
 
         with from_hub(name_or_path):
             index = diffusers.DiffusionPipeline.load_config(name_or_path)
-            _check_has(index, trained, name_or_path=name_or_path)
+            check_has(index, trained, name_or_path=name_or_path)
             kind = getattr(diffusers, index[trained][1])
             config = kind.load_config(name_or_path, subfolder=trained)
         with init_empty_weights(), torch.random.fork_rng(devices=[]):  # some draw parameters all the same
@@ -318,7 +318,8 @@ def _let_go_of_files(transformer: torch.nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> None:
+def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> None:
+    """Raise BucketingError if the index of a pipeline names no such transformer."""
     if index.get(trained, (None,))[0] is None:
         raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
 

@@ -12,7 +12,7 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...hub import from_hub
-from ...models.recipe import Recipe
+from ...models.recipe import Recipe, check_has
 from ...models.registry import recipe_of
 
 
@@ -80,8 +80,7 @@ def read_components(name_or_path: str, *, trained: str = "transformer") -> Compo
     recipe = recipe_of(name_or_path)
     with from_hub(name_or_path):
         index = DiffusionPipeline.load_config(name_or_path)
-        if not isinstance(index.get(trained), (list, tuple)) or index[trained][0] is None:
-            raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
+        check_has(index, trained, name_or_path=name_or_path)
         encoders = [name for name in index if name.startswith("text_encoder") and index[name][0] is not None]
         return Components(
             recipe=recipe,
