@@ -1,7 +1,8 @@
 """Find the model family of a transformer and the training recipe of a pipeline.
 
-Every folder or file beside this one that has a `FAMILY` is a model family; a folder whose `recipe.py` has a `RECIPE`
-can be trained. Nothing else lists them, and nothing is imported before the first look-up.
+Every folder beside this one is a model family: its `packing.py` has the `FAMILY`. If its pipelines can be trained, its
+`recipe.py` has `RECIPES`, and its `tiny.py` has `TINY`, pipelines of small random weights by name. Nothing else lists
+them, and nothing is imported before the first look-up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +29,28 @@ if TYPE_CHECKING:
 @functools.cache
 def families() -> dict[str, Family]:
     """Return the model families by the name of their transformer class in diffusers."""
-    found = [module.FAMILY for module in _modules() if hasattr(module, "FAMILY")]
-    return {family.transformer_class: family for family in found}
+    return {module.FAMILY.transformer_class: module.FAMILY for module in _modules("packing")}
 
 
 @functools.cache
 def recipes() -> dict[str, type[Recipe]]:
     """Return the training recipes by the name of their pipeline class in diffusers."""
-    names = [f"{module.__name__}.recipe" for module in _modules() if hasattr(module, "__path__")]
-    found = [importlib.import_module(name).RECIPE for name in names if importlib.util.find_spec(name) is not None]
-    return {recipe.pipeline_class: recipe for recipe in found}
+    return {recipe.pipeline_class: recipe for module in _modules("recipe") for recipe in module.RECIPES}
 
 
-def _modules() -> Iterator[ModuleType]:
+@functools.cache
+def tiny_pipelines() -> dict[str, Callable[[], Any]]:
+    """Return functions that make pipelines of small random weights, by name."""
+    return {name: make for module in _modules("tiny") for name, make in module.TINY.items()}
+
+
+def _modules(name: str) -> Iterator[ModuleType]:
+    """Import a module of that name from every folder of a model family that has one."""
     package = importlib.import_module(__package__)
-    for module in pkgutil.iter_modules(package.__path__):
-        yield importlib.import_module(f"{__package__}.{module.name}")
+    for folder in pkgutil.iter_modules(package.__path__):
+        module = f"{__package__}.{folder.name}.{name}"
+        if folder.ispkg and importlib.util.find_spec(module) is not None:
+            yield importlib.import_module(module)
 
 
 def family_of(transformer: torch.nn.Module) -> Family:

@@ -70,4 +70,4 @@ class LatteRecipe(Recipe):
         )
 
 
-RECIPE = LatteRecipe
+RECIPES = (LatteRecipe,)

@@ -80,4 +80,4 @@ def _shift_by_size(config: Mapping[str, Any]) -> Shift:
     return lambda size: shift_for_tokens(math.prod(size), **limits)
 
 
-RECIPE = LTXRecipe
+RECIPES = (LTXRecipe,)

@@ -44,4 +44,4 @@ class WanRecipe(Recipe):
         return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
 
 
-RECIPE = WanRecipe
+RECIPES = (WanRecipe,)

@@ -16,15 +16,15 @@ from diffusers.models.embeddings import (
     get_3d_rotary_pos_embed,
 )
 
-from ..errors import PackingError
-from ..packing.batch import Rows
-from ..packing.context import active_layout
-from ..packing.family import UNLIMITED, Draw, Transformer
-from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import Tables, axis_coordinates, over_grid, position_strips
-from ..packing.processors import Rotary
-from .joint import JointFamily, of_text
-from .positions import one_table, rotary_tables
+from ...errors import PackingError
+from ...packing.batch import Rows
+from ...packing.context import active_layout
+from ...packing.family import UNLIMITED, Draw, Transformer
+from ...packing.layout import Grid, PackedLayout
+from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
+from ...packing.processors import Rotary
+from ..joint import JointFamily, of_text
+from ..positions import one_table, rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed

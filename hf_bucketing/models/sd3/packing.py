@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import PackingError
-from ..packing.family import Transformer
-from ..packing.layout import Grid
-from ..packing.positions import axis_coordinates
-from .joint import JointFamily, hook_text_modulation
-from .positions import hook_patch_embed
+from ...errors import PackingError
+from ...packing.family import Transformer
+from ...packing.layout import Grid
+from ...packing.positions import axis_coordinates
+from ..joint import JointFamily, hook_text_modulation
+from ..positions import hook_patch_embed
 
 if TYPE_CHECKING:
     from diffusers.models.embeddings import PatchEmbed

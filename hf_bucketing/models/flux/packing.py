@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ..errors import PackingError
-from ..packing.batch import Rows
-from ..packing.family import Transformer
-from ..packing.layout import Grid
-from ..packing.positions import axis_coordinates, over_grid
-from ..packing.processors import Rotary
-from .joint import JointFamily, hook_text_modulation
+from ...errors import PackingError
+from ...packing.batch import Rows
+from ...packing.family import Transformer
+from ...packing.layout import Grid
+from ...packing.positions import axis_coordinates, over_grid
+from ...packing.processors import Rotary
+from ..joint import JointFamily, hook_text_modulation
 
 BLOCK = 2
 """Latent rows and columns that the pipelines put into one token."""

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import PackingError
-from ..packing.attention.dispatch import Backend
-from ..packing.batch import Rows
-from ..packing.context import active_layout
-from ..packing.family import Transformer
-from ..packing.layout import Grid, PackedLayout
-from ..packing.positions import axis_coordinates
-from ..packing.processors import Rotary
-from .joint import JointFamily, hook_text_modulation
-from .positions import rotary_tables
+from ...errors import PackingError
+from ...packing.attention.dispatch import Backend
+from ...packing.batch import Rows
+from ...packing.context import active_layout
+from ...packing.family import Transformer
+from ...packing.layout import Grid, PackedLayout
+from ...packing.positions import axis_coordinates
+from ...packing.processors import Rotary
+from ..joint import JointFamily, hook_text_modulation
+from ..positions import rotary_tables
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTokenRefiner

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from diffusers.utils import is_torchvision_available
 
-from ..errors import PackingError
-from ..packing.batch import Rows
-from ..packing.context import active_layout
-from ..packing.family import Draw, Family, Transformer
-from ..packing.layout import Grid
-from ..packing.positions import axis_coordinates, over_grid, position_strips, shape_only
+from ...errors import PackingError
+from ...packing.batch import Rows
+from ...packing.context import active_layout
+from ...packing.family import Draw, Family, Transformer
+from ...packing.layout import Grid
+from ...packing.positions import axis_coordinates, over_grid, position_strips, shape_only
 
 
 class CosmosFamily(Family):

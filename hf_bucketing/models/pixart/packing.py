@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..packing.batch import Rows
-from ..packing.family import Draw, Family, Transformer
-from ..packing.layout import Grid
-from .positions import hook_patch_embed, sincos_table
+from ...packing.batch import Rows
+from ...packing.family import Draw, Family, Transformer
+from ...packing.layout import Grid
+from ..positions import hook_patch_embed, sincos_table
 
 
 class PixArtFamily(Family):

@@ -1,0 +1,5 @@
+"""HunyuanVideo: rotary positions over frames, rows and columns; text refined by itself, then in joint attention."""
+
+from .packing import FAMILY, HunyuanVideoFamily
+
+__all__ = ["FAMILY", "HunyuanVideoFamily"]
