@@ -23,7 +23,7 @@ from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_opti
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
-from hf_bucketing.training.steps import BucketStep, latents_of, text_of
+from hf_bucketing.training.steps import BucketStep, media_of, text_of
 
 FAMILIES = ("wan", "ltx", "latte")
 BATCH_SIZE = 4
@@ -98,7 +98,7 @@ def train(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
 
 def encode(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
     for batch in batches:
-        latents_of(recipe, batch)
+        media_of(recipe, batch)
         text_of(recipe, batch, dropped=[False] * len(batch["caption"]), empty=None)
 
 

@@ -1,4 +1,4 @@
-"""Save a text-to-video pipeline with small random weights, to try the training script without a hub.
+"""Save a pipeline with small random weights, to try the training script without a hub.
 
 python scripts/make_tiny_pipeline.py --output_dir demo/tiny-wan
 """
@@ -13,9 +13,7 @@ from hf_bucketing.testing import make_tiny_pipeline
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("--output_dir", required=True, help="Folder to write; a tiny pipeline there is replaced.")
-    parser.add_argument(
-        "--family", default="wan", choices=["wan", "ltx", "latte"], help="Model family of the pipeline."
-    )
+    parser.add_argument("--family", default="wan", help="Name of the pipeline, such as wan, ltx or latte.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the weights.")
     return parser
 

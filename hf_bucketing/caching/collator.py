@@ -12,6 +12,7 @@ from ..buckets.sizes import CropBox, Size
 from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
 from ..loaders.collators import Row, require
+from .columns import OTHER
 from .store import TensorCache
 
 
@@ -20,8 +21,9 @@ class CachedCollator:
 
     Called with rows of a data set that has a `latents_key` column, returns a `dict` with `latents` (`(B, C, f, h, w)`,
     or a list of `(C, f, h, w)`), and the lists `size`, `crop`, `flip`, `fps` and, where the rows have it, `index`;
-    with a stack also `bucket_id`. With a caption column also `caption`, `text_values` (`(B, length, dim)`) and, for
-    models with one, `text_mask` (`(B, length)`).
+    with a stack also `bucket_id`, and for models with conditions `conditions`, a list per name. With a caption column
+    also `caption`, `text_values` (`(B, length, dim)`) and, for models with them, `text_mask` (`(B, length)`) and
+    `text_others`, a tensor `(B, …)` per name.
 
     Args:
         cache ([`CacheInfo`][hf_bucketing.columns.CacheInfo]): `cache` of the
@@ -63,6 +65,9 @@ class CachedCollator:
             "flip": [about["flip"] for _, about in entries],
             "fps": [about["fps"] for _, about in entries],
         }
+        conditions = [name for name in entries[0][0] if name != "latents"]
+        if conditions:
+            batch["conditions"] = {name: [tensors[name] for tensors, _ in entries] for name in conditions}
         if "index" in rows[0]:
             batch["index"] = [int(row["index"]) for row in rows]
         if self.stack:
@@ -76,19 +81,18 @@ class CachedCollator:
         if self.caption_column is not None:
             require(rows[0], [self.caption_column, "text_key"])
             batch["caption"] = [row[self.caption_column] for row in rows]
-            texts = [_padded(*self._read(row, "text_key")) for row in rows]
-            batch.update({name: torch.stack([text[name] for text in texts]) for name in texts[0]})
+            batch.update(_stacked([self._read(row, "text_key") for row in rows]))
         return batch
 
-    def empty_text(self) -> dict[str, torch.Tensor]:
-        """Return `text_values` `(length, dim)` and, for models with one, `text_mask` `(length,)` of the empty caption.
+    def empty_text(self) -> dict[str, Any]:
+        """Return `text_values` `(1, length, dim)` of the empty caption and, for models with them, the other texts.
 
         Raises:
             CacheError: If the cache has no entry for it.
         """
         if self.info.empty_text_key is None:
             raise CacheError("The cache has no entry for the empty caption; run scripts/cache_latents.py again.")
-        return _padded(*self.cache.read(self.info.empty_text_key))
+        return _stacked([self.cache.read(self.info.empty_text_key)])
 
     def _read(self, row: Row, column: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         name = f"row {row['index']}" if "index" in row else "a row without an index column"
@@ -100,11 +104,17 @@ class CachedCollator:
             raise CacheError(f"Cannot load {name}: {error}") from error
 
 
-def _padded(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return embeddings and mask with the padding that the cache cut off."""
-    padded = {}
-    for name, tensor in tensors.items():
-        whole = tensor.new_zeros(about["length"], *tensor.shape[1:])
-        whole[: len(tensor)] = tensor
-        padded[f"text_{name}"] = whole
-    return padded
+def _stacked(texts: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]]) -> dict[str, Any]:
+    """Return embeddings and masks with the padding that the cache cut off, and what else the model takes of texts."""
+    stacks = {name: torch.stack([_padded(name, entry[name], about) for entry, about in texts]) for name in texts[0][0]}
+    others = {name.removeprefix(OTHER): one for name, one in stacks.items() if name.startswith(OTHER)}
+    batch: dict[str, Any] = {f"text_{name}": one for name, one in stacks.items() if not name.startswith(OTHER)}
+    return {**batch, "text_others": others} if others else batch
+
+
+def _padded(name: str, tensor: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
+    if name.startswith(OTHER):
+        return tensor
+    whole = tensor.new_zeros(about["length"], *tensor.shape[1:])
+    whole[: len(tensor)] = tensor
+    return whole

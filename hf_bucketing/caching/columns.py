@@ -25,6 +25,9 @@ from ..media.views import View, ViewRule, seeded_draws
 from ..settings import check_at_least, check_literals
 from .store import TensorCache, entry_key
 
+OTHER = "other."
+"""Prefix in an entry of what the model takes of a caption beside its embeddings; it has no padding."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -97,7 +100,8 @@ class LatentColumns(_CachedColumns):
     empty key. An entry also holds its `size`, `crop`, `flip` and `fps`, for the collator.
 
     Args:
-        encode (callable): Encodes pixels `(B, 3, F, H, W)` in [−1, 1] to latents `(B, C, f, h, w)`.
+        encode (callable): Encodes pixels `(B, 3, F, H, W)` in [−1, 1] to `latents`, `(B, C, f, h, w)`, and to any
+            conditions of the model, `(B, …)` each.
         model (`str`): Fingerprint of all that `encode` depends on.
         table ([`BucketTable`] or [`OpenTable`]): Sizes that the `bucket_id` column refers to.
         column (`str`): Media column.
@@ -107,7 +111,7 @@ class LatentColumns(_CachedColumns):
             (without a bucket).
     """
 
-    encode: Callable[[torch.Tensor], torch.Tensor]
+    encode: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
     table: BucketTable | OpenTable
     root: str | None = None
 
@@ -189,10 +193,12 @@ class LatentColumns(_CachedColumns):
                     unreadable.add(sample.key)
             if not pixels:
                 continue
-            for sample, latents in zip(readable, self.encode(torch.stack(pixels)), strict=True):
+            encoded = self.encode(torch.stack(pixels))
+            for row, sample in enumerate(readable):
                 view = sample.view
                 about = {"size": view.size, "crop": sample.crop, "flip": view.flip, "fps": view.fps}
-                self.config.cache.write(sample.key, {"latents": latents}, about=about)
+                entry = {name: values[row] for name, values in encoded.items()}
+                self.config.cache.write(sample.key, entry, about=about)
         return unreadable
 
     def _loaded(self, samples: list[_Sample]) -> Iterator[list[tuple[_Sample, Future[torch.Tensor]]]]:
@@ -223,14 +229,15 @@ class TextColumns(_CachedColumns):
     what the encoder returned.
 
     Args:
-        encode (callable): Encodes captions to embeddings `(n, length, dim)` and a mask `(n, length)` or None.
+        encode (callable): Encodes captions to embeddings `(n, length, dim)`, a mask `(n, length)` or None, and a
+            mapping of what else the model takes of a caption, `(n, …)` each.
         model (`str`): Fingerprint of all that `encode` depends on.
         column (`str`): Text column.
         config ([`CacheConfig`]): Folder of the entries, and captions per call of `encode`.
         counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, or `found` in the cache.
     """
 
-    encode: Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None]]
+    encode: Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]]
 
     output_columns = ("text_key",)
 
@@ -261,13 +268,14 @@ class TextColumns(_CachedColumns):
         return {"text_key": [keys[caption] for caption in captions]}
 
     def _encode(self, keys: Mapping[str, str]) -> None:
-        values, mask = self.encode(list(keys))
+        values, mask, others = self.encode(list(keys))
         real = values.ne(0).any(-1) if mask is None else mask.ne(0)
         for row, key in enumerate(keys.values()):
             end = max(int(real[row].nonzero().max()) + 1 if real[row].any() else 0, 1)
             entry = {"values": values[row, :end]}
             if mask is not None:
                 entry["mask"] = mask[row, :end]
+            entry |= {OTHER + name: one[row] for name, one in others.items()}
             self.config.cache.write(key, entry, about={"length": values.shape[1]})
 
 

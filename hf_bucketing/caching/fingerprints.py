@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,26 +18,29 @@ class Encoder(Protocol):
 
     @property
     def pipeline(self) -> Any:
-        """The pipeline whose `vae`, `text_encoder` and `tokenizer` encode; fingerprints are computed from them."""
+        """The pipeline whose VAE, text encoders, tokenizers and any image encoder encode, as fingerprints see."""
 
     @property
     def max_sequence_length(self) -> int:
         """Text tokens per caption."""
 
-    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode `(B, 3, F, H, W)` in [−1, 1], on the device of the VAE, to latents `(B, C, f, h, w)`."""
+    def encode_media(self, pixel_values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Encode `(B, 3, F, H, W)` in [−1, 1], on the VAE's device, to `latents` `(B, C, f, h, w)` and conditions."""
 
-    def encode_text(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Encode captions to embeddings `(n, length, dim)` and a mask `(n, length)`, or None for the mask."""
+    def encode_text(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
+        """Encode captions to embeddings `(n, length, dim)`, a mask `(n, length)` or None, and what else there is."""
 
 
 def latents_fingerprint(encoder: Encoder) -> str:
     """Return sixteen hex digits that change with the VAE's class, configuration or weights, or the encoder's class.
 
-    They also change with tiling, as tiles do not see each other.
+    They also change with those of an image encoder and, as tiles do not see each other, with tiling.
     """
-    vae = encoder.pipeline.vae
-    return _digest(type(encoder).__name__, vae, *(["tiled"] if getattr(vae, "use_tiling", False) else []))
+    vae, images = encoder.pipeline.vae, getattr(encoder.pipeline, "image_encoder", None)
+    more = ["tiled"] if getattr(vae, "use_tiling", False) else []
+    if images is not None:
+        more.append(_digest("image_encoder", images))
+    return _digest(type(encoder).__name__, vae, *more)
 
 
 def text_fingerprint(encoder: Encoder) -> str:
@@ -46,14 +49,23 @@ def text_fingerprint(encoder: Encoder) -> str:
     These are the text encoder's class, configuration, weights and their dtype, the tokenizer, the encoder's class and
     the number of text tokens.
     """
-    tokenizer = encoder.pipeline.tokenizer
-    rules = {
+    parts = encoder.pipeline.components
+    rules = _tokenizer_rules(encoder.pipeline.tokenizer) | {"max_sequence_length": encoder.max_sequence_length}
+    more = [
+        _tokenizer_rules(part) if name.startswith("tokenizer") else _digest(name, part)
+        for name, part in sorted(parts.items())
+        if name.startswith(("tokenizer_", "text_encoder_")) and part is not None
+    ]
+    return _digest(type(encoder).__name__, encoder.pipeline.text_encoder, rules, *more)
+
+
+def _tokenizer_rules(tokenizer: Any) -> dict[str, Any]:
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # that of a processor
+    return {
         "class": type(tokenizer).__name__,
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "special": {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
-        "max_sequence_length": encoder.max_sequence_length,
     }
-    return _digest(type(encoder).__name__, encoder.pipeline.text_encoder, rules)
 
 
 def _digest(encoder: str, module: torch.nn.Module, *more: Any) -> str:

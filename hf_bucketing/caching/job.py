@@ -83,7 +83,7 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
         rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
     device = encoder.pipeline.vae.device
     columns = LatentColumns(
-        encode=lambda pixels: encoder.encode_latents(pixels.to(device)),
+        encode=lambda pixels: encoder.encode_media(pixels.to(device)),
         model=latents_fingerprint(encoder),
         table=table,
         column=prepared.column,

@@ -7,7 +7,13 @@ import torch
 from ..errors import BucketingError
 
 
-def masked_mse(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+def masked_mse(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    *,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the mean squared error of each sample of a batch; padding does not enter it, even when it is NaN.
 
     Args:
@@ -15,6 +21,8 @@ def masked_mse(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor
         target (`torch.Tensor` of shape `(B, …, T)`): Half precision is computed in float32.
         lengths (`torch.Tensor` of shape `(B,)`, *optional*): Real values along the last dimension, from 1 to `T`. By
             default, `T`.
+        weights (`torch.Tensor` of a shape like `(B, …, T)`, *optional*): Weights or a mask, at least 0; a
+            sample's loss is its weighted mean, and 0 if all its weights are. By default, all values weigh the same.
 
     Returns:
         `torch.Tensor` of shape `(B,)`.
@@ -25,10 +33,35 @@ def masked_mse(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor
     Example:
         >>> masked_mse(torch.tensor([[1.0, 3.0], [2.0, 9.0]]), torch.zeros(2, 2), torch.tensor([2, 1]))
         tensor([5., 4.])
+        >>> masked_mse(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 2), weights=torch.tensor([[0.0, 2.0]]))
+        tensor([9.])
     """
     output, target, real = _real(output, target, lengths)
-    squared = (output - target).square().flatten(1).sum(1)
-    return squared / real
+    squared = (output - target).square()
+    if weights is None:
+        return squared.flatten(1).sum(1) / real
+    weights = broadcast_weights(weights, squared)
+    if lengths is not None:
+        weights = _real(weights, weights, lengths)[0]
+    return weighted_mean((squared * weights).flatten(1).sum(1), weights.flatten(1).sum(1))
+
+
+def broadcast_weights(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return weights in the shape and the dtype of the values that they weigh.
+
+    Raises:
+        BucketingError: If they do not broadcast to that shape.
+    """
+    try:
+        return weights.to(values).expand_as(values)
+    except RuntimeError as error:
+        shapes = f"weights of shape {tuple(weights.shape)} for values of shape {tuple(values.shape)}"
+        raise BucketingError(f"Expected weights that broadcast to the values, got {shapes}.") from error
+
+
+def weighted_mean(sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return weighted sums over the sums of their weights, 0 where these are 0."""
+    return torch.where(weights > 0, sums / weights.clamp(min=torch.finfo(weights.dtype).tiny), 0)
 
 
 def masked_snr(output: torch.Tensor, target: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:

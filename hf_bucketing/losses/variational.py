@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..errors import BucketingError
+from .masked import broadcast_weights, weighted_mean
 from .weights import PredictionType, check_prediction_type
 
 VarianceType = Literal["learned_range", "learned"]
@@ -97,6 +98,7 @@ def batch_vlb(
     timesteps: torch.Tensor,
     posterior: GaussianPosterior,
     rescale: bool = True,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return each sample's term of the variational bound, in bits per dimension.
 
@@ -109,6 +111,8 @@ def batch_vlb(
         posterior ([`GaussianPosterior`]): The schedule, and what the model predicts.
         rescale (`bool`): Whether to multiply by `T ÷ 1000`, the weight beside the mean squared error in the hybrid
             loss.
+        weights (`torch.Tensor`, *optional*): Weights of the values of `noised`, which broadcast to its shape, see
+            [`masked_mse`].
 
     Returns:
         `torch.Tensor` of shape `(B,)`.
@@ -117,7 +121,10 @@ def batch_vlb(
         BucketingError: If the shapes do not fit each other.
     """
     terms = vlb_terms(output, noised=noised, clean=clean, timesteps=timesteps, posterior=posterior, rescale=rescale)
-    return terms.flatten(1).mean(1)
+    if weights is None:
+        return terms.flatten(1).mean(1)
+    weights = broadcast_weights(weights, terms)
+    return weighted_mean((terms * weights).flatten(1).sum(1), weights.flatten(1).sum(1))
 
 
 def vlb_terms(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -13,8 +13,9 @@ from ..errors import PackingError
 from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
 from ..packing.family import Draw, Family, Transformer
-from ..packing.layout import PackedLayout, best_text_slots
-from ..packing.processors import PackedJointAttnProcessor
+from ..packing.layout import Grid, PackedLayout, best_text_slots
+from ..packing.positions import Tables, position_strips
+from ..packing.processors import PackedJointAttnProcessor, Rotary
 
 
 class JointFamily(Family):
@@ -22,10 +23,12 @@ class JointFamily(Family):
 
     Attributes:
         guidance (`float`): The distilled guidance that the pipeline passes by default.
+        rotates_text (`bool`): Whether the model rotates text tokens too, see [`text_positions`].
     """
 
     processor_class = PackedJointAttnProcessor
     guidance: ClassVar[float] = 3.5
+    rotates_text: ClassVar[bool] = False
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and any distilled guidance, `(n,)`."""
@@ -66,6 +69,49 @@ class JointFamily(Family):
     def text_rows(self, batch: PackedBatch) -> torch.Tensor:
         """Give each strip its part of the pack's texts."""
         return batch.layout.joint.text_by_strip(batch.text)
+
+    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
+        """Return the rotary tables of a sample's text, `(length, channels)` each, for models that rotate text.
+
+        The module is that of [`positions`][hf_bucketing.packing.family.Family.positions], the grid the sample's.
+        """
+        raise NotImplementedError
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Provide the tables of tokens, and those of text where the family rotates it (`rotates_text`)."""
+        if not self.rotates_text:
+            return super().hook_positions(transformer, base_size)
+        tokens = Tables(partial(self.positions, base_size=base_size))
+        tables = partial(_joint_tables, tokens, Tables(partial(_of_text, self)))
+        if self.position_module is None:
+            return [transformer.register_forward_pre_hook(partial(_pass, tables), with_kwargs=True)]
+        module = getattr(transformer, self.position_module)
+        return [module.register_forward_hook(partial(_replace, tables), with_kwargs=True)]
+
+
+def _of_text(family: JointFamily, module: Any, key: tuple[Grid, int], *, device: torch.device) -> Rotary:
+    grid, length = key
+    return family.text_positions(module, grid, length, device=device)
+
+
+def _joint_tables(tokens: Tables, texts: Tables, module: Any) -> Rotary:
+    """Return the tables of the active pack's tokens by strip, then those of its texts by text slot."""
+    layout = active_layout()
+    device = torch.device(layout.device)
+    by_strip = position_strips(layout, lambda grid: tokens(module, grid, device))
+    samples = zip(layout.grids, layout.text_lengths, strict=True)
+    parts = zip(*(texts(module, sample, device) for sample in samples), strict=True)
+    return *by_strip, *(layout.joint.fill_slots(torch.cat(part)) for part in parts)
+
+
+def _pass(tables: Callable[[Any], Rotary], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args, {**kwargs, "image_rotary_emb": tables(module)}
+
+
+def _replace(
+    tables: Callable[[Any], Rotary], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Rotary:
+    return tables(module)
 
 
 def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "last"] | None = None) -> list[Any]:

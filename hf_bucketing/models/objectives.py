@@ -94,13 +94,28 @@ class Objective(ABC):
         noised, targets, timesteps = map(list, zip(*drawn, strict=True))
         return Noised(noised, targets, torch.cat(timesteps).to(latents[0].device), list(latents))
 
-    def losses(self, prediction: torch.Tensor, noised: Noised) -> torch.Tensor:
-        """Return the loss of each sample of a stack `(B, C_out, F, H, W)`: `(B,)`."""
-        return self._losses(prediction, noised, _Losses(torch.stack, masked_mse, batch_vlb))
+    def losses(
+        self, prediction: torch.Tensor, noised: Noised, *, weights: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Return the loss of each sample of a stack `(B, C_out, F, H, W)`: `(B,)`.
 
-    def packed_losses(self, prediction: torch.Tensor, noised: Noised, pack: PackedBatch) -> torch.Tensor:
-        """Return the loss of each sample of a pack, from the output of `packed_forward`: `(n,)`."""
-        mse, vlb = (partial(loss, layout=pack.layout) for loss in (packed_mse, packed_vlb))
+        Weights, if there are any, are those of each sample's latent, `(1, F, H, W)` or `(C, F, H, W)`, not negative.
+        """
+        joined = None if weights is None else torch.stack(list(weights))
+        mse, vlb = (partial(loss, weights=joined) for loss in (masked_mse, batch_vlb))
+        return self._losses(prediction, noised, _Losses(torch.stack, mse, vlb))
+
+    def packed_losses(
+        self,
+        prediction: torch.Tensor,
+        noised: Noised,
+        pack: PackedBatch,
+        *,
+        weights: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return the loss of each sample of a pack, from the output of `packed_forward`: `(n,)`; see [`losses`]."""
+        joined = None if weights is None else pack.pack_like(weights)
+        mse, vlb = (partial(loss, layout=pack.layout, weights=joined) for loss in (packed_mse, packed_vlb))
         return self._losses(prediction, noised, _Losses(pack.pack_like, mse, vlb))
 
     @abstractmethod

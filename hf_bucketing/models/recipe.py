@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import compare_versions
 from accelerate.utils.memory import clear_device_cache
 
-from ..buckets.sizes import LatentSpec
+from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
 from ..hub import from_hub
 from ..losses.variational import GaussianPosterior
-from ..packing.batch import Rows
+from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family
-from .objectives import Denoising, FlowMatching, Objective, Shift, WeightingScheme
+from ..packing.strips import token_grid
+from .objectives import Denoising, FlowMatching, Noised, Objective, Shift, WeightingScheme
 
 
 class TextEmbeddings(NamedTuple):
@@ -30,22 +33,78 @@ class TextEmbeddings(NamedTuple):
         values (`torch.Tensor` of shape `(n, length, text_dim)`): Padded embeddings.
         mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for real tokens; None where the model also
             attends to padding.
+        others (mapping of `str` to `torch.Tensor` of shape `(n, …)`): What else the transformer takes of a caption,
+            such as pooled embeddings, under the names of its forward's arguments.
     """
 
     values: torch.Tensor
     mask: torch.Tensor | None = None
+    others: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     def to(self, dtype: torch.dtype) -> TextEmbeddings:
         """Cast the embeddings to another dtype."""
-        return TextEmbeddings(self.values.to(dtype), self.mask)
+        others = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.others.items()}
+        return TextEmbeddings(self.values.to(dtype), self.mask, others)
+
+    def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
+        """Return these embeddings with those of the empty caption, `(1, …)`, in some rows."""
+
+        def replace(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            chosen = torch.tensor(rows, device=values.device).view(-1, *[1] * (values.ndim - 1))
+            return torch.where(chosen, by.to(values), values)
+
+        mask = self.mask if self.mask is None or empty.mask is None else replace(self.mask, empty.mask)
+        others = {name: replace(values, empty.others[name]) for name, values in self.others.items()}
+        return TextEmbeddings(replace(self.values, empty.values), mask, others)
 
     def pack_kwargs(self) -> dict[str, Any]:
         """Return these embeddings as arguments of [`Packing.pack`][hf_bucketing.packing.Packing]."""
         return {"text": self.values, "text_mask": self.mask}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The samples of a batch, before the model is called.
+
+    Attributes:
+        noised ([`Noised`][hf_bucketing.models.objectives.Noised]): Noisy latents, targets and timesteps.
+        text ([`TextEmbeddings`]): One per sample.
+        fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample, as `frame_rates` returns them.
+        conditions (mapping of `str` to a sequence of `torch.Tensor`): What
+            [`encode_conditions`][Recipe.encode_conditions] made of each sample.
+    """
+
+    noised: Noised
+    text: TextEmbeddings
+    fps: torch.Tensor
+    conditions: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """What the model is called with, but for the text, and what its predictions count for.
+
+    Attributes:
+        latents (sequence of `(C_in, f, h, w)`): Latents as the model takes them, such as with those of a condition as
+            further channels, or with a clean first frame.
+        timesteps (`torch.Tensor` of shape `(n,)`, or sequence of `torch.Tensor`): One per sample; or per sample one
+            per token or per frame of tokens, see `Packing.pack`.
+        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further arguments of the model's forward.
+        weights (sequence of `(1, f, h, w)` or `(C, f, h, w)`, *optional*): Weights of the loss, such as 0 for a clean
+            frame.
+    """
+
+    latents: Sequence[torch.Tensor]
+    timesteps: torch.Tensor | Sequence[torch.Tensor]
+    conditioning: Mapping[str, Any] = field(default_factory=dict)
+    weights: Sequence[torch.Tensor] | None = None
+
+
 Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
-"""A part of a pipeline: the transformer to train, its other transformers, its text encoders, or its VAE."""
+"""A part of a pipeline: the transformer to train, its other transformers, its text encoders, or what encodes media.
+
+The last is the VAE, and an image encoder where there is one.
+"""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -99,6 +158,10 @@ class Recipe(ABC):
     """Whether the model is trained by denoising on a discrete schedule; else by flow matching."""
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
+    image_vae: ClassVar[bool] = False
+    """Whether the VAE encodes images, so that videos are encoded frame by frame."""
+    takes_image: ClassVar[bool] = False
+    """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
     """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
 
@@ -238,9 +301,46 @@ class Recipe(ABC):
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode `(B, 3, F, H, W)` in [−1, 1] to normalised latents `(B, C, f, h, w)`, the mode of the posterior."""
         vae = self.pipeline.vae
+        if self.image_vae:
+            frames = pixel_values.to(vae.dtype).transpose(1, 2)
+            latents = vae.encode(frames.flatten(0, 1)).latent_dist.mode()
+            latents = (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
+            return latents.unflatten(0, frames.shape[:2]).transpose(1, 2)
         latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
         mean, std = (torch.as_tensor(values).to(latents).view(1, -1, 1, 1, 1) for values in self.latent_statistics())
         return (latents - mean) * vae.config.get("scaling_factor", 1.0) / std
+
+    @torch.no_grad()
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Encode what the model is shown of a stack beside its text, such as the first frame; by default nothing.
+
+        Args:
+            pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
+            latents (`torch.Tensor` of shape `(B, C, f, h, w)`): Their latents.
+
+        Returns:
+            `dict` of `str` to `torch.Tensor` of shape `(B, …)`: Conditions, which [`model_inputs`] reads. A cache
+            holds them beside the latents.
+        """
+        return {}
+
+    def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return conditions of the shapes that [`encode_conditions`] gives a sample, for trying a run out.
+
+        Args:
+            latent (`torch.Tensor` of shape `(C, f, h, w)`): The sample's latent.
+        """
+        return {}
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents; by default those that the transformer takes."""
+        return self.family.in_channels(self.transformer)
+
+    def encode_media(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Encode a stack `(B, 3, F, H, W)` to its `latents` and its conditions, `(B, …)` each."""
+        latents = self.encode_latents(pixel_values)
+        return {"latents": latents, **self.encode_conditions(pixel_values, latents)}
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return the mean and the standard deviation of each channel of the VAE's latents."""
@@ -258,27 +358,26 @@ class Recipe(ABC):
         )
         return TextEmbeddings(values, others[0] if self.family.text_rule == "masked" else None)
 
-    def refusal(self, latents: torch.Tensor, *, fps: torch.Tensor) -> str | None:
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`]."""
+        noised = samples.noised
+        return ModelInputs(latents=noised.latents, timesteps=noised.timesteps, conditioning=self.conditioning(samples))
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the conditioning that the model needs of each sample: by default what comes from its caption."""
+        return dict(samples.text.others)
+
+    def refusal(self, samples: Samples) -> str | None:
         """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""
         return None
 
-    def predict(
-        self,
-        transformer: torch.nn.Module,
-        latents: torch.Tensor,
-        *,
-        timesteps: torch.Tensor,
-        text: TextEmbeddings,
-        fps: torch.Tensor,
-    ) -> torch.Tensor:
+    def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
         """Run a stack of samples of one size.
 
         Args:
             transformer (`torch.nn.Module`): This recipe's transformer, bare or wrapped.
-            latents (`torch.Tensor` of shape `(B, C, f, h, w)`): Noisy latents.
-            timesteps (`torch.Tensor` of shape `(B,)`): One per sample.
-            text ([`TextEmbeddings`]): One per sample.
-            fps (`torch.Tensor` of shape `(B,)`): Frames per second of each sample; 0 for images.
+            samples ([`Samples`]): The samples.
+            inputs ([`ModelInputs`]): Their [`model_inputs`].
 
         Returns:
             `torch.Tensor` of shape `(B, C_out, f, h, w)`.
@@ -286,29 +385,45 @@ class Recipe(ABC):
         Raises:
             BucketingError: If the model cannot run these samples as one stack.
         """
-        if reason := self.refusal(latents, fps=fps):
+        if reason := self.refusal(samples):
             raise BucketingError(reason)
+        patch, timesteps = self.family.patch(self.transformer), inputs.timesteps
+        if not isinstance(timesteps, torch.Tensor):
+            grid = token_grid(inputs.latents[0], patch, sample=0)
+            timesteps = torch.stack([token_timesteps(one, grid, sample=row) for row, one in enumerate(timesteps)])
         stack = Rows(
-            latents=latents,
+            latents=torch.stack(list(inputs.latents)),
             timesteps=timesteps,
-            text=text.values,
-            patch=self.family.patch(self.transformer),
-            text_mask=text.mask,
-            conditioning=self.conditioning(fps=fps),
+            text=samples.text.values,
+            patch=patch,
+            text_mask=samples.text.mask,
+            conditioning={
+                name: values if isinstance(values, torch.Tensor) else torch.stack(list(values))
+                for name, values in inputs.conditioning.items()
+            },
         )
         return self.family.run(self.transformer, stack, wrapped=transformer)
 
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return the argument of the pipeline's call that sets the number of frames."""
-        return {"num_frames": frames}
-
-    def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the conditioning that a pack of this model needs, each `(n, …)`.
+    def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
+        """Call the pipeline.
 
         Args:
-            fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample; 0 for images.
+            prompt (`str`): Caption.
+            size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels.
+            image (`PIL.Image.Image`, *optional*): First frame, for pipelines that take one ([`takes_image`]).
+            options: Further arguments of the pipeline's call.
+
+        Returns:
+            `numpy.ndarray` of shape `(frames, height, width, 3)`: In [0, 1].
         """
-        return {}
+        given = {} if image is None else {"image": image}
+        call = {**given, **self.duration(size.frames), **options}
+        result = self.pipeline(prompt=prompt, height=size.height, width=size.width, output_type="np", **call)
+        return np.asarray(result.images if "images" in result else result.frames[0])
+
+    def duration(self, frames: int) -> dict[str, int]:
+        """Return the argument of the pipeline's call that sets the number of frames; none for images."""
+        return {} if self.family.images_only else {"num_frames": frames}
 
 
 def _let_go_of_files(transformer: torch.nn.Module) -> None:
@@ -332,7 +447,7 @@ def _part_of(name: str, *, trained: str) -> Part | None:
         return "transformers"
     if name.startswith("text_encoder"):
         return "text_encoders"
-    return "vae" if name == "vae" else None
+    return "vae" if name in ("vae", "image_encoder") else None
 
 
 def dtypes(dtype: torch.dtype, **others: torch.dtype) -> dict[str, Any]:

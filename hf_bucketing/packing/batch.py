@@ -19,7 +19,7 @@ class Rows:
 
     Attributes:
         latents (`torch.Tensor` of shape `(rows, channels, frames, height, width)`): The samples or strips.
-        timesteps (`torch.Tensor` of shape `(rows,)`): One per row.
+        timesteps (`torch.Tensor` of shape `(rows,)` or `(rows, tokens)`): One per row, or one per token of each row.
         text (`torch.Tensor` of shape `(rows, length, text_dim)`): One per row; in packs as the model family asks.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         text_mask (`torch.Tensor` of shape `(rows, length)`, *optional*): Zero for padding; None where there is none.
@@ -45,12 +45,13 @@ class PackedBatch:
 
     Attributes:
         strips (`torch.Tensor` of shape `(num_strips, channels, p_t, p_h, strip_length·p_w)`): The latents.
-        timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
+        timesteps (`torch.Tensor` of shape `(n,)` or `(num_strips, strip_length)`): One per sample, or one per token.
         text (`torch.Tensor` of shape `(num_stored_text_tokens, text_dim)`): All texts, one after another. A text that
             several samples share is stored once (`layout.text_index`).
         layout ([`PackedLayout`]): Where each sample lies.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
-        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further inputs of the model, per sample.
+        conditioning (mapping of `str` to `torch.Tensor`): Further inputs of the model: one row per sample, `(n, …)`,
+            or for those that the family names in `latent_conditioning`, strips like the latents.
     """
 
     strips: torch.Tensor
@@ -63,6 +64,10 @@ class PackedBatch:
     def per_strip(self, values: torch.Tensor) -> torch.Tensor:
         """Repeat per-sample values `(n, …)` for each strip, `(num_strips, …)`; padding gets the last sample's."""
         return values[self.layout.strip_segments]
+
+    def timesteps_by_strip(self) -> torch.Tensor:
+        """Return the timestep of each strip, `(num_strips,)`, or of its tokens, `(num_strips, strip_length)`."""
+        return self.per_strip(self.timesteps) if self.timesteps.ndim == 1 else self.timesteps
 
     def text_by_strip(self) -> torch.Tensor:
         """Cut the texts evenly into one row per strip, padded at the end: `(num_strips, tokens, text_dim)`.
@@ -97,3 +102,20 @@ class PackedBatch:
         if grids != self.layout.grids:
             raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
         return to_strips(tensors, self.patch, layout=self.layout)
+
+
+def token_timesteps(timesteps: torch.Tensor, grid: Grid, *, sample: int) -> torch.Tensor:
+    """Return a sample's timestep of each token, `(t·h·w,)`, given one per token or one per frame of its token grid.
+
+    Raises:
+        PackingError: If there are as many as neither; names the sample.
+    """
+    frames, rows, columns = grid
+    if tuple(timesteps.shape) == (frames * rows * columns,):
+        return timesteps
+    if tuple(timesteps.shape) == (frames,):
+        return timesteps.repeat_interleave(rows * columns)
+    raise PackingError(
+        f"Sample {sample} has timesteps of shape {tuple(timesteps.shape)} for a token grid of {grid}; expected one "
+        f"per token, ({frames * rows * columns},), or one per frame of tokens, ({frames},)."
+    )

@@ -12,12 +12,12 @@ import torch
 
 from ..errors import PackingError
 from .attention.dispatch import Backend
-from .batch import PackedBatch, Rows
+from .batch import PackedBatch, Rows, token_timesteps
 from .context import exact_inputs, keep_inputs_exact, keeps_inputs_exact
 from .layout import Grid, PackedLayout
 from .positions import hook_output, hook_rotary
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
-from .strips import patchify, unpatchify
+from .strips import patchify, token_grid, unpatchify
 from .texts import TextRule
 
 Transformer: TypeAlias = Any
@@ -59,6 +59,10 @@ class Family:
             pipeline makes them.
         text_by_strip (`bool`): Whether the model views its text by batch rows, so that a pack's texts are cut into as
             many; else they are one row.
+        timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
+            well as one for the row.
+        latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
+            `(n, channels, frames, height, width)`, and in a pack become strips, such as a control video.
         conditioning_by_strip (`bool`): Whether each strip of a pack gets its sample's conditioning; else the model
             gets a row per sample.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
@@ -83,6 +87,8 @@ class Family:
     latents_as: ClassVar[Literal["videos", "images", "frames_first", "tokens"]] = "videos"
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
+    timestep_per_token: ClassVar[bool] = False
+    latent_conditioning: ClassVar[tuple[str, ...]] = ()
     conditioning_by_strip: ClassVar[bool] = True
     attention_kwargs: ClassVar[str | None] = None
     by_frame: ClassVar[bool] = False
@@ -175,10 +181,13 @@ class Family:
         """Return a pack as batch rows: one per strip, each with its sample's timestep."""
         conditioning = batch.conditioning
         if self.conditioning_by_strip:
-            conditioning = {name: batch.per_strip(values) for name, values in conditioning.items()}
+            conditioning = {
+                name: values if name in self.latent_conditioning else batch.per_strip(values)
+                for name, values in conditioning.items()
+            }
         return Rows(
             latents=batch.strips,
-            timesteps=batch.per_strip(batch.timesteps),
+            timesteps=batch.timesteps_by_strip(),
             text=self.text_rows(batch),
             patch=batch.patch,
             conditioning=conditioning,
@@ -247,7 +256,12 @@ class Family:
         text: torch.Tensor,
         conditioning: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Run the unpacked transformer on one sample `(channels, frames, height, width)`; see [`run`]."""
+        """Run the unpacked transformer on one sample `(channels, frames, height, width)`; see [`run`].
+
+        The timestep is that of the sample, `()`, or of its tokens or frames, as in a pack.
+        """
+        if timestep.ndim:
+            timestep = token_timesteps(timestep, token_grid(latent, self.patch(transformer), sample=0), sample=0)
         rows = Rows(
             latents=latent[None],
             timesteps=timestep[None],

@@ -8,11 +8,14 @@ from __future__ import annotations
 import torch
 
 from ..errors import BucketingError
+from ..losses.masked import weighted_mean
 from ..losses.variational import GaussianPosterior, vlb_terms
 from .layout import PackedLayout
 
 
-def packed_mse(prediction: torch.Tensor, target: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+def packed_mse(
+    prediction: torch.Tensor, target: torch.Tensor, layout: PackedLayout, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the mean squared error of each sample of a pack, over its own tokens.
 
     Args:
@@ -20,6 +23,9 @@ def packed_mse(prediction: torch.Tensor, target: torch.Tensor, layout: PackedLay
             computed in float32.
         target (`torch.Tensor` of shape `(R, C, p_t, p_h, S·p_w)`): Strips from `PackedBatch.pack_like`.
         layout ([`PackedLayout`][hf_bucketing.packing.PackedLayout]): The pack's layout.
+        weights (`torch.Tensor` of shape `(R, S)`, `(R, 1, p_t, p_h, S·p_w)` or the prediction's, *optional*): Weight
+            of each token, or strips of weights or masks from `PackedBatch.pack_like`, at least 0; a sample's loss is
+            its weighted mean, and 0 if all its weights are. By default, all weigh the same.
 
     Returns:
         `torch.Tensor` of shape `(n,)`.
@@ -28,7 +34,7 @@ def packed_mse(prediction: torch.Tensor, target: torch.Tensor, layout: PackedLay
         BucketingError: If the shapes differ or do not fit the layout.
     """
     prediction, target = _real_tokens(prediction, target, layout=layout)
-    return _mean_per_sample((prediction - target).square(), layout)
+    return _mean_per_sample((prediction - target).square(), layout, weights)
 
 
 def packed_vlb(
@@ -40,6 +46,7 @@ def packed_vlb(
     timesteps: torch.Tensor,
     posterior: GaussianPosterior,
     rescale: bool = True,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return each packed sample's term of the variational bound, in bits per dimension.
 
@@ -54,6 +61,7 @@ def packed_vlb(
         posterior ([`GaussianPosterior`][hf_bucketing.losses.GaussianPosterior]): The schedule, and what the model
             predicts.
         rescale (`bool`): Whether to multiply by `T ÷ 1000`.
+        weights (`torch.Tensor`, *optional*): Weights of tokens, see [`packed_mse`].
 
     Returns:
         `torch.Tensor` of shape `(n,)`.
@@ -65,7 +73,7 @@ def packed_vlb(
     noised, clean = _real_tokens(noised, clean, layout=layout)
     by_strip = timesteps.to(prediction.device)[layout.strip_segments]
     terms = vlb_terms(prediction, noised=noised, clean=clean, timesteps=by_strip, posterior=posterior, rescale=rescale)
-    return _mean_per_sample(terms, layout)
+    return _mean_per_sample(terms, layout, weights)
 
 
 def _real_tokens(*strips: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
@@ -82,7 +90,25 @@ def _real_tokens(*strips: torch.Tensor, layout: PackedLayout) -> tuple[torch.Ten
     return tuple(torch.where(real, one.to(dtype), 0) for one in strips)
 
 
-def _mean_per_sample(values: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+def _mean_per_sample(values: torch.Tensor, layout: PackedLayout, weights: torch.Tensor | None) -> torch.Tensor:
     """Return each sample's mean of `(R, C, p_t, p_h, S·p_w)` over its own tokens, `(n,)`."""
+    if weights is None:
+        return _by_sample(values, layout)
+    if weights.ndim == 2 and weights.shape == (layout.num_strips, layout.strip_length):
+        weights = weights[:, None, None, None].repeat_interleave(values.shape[4] // layout.strip_length, 4)
+    if (
+        weights.ndim != 5
+        or weights.shape[1] not in (1, values.shape[1])
+        or weights[:, :1].shape != values[:, :1].shape
+    ):
+        raise BucketingError(
+            f"Expected weights of shape ({layout.num_strips}, {layout.strip_length}), or strips from pack_like of "
+            f"{tuple(values.shape)} or one channel of it, got {tuple(weights.shape)}."
+        )
+    (weights,) = _real_tokens(weights, layout=layout)
+    return weighted_mean(_by_sample(values * weights, layout), _by_sample(weights, layout))
+
+
+def _by_sample(values: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     tokens = values.unflatten(4, (layout.strip_length, -1)).mean((1, 2, 3, 5)).flatten()
     return torch.stack([tokens[start:stop].mean() for start, stop in layout.spans])

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from ..errors import PackingError
 from .attachment import attachment_of
 from .attention.dispatch import Backend
-from .batch import PackedBatch
+from .batch import PackedBatch, token_timesteps
 from .context import bind_checkpoints, exact_inputs, exact_timesteps, use_layout
 from .family import Family
 from .layout import Grid, PackedLayout
-from .strips import to_strips, token_grid
+from .strips import by_strip, to_strips, token_grid
 from .texts import apply_text_mask, deduplicate
 from .token_drop import Seed, TokenDrop
 
@@ -36,10 +36,10 @@ class Packing:
         self,
         latents: Sequence[torch.Tensor],
         *,
-        timesteps: torch.Tensor,
+        timesteps: torch.Tensor | Sequence[torch.Tensor],
         text: Sequence[torch.Tensor] | torch.Tensor,
         text_mask: torch.Tensor | None = None,
-        conditioning: Mapping[str, torch.Tensor] | None = None,
+        conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] | None = None,
         token_drop: TokenDrop | None = None,
         seeds: Sequence[Seed] | None = None,
         pad_to: int | None = None,
@@ -49,8 +49,10 @@ class Packing:
 
         Args:
             latents (sequence of `(channels, frames, height, width)`): The samples, on one device and of one dtype.
-            timesteps (`torch.Tensor` of shape `(n,)`): One per sample, integers or at least `float32`: half precision
-                rounds 999 to 1000.
+            timesteps (`torch.Tensor` of shape `(n,)`, or sequence of `torch.Tensor`): One per sample, integers or at
+                least `float32`: half precision rounds 999 to 1000. A sequence holds a tensor per sample, with one
+                timestep per token, `(t·h·w,)`, or per frame of its token grid, `(t,)`, as for a clean first frame;
+                for models that embed a timestep per token (`timestep_per_token` of the family).
             text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): The samples'
                 texts. The model attends to every token, padding included: leave out what it must not see. One tensor
                 given for several samples is stored once.
@@ -58,7 +60,8 @@ class Packing:
                 then treated as the family's pipeline treats it: omitted (`text_rule` `"masked"`), attended to as
                 zeros (`"keep_padding"`, such as Wan), or attended to unchanged (`"encoded_padding"`, such as SD3).
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
-                of the transformer's forward, under its names; exactly those that the model needs.
+                of the transformer's forward, under its names; exactly those that the model needs. Those of a latent's
+                size, such as a control video, are a sequence of `(channels, frames, height, width)`.
             token_drop ([`TokenDrop`], *optional*): Rule by which tokens are dropped from the pack; in training only.
             seeds (sequence of `int`, or of tuples of them, *optional*): Seeds of token drop, one per sample.
             pad_to (`int`, *optional*): Strips of the pack, reached by padding, so that all packs have one shape and
@@ -73,19 +76,14 @@ class Packing:
             PackingError: If counts, channels, dtypes or devices differ, a latent does not divide into patches, a
                 sample exceeds the model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
-        conditioning = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
+        given = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
         patch = self.family.patch(self.transformer)
         texts = apply_text_mask(self.family.text_rule, text, mask=text_mask)
-        if not isinstance(timesteps, torch.Tensor) or timesteps.ndim != 1:
-            got = f"shape {tuple(timesteps.shape)}" if isinstance(timesteps, torch.Tensor) else repr(timesteps)
-            raise PackingError(
-                f"`timesteps` must be a tensor of shape ({len(latents)},), one per sample, got {got}; repeat a single "
-                "one with torch.full."
-            )
+        self._check_timesteps(timesteps, count=len(latents))
         if not len(latents) == len(texts) == len(timesteps) or not len(latents):
             raise PackingError(
                 f"A pack needs one text and one timestep per latent, got {len(latents)} latents, {len(texts)} texts "
-                f"and timesteps of shape {tuple(timesteps.shape)}."
+                f"and {len(timesteps)} timesteps."
             )
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
         self._check_tensors(latents, texts)
@@ -106,13 +104,36 @@ class Packing:
             padding_strips=_padding("strips", layout.num_strips, pad_to),
             text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
         )
-        return PackedBatch(
+        if not isinstance(timesteps, torch.Tensor):
+            each = enumerate(zip(timesteps, grids, strict=True))
+            timesteps = by_strip([token_timesteps(one, grid, sample=sample) for sample, (one, grid) in each], layout)
+        batch = PackedBatch(
             strips=to_strips(latents, patch, layout=layout),
             timesteps=exact_timesteps(timesteps),
             text=F.pad(torch.cat(stored), (0, 0, 0, layout.text_padding)),
             layout=layout,
             patch=patch,
-            conditioning=conditioning,
+        )
+        by_latent = self.family.latent_conditioning
+        packed = {name: batch.pack_like(values) if name in by_latent else values for name, values in given.items()}
+        return replace(batch, conditioning=packed)
+
+    def _check_timesteps(self, timesteps: torch.Tensor | Sequence[torch.Tensor], *, count: int) -> None:
+        """Refuse what is neither one timestep per sample nor, for models that take it, some per sample."""
+        if isinstance(timesteps, torch.Tensor):
+            if timesteps.ndim == 1:
+                return
+        elif isinstance(timesteps, Sequence) and all(torch.is_tensor(one) and one.ndim == 1 for one in timesteps):
+            if self.family.timestep_per_token:
+                return
+            raise PackingError(
+                f"{_name(self)} embeds one timestep per batch row, so all tokens of a sample have the same one: pass "
+                f"a tensor of shape ({count},)."
+            )
+        got = f"shape {tuple(timesteps.shape)}" if isinstance(timesteps, torch.Tensor) else repr(timesteps)
+        raise PackingError(
+            f"`timesteps` must be a tensor of shape ({count},), one per sample, got {got:.200}; repeat a single one "
+            "with torch.full, or pass a sequence of tensors, one per sample, with a timestep per token or frame."
         )
 
     def _check_tensors(self, latents: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> None:
@@ -146,16 +167,18 @@ class Packing:
             return None
         return tuple(torch.from_numpy(tokens).to(device) for tokens in kept)
 
-    def _check_conditioning(
-        self, conditioning: Mapping[str, torch.Tensor], *, count: int
-    ) -> Mapping[str, torch.Tensor]:
-        names = list(self.family.conditioning(self.transformer))
-        if not isinstance(conditioning, Mapping) or not all(torch.is_tensor(one) for one in conditioning.values()):
+    def _check_conditioning(self, conditioning: Mapping[str, Any], *, count: int) -> Mapping[str, Any]:
+        names, by_latent = list(self.family.conditioning(self.transformer)), self.family.latent_conditioning
+        if not isinstance(conditioning, Mapping) or not all(
+            torch.is_tensor(one) for name, one in conditioning.items() if name not in by_latent
+        ):
             raise PackingError(
                 f"`conditioning` must be a mapping of names to tensors of {count} rows, here of "
                 f"{names or 'nothing'}; got {conditioning!r:.200}."
             )
-        got = {name: tuple(values.shape) for name, values in conditioning.items()}
+        got = {
+            name: (len(values),) if name in by_latent else tuple(values.shape) for name, values in conditioning.items()
+        }
         if sorted(got) != sorted(names) or any(shape[:1] != (count,) for shape in got.values()):
             raise PackingError(
                 f"This {_name(self)} needs conditioning {names or 'none'}, each with "

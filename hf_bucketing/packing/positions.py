@@ -39,8 +39,8 @@ class Tables:
         """Copy and pickle without the tables."""
         return Tables, (self.make,)
 
-    def __call__(self, module: Any, grid: Grid, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return the tables of a grid."""
+    def __call__(self, module: Any, grid: Hashable, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return the tables of a grid, or of whatever else they follow from."""
         buffers = [(one.data_ptr(), one.dtype, _version(one)) for one in module.buffers(recurse=False)]
         key = (grid, device, torch.is_inference_mode_enabled(), *buffers)
         tables = self._kept.pop(key, None)

@@ -172,7 +172,7 @@ class PackedJointAttnProcessor(_Processor):
 
     Each sample's tokens and its text tokens attend to each other. Text has projections of its own where the module has
     them (`add_q_proj`), else those of the tokens. Where a module gets no text, the text slots precede the tokens of
-    each strip (Flux), or tokens attend to tokens alone (SD3.5).
+    each strip (Flux), or tokens attend to tokens alone (SD3.5). Text is rotated where there are tables for it.
 
     Args:
         backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
@@ -187,7 +187,7 @@ class PackedJointAttnProcessor(_Processor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        image_rotary_emb: Rotary | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend inside each sample.
 
@@ -197,8 +197,8 @@ class PackedJointAttnProcessor(_Processor):
                 text_slots + strip_length, dim)` where text comes in the same tensor.
             encoder_hidden_states (`torch.Tensor` of shape `(strips, text_slots, dim)`, *optional*): The text slots.
             attention_mask (`torch.Tensor`, *optional*): Unused; the layout takes its place.
-            image_rotary_emb (`tuple` of two `(strips, strip_length, head_dim)`, *optional*): Cosines and sines of the
-                tokens; text is not rotated.
+            image_rotary_emb (`tuple`, *optional*): Cosines and sines of the tokens, `(strips, strip_length,
+                head_dim)`, and of the text, `(strips, text_slots, head_dim)`; without the latter text is not rotated.
 
         Returns:
             `torch.Tensor` in the shape of `hidden_states`, and with `encoder_hidden_states` another in its shape.
@@ -209,20 +209,23 @@ class PackedJointAttnProcessor(_Processor):
         layout, own = active_layout(), encoder_hidden_states is not None and _has(attn, "add_q_proj")
         text, tokens = hidden_states.split([hidden_states.shape[1] - layout.strip_length, layout.strip_length], 1)
         text = text if encoder_hidden_states is None else encoder_hidden_states
+        of_tokens, of_text = _sides(image_rotary_emb)
         if not text.shape[1]:
-            query, key, value = (part.flatten(0, 1) for part in _joint_heads(attn, tokens, image_rotary_emb))
+            query, key, value = (part.flatten(0, 1) for part in self.heads(attn, tokens, of_tokens))
             attended = _attend(query, key, value, layout.self_segments, backend=self.backend)
             return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
         joint = layout.joint
         if own:
-            words = _joint_heads(attn, text, added=True)
-            pairs = zip(_joint_heads(attn, tokens, image_rotary_emb), words, strict=True)
+            words = self.heads(attn, text, of_text, added=True)
+            pairs = zip(self.heads(attn, tokens, of_tokens), words, strict=True)
             query, key, value = (joint.gather(*pair) for pair in pairs)
+        elif of_tokens is None or of_text is not None:
+            both = [joint.gather(*pair) for pair in zip(of_tokens or (), of_text or (), strict=True)]
+            query, key, value = self.heads(attn, joint.gather(tokens, text), both or None)
         else:
-            query, key, value = _joint_heads(attn, joint.gather(tokens, text))
-            if image_rotary_emb is not None:
-                sides = (joint.scatter(part) for part in (query, key))
-                query, key = (joint.gather(rotate_channels(one, image_rotary_emb), words) for one, words in sides)
+            query, key, value = self.heads(attn, joint.gather(tokens, text))
+            sides = (joint.scatter(part) for part in (query, key))
+            query, key = (joint.gather(self.rotate(one, of_tokens), words) for one, words in sides)
         attended = _attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
         if not own and _has(attn, "to_out"):  # of tokens and text alike
             attended = _through(attn.to_out, attended)
@@ -233,6 +236,30 @@ class PackedJointAttnProcessor(_Processor):
             tokens = _through(attn.to_out, tokens) if _has(attn, "to_out") else tokens
             text = attn.to_add_out(text) if _has(attn, "to_add_out") else text
         return tokens, text
+
+    def heads(
+        self, attn: Any, states: torch.Tensor, rotary: Sequence[torch.Tensor] | None = None, *, added: bool = False
+    ) -> Sequence[torch.Tensor]:
+        """Return query, key and value, each of shape `(…, H, D)`, normalised by head, and rotated if there are tables.
+
+        With `added`, by the projections and norms that the module has for text.
+        """
+        norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
+        names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+        heads = [part.unflatten(-1, (attn.heads, -1)) for part in project(attn, states, *names)]
+        query, key = (part if norm is None else norm(part) for part, norm in zip(heads, norms, strict=False))
+        if rotary is not None:
+            query, key = self.rotate(query, rotary), self.rotate(key, rotary)
+        return query, key, heads[2]
+
+    def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rotate neighbouring channels of `(…, H, D)` by tables `(…, D)`."""
+        return rotate_channels(tokens, rotary)
+
+
+def _sides(rotary: Rotary | None) -> tuple[Rotary | None, Rotary | None]:
+    """Return the cosines and sines of the tokens, and those of the text."""
+    return (None, None) if rotary is None else (rotary[:2], rotary[2:] or None)
 
 
 def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, halves: bool = False) -> torch.Tensor:
@@ -267,19 +294,6 @@ def project(attn: Any, states: torch.Tensor, *names: str) -> Sequence[torch.Tens
         fused: torch.Tensor = getattr(attn, _FUSED[names])(states)
         return fused.chunk(len(names), dim=-1)
     return [getattr(attn, name)(states) for name in names]
-
-
-def _joint_heads(
-    attn: Any, states: torch.Tensor, rotary: Sequence[torch.Tensor] | None = None, *, added: bool = False
-) -> Sequence[torch.Tensor]:
-    """Return query, key and value, each of shape `(…, H, D)`, normalised by head, and rotated if there are tables."""
-    norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
-    names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
-    heads = [part.unflatten(-1, (attn.heads, -1)) for part in project(attn, states, *names)]
-    query, key = (part if norm is None else norm(part) for part, norm in zip(heads, norms, strict=False))
-    if rotary is not None:
-        query, key = rotate_channels(query, rotary), rotate_channels(key, rotary)
-    return query, key, heads[2]
 
 
 def _attend(

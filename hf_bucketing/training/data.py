@@ -139,8 +139,8 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     collator = _make_collator(config, prepared, dataset, table=table, resize=resize)
     empty_text = None
     if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
-        empty = {name: tensor[None] for name, tensor in collator.empty_text().items()}
-        empty_text = TextEmbeddings(empty["text_values"], empty.get("text_mask"))
+        empty = collator.empty_text()
+        empty_text = TextEmbeddings(empty["text_values"], empty.get("text_mask"), empty.get("text_others", {}))
     workers = config.loader.dataloader_num_workers
     loader: DataLoader[Any] = DataLoader(
         dataset,

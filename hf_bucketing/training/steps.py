@@ -15,8 +15,8 @@ from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError, PackingError
 from ..media.sample import frame_rates
 from ..models.enable import enable_packing, packing_disabled
-from ..models.objectives import Noised, Objective
-from ..models.recipe import Recipe, TextEmbeddings
+from ..models.objectives import Objective
+from ..models.recipe import Recipe, Samples, TextEmbeddings
 from ..packing.layout import Grid
 from ..packing.pack import Packing, packed_forward
 from ..packing.token_drop import Seed, TokenDrop
@@ -38,15 +38,6 @@ class StepLosses(NamedTuple):
     noise_levels: torch.Tensor
 
 
-class StepInputs(NamedTuple):
-    """Samples of a batch as a step takes them: noised latents, texts, frame rates `(n,)`, and a seed for each."""
-
-    noised: Noised
-    text: TextEmbeddings
-    fps: torch.Tensor
-    seeds: Sequence[Seed]
-
-
 @dataclass(kw_only=True)
 class Step(ABC):
     """Compute the per-sample losses of a batch.
@@ -64,20 +55,21 @@ class Step(ABC):
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
-        latents = latents_of(self.recipe, batch)
+        media = media_of(self.recipe, batch)
+        latents = media.pop("latents")
         noised = self.objective(latents, indices=batch["index"], epoch=epoch)
         dropped = [self._drops_caption(index, epoch) for index in batch["index"]]
         text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
         fps = frame_rates(batch["fps"], device=latents[0].device)
+        samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
         seeds = [(self.seed, epoch, index) for index in batch["index"]]
-        inputs = StepInputs(noised, text, fps, seeds)
         with activations_on_cpu() if self.offload_activations else nullcontext():
-            values = self._losses(transformer, inputs)
+            values = self._losses(transformer, samples, seeds)
         return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
 
     @abstractmethod
-    def _losses(self, transformer: torch.nn.Module, inputs: StepInputs) -> torch.Tensor:
-        """Run the transformer and return the loss of each sample, `(n,)`."""
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
+        """Run the transformer and return the loss of each sample, `(n,)`; there is a seed for each."""
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -91,16 +83,10 @@ class Step(ABC):
 class BucketStep(Step):
     """Run one forward over a stack of samples of one size."""
 
-    def _losses(self, transformer: torch.nn.Module, inputs: StepInputs) -> torch.Tensor:
-        noised = inputs.noised
-        prediction = self.recipe.predict(
-            transformer,
-            torch.stack(noised.latents),
-            timesteps=noised.timesteps,
-            text=inputs.text,
-            fps=inputs.fps,
-        )
-        return self.objective.losses(prediction, noised)
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
+        inputs = self.recipe.model_inputs(samples)
+        prediction = self.recipe.predict(transformer, samples, inputs)
+        return self.objective.losses(prediction, samples.noised, weights=inputs.weights)
 
 
 @dataclass(kw_only=True)
@@ -116,17 +102,18 @@ class PackStep(Step):
         with packing_disabled(self.recipe.transformer):
             yield
 
-    def _losses(self, transformer: torch.nn.Module, inputs: StepInputs) -> torch.Tensor:
-        noised = inputs.noised
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
+        inputs = self.recipe.model_inputs(samples)
         pack = self.packing.pack(
-            noised.latents,
-            timesteps=noised.timesteps,
-            conditioning=self.recipe.conditioning(fps=inputs.fps),
+            inputs.latents,
+            timesteps=inputs.timesteps,
+            conditioning=inputs.conditioning,
             token_drop=self.token_drop,
-            seeds=inputs.seeds,
-            **inputs.text.pack_kwargs(),
+            seeds=seeds,
+            **samples.text.pack_kwargs(),
         )
-        return self.objective.packed_losses(packed_forward(transformer, pack), noised, pack)
+        prediction = packed_forward(transformer, pack)
+        return self.objective.packed_losses(prediction, samples.noised, pack, weights=inputs.weights)
 
 
 def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
@@ -177,14 +164,18 @@ def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
             ) from error
 
 
-def latents_of(recipe: Recipe, batch: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the latents `(C, f, h, w)` of each sample of a batch of any collator, from its cache or encoded."""
+def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
+    """Return `latents`, `(C, f, h, w)` of each sample of a batch of any collator, and its conditions.
+
+    They are read from its cache or encoded.
+    """
     if "latents" in batch:
-        return list(batch["latents"])
+        return {"latents": list(batch["latents"]), **batch.get("conditions", {})}
     pixels = batch["pixel_values"]
     if isinstance(pixels, torch.Tensor):
-        return list(recipe.encode_latents(pixels))
-    return [recipe.encode_latents(sample[None])[0] for sample in pixels]
+        return {name: list(values) for name, values in recipe.encode_media(pixels).items()}
+    encoded = [recipe.encode_media(sample[None]) for sample in pixels]
+    return {name: [sample[name][0] for sample in encoded] for name in encoded[0]}
 
 
 def text_of(
@@ -201,12 +192,8 @@ def text_of(
     if "text_values" not in batch:
         captions = zip(batch["caption"], dropped, strict=True)
         return recipe.encode_text(["" if drop else caption for caption, drop in captions])
-    values, mask = batch["text_values"], batch.get("text_mask")
+    text = TextEmbeddings(batch["text_values"], batch.get("text_mask"), batch.get("text_others", {}))
     if not any(dropped):
-        return TextEmbeddings(values, mask)
+        return text
     assert empty is not None, "make_data reads it from the cache"
-    drops = torch.tensor(dropped, device=values.device)
-    values = torch.where(drops[:, None, None], empty.values.to(values), values)
-    if mask is not None and empty.mask is not None:
-        mask = torch.where(drops[:, None], empty.mask.to(mask), mask)
-    return TextEmbeddings(values, mask)
+    return text.replaced(dropped, empty)

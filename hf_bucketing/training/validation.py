@@ -89,17 +89,14 @@ class Validation:
             transformer.train(training)
 
     def _sample(self, recipe: Recipe, prompt: str, size: Size) -> np.ndarray:
-        result = recipe.pipeline(
+        frames = recipe.render(
             prompt,
-            height=size.height,
-            width=size.width,
+            size,
             num_inference_steps=self.config.validation_inference_steps,
             guidance_scale=self.config.validation_guidance_scale,
             generator=torch.Generator().manual_seed(self.seed),
-            output_type="np",
-            **recipe.duration(size.frames),
         )
-        return (np.asarray(result.frames[0]) * 255).round().astype(np.uint8)
+        return (frames * 255).round().astype(np.uint8)
 
 
 def parse_sizes(text: str, spec: LatentSpec) -> list[Size]:

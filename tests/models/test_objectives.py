@@ -14,6 +14,7 @@ from hf_bucketing.media import frame_rates
 from hf_bucketing.models.ltx.recipe import LTXRecipe
 from hf_bucketing.models.objectives import FlowMatching, sample_generator
 from hf_bucketing.models.wan.recipe import WanRecipe
+from tests.models.recipe_cases import samples_of
 
 
 def test_the_recipe_reads_the_spec_without_weights_and_refuses_other_pipelines(pipeline_dir, tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_latents_and_text_are_those_that_the_pipeline_makes(pipeline_dir) -> Non
     for channel in range(4):
         expected = (raw[:, channel] - config.latents_mean[channel]) / config.latents_std[channel]
         assert torch.allclose(latents[:, channel], expected, atol=1e-5)
-    text, mask = recipe.encode_text(["red", "a blue square"])
+    text, mask, _ = recipe.encode_text(["red", "a blue square"])
     assert mask is None
     assert text.shape == (2, 16, 32)
     assert (text[0, 4:] == 0).all(), "three bytes and the end token; then zeros, which the model attends to"
@@ -102,6 +103,6 @@ def test_frame_rates_of_images_are_above_0() -> None:
 
 def test_an_image_of_frame_rate_0_has_finite_positions_in_ltx(pipeline_dirs) -> None:
     recipe = LTXRecipe.load(str(pipeline_dirs["ltx"]))
-    scale = recipe.conditioning(fps=torch.tensor([0.0, 8.0]))["rope_interpolation_scale"]
+    scale = recipe.conditioning(samples_of(recipe, fps=[0.0, 8.0]))["rope_interpolation_scale"]
     assert scale.isfinite().all()
-    assert torch.equal(scale[1], recipe.conditioning(fps=torch.tensor([8.0]))["rope_interpolation_scale"][0])
+    assert torch.equal(scale[1], recipe.conditioning(samples_of(recipe, fps=[8.0]))["rope_interpolation_scale"][0])

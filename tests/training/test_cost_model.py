@@ -39,10 +39,10 @@ def measured(monkeypatch) -> None:
         now[0] += LINEAR * tokens.sum() + QUADRATIC * (tokens**2).sum() + PER_BATCH + 9.0 * (stalled % 7 == 0)
         return take(step, transformer, batch, epoch=epoch)
 
-    def latents(recipe, batch):  # in place of the VAE, which takes most of the time of so small a model
-        return [torch.ones(4, *np.multiply(step_grid(size), (1, 2, 2))) for size in batch["size"]]
+    def media(recipe, batch):  # in place of the VAE, which takes most of the time of so small a model
+        return {"latents": [torch.ones(4, *np.multiply(step_grid(size), (1, 2, 2))) for size in batch["size"]]}
 
-    monkeypatch.setattr("hf_bucketing.training.steps.latents_of", latents)
+    monkeypatch.setattr("hf_bucketing.training.steps.media_of", media)
     monkeypatch.setattr(PackStep, "__call__", timed)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 

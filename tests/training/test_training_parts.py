@@ -20,6 +20,7 @@ from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
 from hf_bucketing.training.memory.estimate import find_max_tokens
 from hf_bucketing.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from hf_bucketing.training.validation import Validation, ValidationConfig, parse_sizes
+from tests.models.recipe_cases import samples_of
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 ADAMW = OptimizerConfig(learning_rate=1e-3, adam_beta2=0.99, adam_weight_decay=0.1)
@@ -45,10 +46,9 @@ def test_adapters_are_saved_as_stock_diffusers_loads_them(family: str, pipeline_
     plain = dataclasses.replace(recipe, pipeline=DiffusionPipeline.from_pretrained(pipeline_dirs[family]))
     pipeline.load_lora_weights(str(tmp_path))
     loaded = dataclasses.replace(recipe, pipeline=pipeline)
-    options = {"timesteps": torch.tensor([7.0]), "text": recipe.encode_text(["red"]), "fps": torch.tensor([8.0])}
-    latents = torch.randn(1, 4, 2, 4, 6)
+    samples = samples_of(recipe, torch.randn(1, 4, 2, 4, 6), timesteps=[7.0], captions=["red"], fps=[8.0])
     with torch.no_grad():
-        outputs = [one.predict(one.transformer, latents, **options) for one in (recipe, loaded, plain)]
+        outputs = [one.predict(one.transformer, samples, one.model_inputs(samples)) for one in (recipe, loaded, plain)]
     assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
     assert not torch.allclose(outputs[0], outputs[2], atol=1e-3)
 

@@ -6,7 +6,7 @@ import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, TextEmbeddings, read_configs
+from ..recipe import Recipe, Samples, TextEmbeddings, read_configs
 from .packing import FAMILY
 
 _TOKENS = 120
@@ -19,6 +19,7 @@ class LatteRecipe(Recipe):
     pipeline_class = "LattePipeline"
     family = FAMILY
     denoises = True
+    image_vae = True
     default_sequence_length = _TOKENS
     native_sizes = ((512, 512),)
 
@@ -30,14 +31,6 @@ class LatteRecipe(Recipe):
         return LatentSpec(
             temporal_stride=1, spatial_stride=2 ** (len(vae["block_out_channels"]) - 1), patch=(1, side, side)
         )
-
-    @torch.no_grad()
-    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode frame by frame, scaled as the pipeline decodes."""
-        vae = self.pipeline.vae
-        frames = pixel_values.to(vae.dtype).transpose(1, 2)
-        latents = vae.encode(frames.flatten(0, 1)).latent_dist.mode() * vae.config.scaling_factor
-        return latents.unflatten(0, frames.shape[:2]).transpose(1, 2)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
@@ -59,9 +52,9 @@ class LatteRecipe(Recipe):
         """Return the argument of the pipeline's call, which is named `video_length` in Latte."""
         return {"video_length": frames}
 
-    def refusal(self, latents: torch.Tensor, *, fps: torch.Tensor) -> str | None:
+    def refusal(self, samples: Samples) -> str | None:
         """Refuse samples that do not have the one duration that the model can stack."""
-        frames, only = latents.shape[2], self.transformer.config.video_length
+        frames, only = samples.noised.latents[0].shape[1], self.transformer.config.video_length
         if frames in (1, only):
             return None
         return (

@@ -42,6 +42,7 @@ class LTXFamily(Family):
     interpolates = True
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
+    timestep_per_token = True
     context_parallel = True
     text_by_strip = True
 

@@ -12,7 +12,7 @@ from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...media.sample import frame_rates
 from ..objectives import Shift
-from ..recipe import Recipe, read_configs
+from ..recipe import Recipe, Samples, read_configs
 from ..shift import shift_for_tokens
 from .packing import FAMILY, SCALES
 
@@ -48,9 +48,9 @@ class LTXRecipe(Recipe):
         """Return the statistics that the VAE's weights hold."""
         return self.pipeline.vae.latents_mean, self.pipeline.vae.latents_std
 
-    def refusal(self, latents: torch.Tensor, *, fps: torch.Tensor) -> str | None:
+    def refusal(self, samples: Samples) -> str | None:
         """Refuse stacks of several frame rates, because the model takes one for all."""
-        rates = fps.unique()
+        rates = samples.fps.unique()
         if len(rates) == 1:
             return None
         return (
@@ -58,9 +58,9 @@ class LTXRecipe(Recipe):
             "--target_fps that all its videos reach, or train packs, which have no such limit."
         )
 
-    def conditioning(self, *, fps: torch.Tensor) -> dict[str, torch.Tensor]:
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the seconds and pixels that a latent covers, as the pipeline computes them."""
-        seconds = self.spec.temporal_stride / frame_rates(fps).double()
+        seconds = self.spec.temporal_stride / frame_rates(samples.fps).double()
         sides = torch.full_like(seconds, float(self.spec.spatial_stride))
         return {SCALES: torch.stack([seconds, sides, sides], 1)}
 

@@ -53,9 +53,7 @@ class PackedWanAttnProcessor(PackedAttnProcessor):
 class WanFamily(Family):
     """Packing of `WanTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
-    Wan 2.2's pipelines may give each token a timestep (`expand_timesteps`). All tokens of a text-to-video sample have
-    the same one, so one per sample is right; the clean first frame of image-to-video, with a timestep of its own, is
-    not supported.
+    Wan 2.2's pipelines may give each token a timestep (`expand_timesteps`), such as 0 for a clean first frame.
 
     Image-to-video models that attend to the first frame (and the last) take `encoder_hidden_states_image`,
     `(n, image tokens, image_dim)`: the image encoder's output for the frame, or for both frames one after the other.
@@ -70,6 +68,7 @@ class WanFamily(Family):
     text_rule = "keep_padding"
     interpolates = True
     position_module = "rope"
+    timestep_per_token = True
     conditioning_by_strip = False
     attention_kwargs = "attention_kwargs"
     context_parallel = True

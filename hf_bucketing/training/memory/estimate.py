@@ -271,12 +271,19 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
     }
     transformer, family = recipe.transformer, recipe.family
     name = "pixel_values" if recipe.modules("vae") else "latents"
-    channels = 3 if name == "pixel_values" else family.in_channels(transformer)
+    channels = 3 if name == "pixel_values" else recipe.latent_channels
     shapes = sizes if name == "pixel_values" else [recipe.spec.latent_size(size) for size in sizes]
     media = [torch.rand(channels, *shape, device=device) * 2 - 1 for shape in shapes]
     batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
+    if name == "latents":
+        blank = [recipe.blank_conditions(latent) for latent in media]
+        batch["conditions"] = {condition: [one[condition] for one in blank] for condition in blank[0]}
     if not recipe.modules("text_encoders"):
         shape = len(sizes), recipe.max_sequence_length
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = torch.ones(shape, device=device) if family.text_rule == "masked" else None
+        drawn = family.draw_conditioning(transformer, [recipe.spec.grid(size) for size in sizes])
+        batch["text_others"] = {
+            name: values.to(device) for name, values in drawn.items() if name not in family.latent_conditioning
+        }
     return batch

@@ -1,0 +1,20 @@
+"""The cases of every model family, each in a file of its own: `CASES` for packing, `RECIPES` for training."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from tests.models import cases
+from tests.models.cases import FamilyCase
+from tests.models.recipe_cases import RecipeCase
+
+_modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+
+CASES: dict[str, FamilyCase] = {
+    **cases.CASES,
+    **{name: case for module in _modules for name, case in getattr(module, "CASES", {}).items()},
+}
+RECIPES: dict[str, RecipeCase] = {
+    name: case for module in _modules for name, case in getattr(module, "RECIPES", {}).items()
+}

@@ -1,0 +1,70 @@
+"""The table of training recipes: a tiny pipeline each, and the loss of a sample by hand from its own components."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_bucketing.models.objectives import Noised
+from hf_bucketing.models.recipe import Recipe, Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A sample, and the noise drawn for it.
+
+    Attributes:
+        pixels: `(3, F, H, W)` in [−1, 1].
+        caption: Its caption.
+        fps: Its frame rate; 1 for images.
+        noise: `(C, f, h, w)`, of the latent's size.
+        timestep: As the objective draws it: 1000 · σ for flow matching, else an index into the schedule.
+        max_sequence_length: Text tokens.
+    """
+
+    pixels: torch.Tensor
+    caption: str
+    fps: float
+    noise: torch.Tensor
+    timestep: torch.Tensor
+    max_sequence_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeCase:
+    """A training recipe.
+
+    Args:
+        tiny: Name of its pipeline of small random weights.
+        loss: Computes a sample's loss by hand, from the components of the stock pipeline alone: encodes as its call
+            does, adds the noise, calls the transformer as its call does, and compares with the target.
+        sizes: Frames, height and width in pixels of three samples; in buckets, only the first is taken, twice.
+        render: Arguments of the pipeline's call for a render of few steps, but for the prompt, size and image.
+        max_sequence_length: Text tokens.
+    """
+
+    tiny: str
+    loss: Callable[[Any, Drawn], torch.Tensor]
+    sizes: tuple[tuple[int, int, int], ...] = ((5, 32, 48), (1, 32, 32), (9, 48, 32))
+    render: dict[str, Any]
+    max_sequence_length: int = 64
+
+
+def samples_of(
+    recipe: Recipe,
+    latents: torch.Tensor | None = None,
+    *,
+    fps: Sequence[float],
+    timesteps: Sequence[float] | None = None,
+    captions: Sequence[str] | None = None,
+) -> Samples:
+    """Make samples with latents that are their own targets."""
+    count = len(fps)
+    latents = torch.zeros(count, recipe.latent_channels, 1, 4, 4) if latents is None else latents
+    steps = torch.tensor([7.0] * count if timesteps is None else list(timesteps))
+    text = recipe.encode_text(list(captions or ["red"] * count))
+    rows = list(latents)
+    return Samples(noised=Noised(rows, rows, steps, rows), text=text, fps=torch.tensor(list(fps)))

@@ -1,0 +1,93 @@
+"""Every training recipe: its loss is the one computed by hand from the stock pipeline's own components."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_bucketing.models import enable_packing
+from hf_bucketing.models.objectives import Denoising, Objective, sample_generator
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.testing import make_tiny_pipeline
+from hf_bucketing.training.steps import BucketStep, PackStep, Step
+from tests.models.families import RECIPES
+from tests.models.recipe_cases import Drawn, RecipeCase
+
+each_recipe = pytest.mark.parametrize("case", RECIPES.values(), ids=RECIPES.keys())
+CAPTIONS = ("a red square moving right", "x", "a large blue circle on grey")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that makes a case's tiny pipeline, once."""
+
+    @cache
+    def make(tiny: str) -> Path:
+        folder = tmp_path_factory.mktemp("tiny") / tiny
+        make_tiny_pipeline(folder, family=tiny)
+        return folder
+
+    return lambda case: make(case.tiny)
+
+
+def batch_of(case: RecipeCase, *, stacked: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = case.sizes[:1] * 2 if stacked else case.sizes
+    pixels = [torch.rand(3, *size, generator=generator) * 2 - 1 for size in sizes]
+    return {
+        "pixel_values": torch.stack(pixels) if stacked else pixels,
+        "caption": list(CAPTIONS[: len(sizes)]),
+        "fps": [8.0 if size[0] > 1 else 0.0 for size in sizes],
+        "index": [3, 4, 5][: len(sizes)],
+    }
+
+
+def drawn_noise(objective: Objective, index: int, shape: torch.Size) -> torch.Tensor:
+    generator = sample_generator(seed=objective.seed, epoch=1, index=index)
+    if isinstance(objective, Denoising):
+        torch.randint(objective.posterior.num_timesteps, (1,), generator=generator)
+    else:
+        objective._draw_sigma(generator, tuple(shape[1:]))
+    return torch.randn(shape, generator=generator)
+
+
+@each_recipe
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+@torch.no_grad()
+def test_the_loss_is_the_one_by_hand(case: RecipeCase, batching: str, folder_of) -> None:
+    folder = folder_of(case)
+    recipe: Recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
+    recipe.transformer.eval()
+    objective = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
+    batch = batch_of(case, stacked=batching == "bucket")
+    latents = [recipe.encode_latents(pixels[None])[0] for pixels in batch["pixel_values"]]
+    noised = objective(latents, indices=batch["index"], epoch=1)
+    by_hand = [
+        case.loss(
+            recipe.pipeline,
+            Drawn(
+                pixels=pixels,
+                caption=batch["caption"][row],
+                fps=batch["fps"][row] or 1.0,
+                noise=drawn_noise(objective, batch["index"][row], latents[row].shape),
+                timestep=noised.timesteps[row],
+                max_sequence_length=case.max_sequence_length,
+            ),
+        )
+        for row, pixels in enumerate(batch["pixel_values"])
+    ]
+    step: Step = BucketStep(recipe=recipe, objective=objective)
+    if batching == "pack":
+        packing = enable_packing(recipe.transformer, strip_length=8)
+        step = PackStep(recipe=recipe, objective=objective, packing=packing)
+    losses = step(recipe.transformer, batch, epoch=1).values
+    assert losses.tolist() == pytest.approx([float(loss) for loss in by_hand], abs=1e-6, rel=1e-6)
+
+
+def test_every_recipe_has_a_case(folder_of) -> None:
+    assert {recipe_of(str(folder_of(case))).pipeline_class for case in RECIPES.values()} == set(recipes())
