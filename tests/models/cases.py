@@ -33,6 +33,14 @@ class Expected(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
+def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    model = model.to(dtype)
+    for name, module in model.named_modules():
+        if name.endswith("learnable_pos_embed"):
+            module.float()  # Cosmos computes it in no other dtype
+    return model
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FamilyCase:
     """A family's small model, its samples, and the stock call for one of them.
@@ -70,10 +78,7 @@ class FamilyCase:
         model = self.make(**config)
         for parameter in model.parameters():  # many start at zero or one, where errors would not show
             parameter.data += 0.02 * torch.randn_like(parameter)
-        model = model.to(dtype)
-        if getattr(model, "learnable_pos_embed", None) is not None:
-            model.learnable_pos_embed.float()  # Cosmos computes it in no other dtype
-        return model
+        return in_dtype(model, dtype)
 
     @cached_property
     def expected(self) -> Expected:
