@@ -181,7 +181,7 @@ class Recipe(ABC):
         """
         import diffusers
 
-        loading, pipeline_class = loading or Loading(), getattr(diffusers, cls.pipeline_class)
+        loading, pipeline_class = loading or Loading(), cls.pipeline_type()
         with from_hub(name_or_path):
             index = pipeline_class.load_config(name_or_path)
             check_has(index, trained, name_or_path=name_or_path)
@@ -205,6 +205,13 @@ class Recipe(ABC):
             tile(pipeline.vae, name_or_path)
         length = max_sequence_length or cls.default_sequence_length
         return cls(pipeline=pipeline, spec=cls.read_spec(name_or_path), max_sequence_length=length, trained=trained)
+
+    @classmethod
+    def pipeline_type(cls) -> Any:
+        """Return the class of the pipeline."""
+        import diffusers
+
+        return getattr(diffusers, cls.pipeline_class)
 
     @classmethod
     def empty_transformer(cls, name_or_path: str, trained: str) -> Any:

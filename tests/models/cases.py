@@ -57,6 +57,7 @@ class FamilyCase:
         conditioning: Draws the further inputs of the model, for that number of samples.
         float64: Whether the model computes in float64 throughout.
         empty_text: Whether the model runs a sample without text.
+        shortest_strip: Fewest tokens of a strip.
         without_gradient: Parts of the names of parameters that the outputs do not depend on.
     """
 
@@ -72,6 +73,7 @@ class FamilyCase:
     float64: bool = True
     without_gradient: tuple[str, ...] = ()
     empty_text: bool = True
+    shortest_strip: int = 1
 
     def model(self, dtype: torch.dtype = torch.float32, **config: Any) -> torch.nn.Module:
         torch.manual_seed(0)
@@ -127,6 +129,7 @@ ALLEGRO = FamilyCase(
     make=cross_models.make_allegro,
     alone=cross_models.allegro_alone,
     sizes=tuple((1, 2, 4) if size == (1, 2, 2) else size for size in SIZES),
+    shortest_strip=2,
     float64=False,
 )
 COSMOS = FamilyCase(

@@ -44,6 +44,9 @@ class RecipeCase:
         sizes: Frames, height and width in pixels of three samples; in buckets, only the first is taken, twice.
         render: Arguments of the pipeline's call for a render of few steps, but for the prompt, size and image.
         max_sequence_length: Text tokens.
+        buckets: Heights and widths of a training run's buckets, in pixels.
+        bucket_frames: Their numbers of frames, unless the model takes images.
+        max_tokens: Tokens of a training run's packs.
     """
 
     tiny: str
@@ -51,6 +54,9 @@ class RecipeCase:
     sizes: tuple[tuple[int, int, int], ...] = ((5, 32, 48), (1, 32, 32), (9, 48, 32))
     render: dict[str, Any]
     max_sequence_length: int = 64
+    buckets: str = "64,112;112,64;64,64"
+    bucket_frames: str = "1,9,17"
+    max_tokens: int = 640
 
 
 def samples_of(
