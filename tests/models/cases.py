@@ -55,7 +55,6 @@ class FamilyCase:
         text_dim: Channels of the text embeddings.
         timesteps: One per sample.
         conditioning: Draws the further inputs of the model, for that number of samples.
-        float64: Whether the model computes in float64 throughout.
         empty_text: Whether the model runs a sample without text.
         shortest_strip: Fewest tokens of a strip.
         without_gradient: Parts of the names of parameters that the outputs do not depend on.
@@ -70,7 +69,6 @@ class FamilyCase:
     text_dim: int = 16
     timesteps: torch.Tensor = TIMESTEPS
     conditioning: Callable[[Draw, int], Mapping[str, torch.Tensor]] = lambda draw, count: {}
-    float64: bool = True
     without_gradient: tuple[str, ...] = ()
     empty_text: bool = True
     shortest_strip: int = 1
@@ -122,7 +120,6 @@ LTX = FamilyCase(
     conditioning=lambda draw, count: {
         "rope_interpolation_scale": torch.tensor([[8 / (12 + sample), 32.0, 32.0] for sample in range(count)])
     },
-    float64=False,
 )
 # The stock Allegro cannot run a sample of one token, whose dimension its blocks squeeze away.
 ALLEGRO = FamilyCase(
@@ -130,13 +127,11 @@ ALLEGRO = FamilyCase(
     alone=cross_models.allegro_alone,
     sizes=tuple((1, 2, 4) if size == (1, 2, 2) else size for size in SIZES),
     shortest_strip=2,
-    float64=False,
 )
 COSMOS = FamilyCase(
     make=cross_models.make_cosmos,
     alone=cross_models.cosmos_alone,
     conditioning=lambda draw, count: {"fps": torch.tensor([12.0 + sample for sample in range(count)])},
-    float64=False,
 )
 COSMOS_ROTARY_ONLY = replace(
     COSMOS,
@@ -188,7 +183,6 @@ FLUX = FamilyCase(
     alone=joint_models.flux_alone,
     sizes=IMAGE_SIZES,
     conditioning=lambda draw, count: {"pooled_projections": draw(count, 20), "guidance": 3.5 + draw(count)},
-    float64=False,  # the stock model rounds text to float32 to rotate it by nothing
 )
 
 CROSS: dict[str, FamilyCase] = {
