@@ -1,4 +1,4 @@
-"""Every training recipe from files to a clip: two epochs in both ways of batching, then a render by diffusers."""
+"""Every training recipe from files to a clip: epochs of batches and, from a cache, of packs; then a render."""
 
 from __future__ import annotations
 
@@ -31,12 +31,18 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, media_
         *("--output_dir", prepared, "--target_fps", 8, "--buckets", case.buckets, "--bucket_frames", frames),
         *("--max_frames", max(map(int, frames.split(",")))),
     )
+    run_script_here(
+        *("cache_latents.py", "--dataset_dir", prepared, "--cache_dir", tmp_path / "cache"),
+        *("--output_dir", tmp_path / "cached", "--pretrained_model_name_or_path", pipeline, "--batching", "pack"),
+        *("--max_sequence_length", case.max_sequence_length),
+    )
     common = {"max_train_steps": None, "num_train_epochs": 2, "max_sequence_length": case.max_sequence_length}
     pack = {"batching": "pack", "max_tokens": case.max_tokens, "strip_length": 8, "train_batch_size": 1}
     adapters = {"lora_rank": 2} if hasattr(recipe.pipeline_type(), "load_lora_weights") else {}
-    for name, settings in {"bucket": {}, "pack": {**pack, **adapters}}.items():
+    runs = {"bucket": (prepared, {}), "pack": (tmp_path / "cached", {**pack, **adapters})}
+    for name, (data, settings) in runs.items():
         out = tmp_path / name
-        losses = run(in_process(pipeline, prepared, out, **common, **settings))
+        losses = run(in_process(pipeline, data, out, **common, **settings))
         assert len(losses) >= 4
         assert np.isfinite(losses).all()
         trained = DiffusionPipeline.from_pretrained(out if (out / "model_index.json").exists() else pipeline)
