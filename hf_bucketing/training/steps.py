@@ -121,6 +121,7 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     objective = recipe.objective(
         weighting_scheme=config.objective.weighting_scheme,
         snr_gamma=config.objective.snr_gamma,
+        shift=config.objective.shift,
         seed=config.seed,
     )
     common: dict[str, Any] = {
