@@ -11,8 +11,9 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...media.sample import frame_rates
+from ..first_frame import with_clean_first_frame
 from ..objectives import Shift
-from ..recipe import Recipe, Samples, read_configs
+from ..recipe import ModelInputs, Recipe, Samples, read_configs
 from ..shift import shift_for_tokens
 from .packing import FAMILY, SCALES
 
@@ -65,6 +66,21 @@ class LTXRecipe(Recipe):
         return {SCALES: torch.stack([seconds, sides, sides], 1)}
 
 
+class LTXImageToVideoRecipe(LTXRecipe):
+    """Recipe of `LTXImageToVideoPipeline`: each video continues its own clean first frame; images have no condition.
+
+    LTX's own trainer draws the share of samples that are conditioned. Here all are: train the same transformer as an
+    `LTXPipeline` for text-to-video.
+    """
+
+    pipeline_class = "LTXImageToVideoPipeline"
+    takes_image = True
+
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Return the inputs with a clean first frame."""
+        return with_clean_first_frame(samples, conditioning=self.conditioning(samples))
+
+
 def _shift_by_size(config: Mapping[str, Any]) -> Shift:
     """Return the scheduler's shift as a function of a latent's `(F, H, W)`."""
     if config.get("time_shift_type", "exponential") != "exponential":
@@ -80,4 +96,4 @@ def _shift_by_size(config: Mapping[str, Any]) -> Shift:
     return lambda size: shift_for_tokens(math.prod(size), **limits)
 
 
-RECIPES = (LTXRecipe,)
+RECIPES = (LTXRecipe, LTXImageToVideoRecipe)
