@@ -7,7 +7,22 @@ from typing import Any
 
 import torch
 
-from .recipe import ModelInputs, Samples
+from .recipe import ModelInputs, Recipe, Samples
+
+
+class FirstFrameRecipe(Recipe):
+    """Base of recipes of image-to-video pipelines that keep the first latent frame clean.
+
+    Each video continues its own first frame; images, which have nothing to continue, train the model without a
+    condition. The models' own trainers draw the share of samples that are conditioned; here all are: train the same
+    transformer as a text-to-video pipeline for the others.
+    """
+
+    takes_image = True
+
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Return the inputs with a clean first frame."""
+        return with_clean_first_frame(samples, conditioning=self.conditioning(samples))
 
 
 def with_clean_first_frame(samples: Samples, *, conditioning: Mapping[str, Any]) -> ModelInputs:

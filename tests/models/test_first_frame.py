@@ -17,6 +17,7 @@ from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Samples, TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
+from tests.models.families import RECIPES
 
 
 def samples_of(*frames: int) -> Samples:
@@ -52,7 +53,7 @@ def test_an_image_beside_a_video_has_no_condition() -> None:
     assert inputs.weights[1].eq(1).all()
 
 
-@pytest.mark.parametrize("tiny", ["ltx-i2v"])
+@pytest.mark.parametrize("tiny", ["ltx-i2v", "ltx2-i2v"])
 @torch.no_grad()
 def test_a_render_shows_the_first_frame_as_training_does(tiny: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
@@ -61,7 +62,7 @@ def test_a_render_shows_the_first_frame_as_training_does(tiny: str, tmp_path: Pa
     image = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
     calls: list[dict[str, Any]] = []
     hook = recipe.transformer.register_forward_pre_hook(lambda _, args, given: calls.append(given), with_kwargs=True)
-    settings = {"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64}
+    settings = {name: value for name, value in RECIPES[tiny].render.items() if name != "num_frames"}
     frames = recipe.render("x", Size(5, 32, 64), image=Image.fromarray(image), **settings)
     hook.remove()
     assert frames.shape == (5, 32, 64, 3)

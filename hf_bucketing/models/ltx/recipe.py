@@ -11,9 +11,9 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...media.sample import frame_rates
-from ..first_frame import with_clean_first_frame
+from ..first_frame import FirstFrameRecipe
 from ..objectives import Shift
-from ..recipe import ModelInputs, Recipe, Samples, read_configs
+from ..recipe import Recipe, Samples, read_configs
 from ..shift import shift_for_tokens
 from .packing import FAMILY, SCALES
 
@@ -66,19 +66,10 @@ class LTXRecipe(Recipe):
         return {SCALES: torch.stack([seconds, sides, sides], 1)}
 
 
-class LTXImageToVideoRecipe(LTXRecipe):
-    """Recipe of `LTXImageToVideoPipeline`: each video continues its own clean first frame; images have no condition.
-
-    LTX's own trainer draws the share of samples that are conditioned. Here all are: train the same transformer as an
-    `LTXPipeline` for text-to-video.
-    """
+class LTXImageToVideoRecipe(FirstFrameRecipe, LTXRecipe):
+    """Recipe of `LTXImageToVideoPipeline`; see [`FirstFrameRecipe`]."""
 
     pipeline_class = "LTXImageToVideoPipeline"
-    takes_image = True
-
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Return the inputs with a clean first frame."""
-        return with_clean_first_frame(samples, conditioning=self.conditioning(samples))
 
 
 def _shift_by_size(config: Mapping[str, Any]) -> Shift:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tests.models.recipe_cases import Drawn, RecipeCase
+
+Predict = Callable[[Any, Drawn, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
@@ -39,16 +42,16 @@ def predict(pipeline: Any, drawn: Drawn, noisy: torch.Tensor, timestep: torch.Te
     )[0]
 
 
-def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+def text_to_video_loss(pipeline: Any, drawn: Drawn, *, predict: Predict = predict) -> torch.Tensor:
     clean, noise, sigma = clean_latent(pipeline, drawn.pixels), drawn.noise[None], drawn.timestep / 1000
     output = predict(pipeline, drawn, (1 - sigma) * clean + sigma * noise, drawn.timestep[None])
     return (output - tokens(pipeline, noise - clean)).square().mean()
 
 
-def image_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+def image_to_video_loss(pipeline: Any, drawn: Drawn, *, predict: Predict = predict) -> torch.Tensor:
     """The first frame is encoded by itself, as the pipeline's image is."""
     if drawn.pixels.shape[1] == 1:
-        return text_to_video_loss(pipeline, drawn)
+        return text_to_video_loss(pipeline, drawn, predict=predict)
     clean, noise, sigma = clean_latent(pipeline, drawn.pixels), drawn.noise[None], drawn.timestep / 1000
     noisy = (1 - sigma) * clean + sigma * noise
     mask = torch.zeros_like(noisy[:, :1])

@@ -10,6 +10,8 @@ import torch
 from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
 
 from tests.models.cases import FamilyCase
+from tests.models.families.ltx import image_to_video_loss, text_to_video_loss, tokens
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 def make_ltx2(**config: Any) -> LTX2VideoTransformer3DModel:
@@ -60,6 +62,34 @@ def ltx2_alone(
     return LTX2Pipeline._unpack_latents(output, *grid, **sides)[0]
 
 
+def predict(pipeline: Any, drawn: Drawn, noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    """Call the transformer as the pipeline does for guidance without the other modality, with a random audio."""
+    states, mask, _, _ = pipeline.encode_prompt(
+        drawn.caption, do_classifier_free_guidance=False, max_sequence_length=drawn.max_sequence_length
+    )
+    text, audio_text, mask = pipeline.connectors(states, mask, padding_side="left")
+    size = dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True))
+    rope, sigma = pipeline.transformer.rope, drawn.timestep[None]
+    return pipeline.transformer(
+        hidden_states=tokens(pipeline, noisy),
+        audio_hidden_states=torch.randn(1, 9, pipeline.transformer.config.audio_in_channels),
+        encoder_hidden_states=text,
+        audio_encoder_hidden_states=audio_text,
+        timestep=timestep,
+        audio_timestep=sigma,
+        sigma=sigma,
+        encoder_attention_mask=mask,
+        audio_encoder_attention_mask=mask,
+        **size,
+        fps=drawn.fps,
+        audio_num_frames=9,
+        video_coords=rope.prepare_video_coords(1, *size.values(), "cpu", fps=drawn.fps),
+        isolate_modalities=True,
+        use_cross_timestep=True,
+        return_dict=False,
+    )[0]
+
+
 LTX2 = FamilyCase(
     make=make_ltx2,
     alone=ltx2_alone,
@@ -93,5 +123,16 @@ CASES = {
             **{"use_prompt_adaln_single": False, "ff_bias": False, "use_keyframes_abs_pos_embedding": True},
         ),
         text_dim=32,
+    ),
+}
+RENDER = {
+    **{"num_inference_steps": 2, "num_frames": 5, "max_sequence_length": 64, "guidance_scale": 1.0},
+    **{"stg_scale": 0.0, "modality_scale": 1.0},
+    **{"audio_guidance_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0},
+}
+RECIPES = {
+    "ltx2": RecipeCase(tiny="ltx2", loss=partial(text_to_video_loss, predict=predict), render=RENDER),
+    "ltx2-i2v": RecipeCase(
+        tiny="ltx2-i2v", loss=partial(image_to_video_loss, predict=predict), render={**RENDER, "image_crf": 0}
     ),
 }
