@@ -104,7 +104,8 @@ class ModelInputs:
 Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformer to train, its other transformers, its text encoders, or what encodes media.
 
-The last is the VAE, and an image encoder where there is one.
+The text encoders include whatever else reads text, such as the connectors of LTX-2; what encodes media is the VAE, an
+image encoder where there is one, and what makes sound.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -202,6 +203,8 @@ class Recipe(ABC):
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 component.requires_grad_(name == trained and loading.quantization is None)
+                if name == trained:
+                    _freeze(component, cls.family.unused)
         if loading.quantization is not None:
             _let_go_of_files(getattr(pipeline, trained))
         if loading.vae_tiling and pipeline.vae is not None:
@@ -449,6 +452,12 @@ class Recipe(ABC):
         return {} if self.family.images_only else {"num_frames": frames}
 
 
+def _freeze(transformer: torch.nn.Module, unused: Sequence[str]) -> None:
+    for name, parameter in transformer.named_parameters():
+        if any(part in name for part in unused):
+            parameter.requires_grad_(False)
+
+
 def _let_go_of_files(transformer: torch.nn.Module) -> None:
     """Copy the weights that were not quantised: they lie in the mapped files, all of which would stay in memory."""
     for parameter in transformer.parameters():
@@ -468,9 +477,9 @@ def _part_of(name: str, *, trained: str) -> Part | None:
         return "trained"
     if name.startswith("transformer"):
         return "transformers"
-    if name.startswith("text_encoder"):
+    if name.startswith("text_encoder") or name in ("connectors", "prompt_enhancer", "duration_head"):
         return "text_encoders"
-    return "vae" if name in ("vae", "image_encoder") else None
+    return "vae" if name in ("vae", "image_encoder", "audio_vae", "vocoder") else None
 
 
 def dtypes(dtype: torch.dtype, **others: torch.dtype) -> dict[str, Any]:

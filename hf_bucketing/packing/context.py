@@ -136,7 +136,7 @@ def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
 _IN_THE_MODELS_DTYPE = frozenset(
     {
         *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections"),
-        *("encoder_attention_mask", "padding_mask"),
+        *("encoder_attention_mask", "padding_mask", "audio_hidden_states", "audio_encoder_hidden_states"),
     }
 )
 """Inputs that the models' layers take in their own dtype. Positions and schedules read all others."""

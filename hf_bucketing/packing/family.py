@@ -59,6 +59,10 @@ class Family:
             pipeline makes them.
         text_by_strip (`bool`): Whether the model views its text by batch rows, so that a pack's texts are cut into as
             many; else they are one row.
+        shares_texts (`bool`): Whether a text that several samples have is stored once; not where the model modulates
+            text by the noise level of its sample.
+        unused (`tuple` of `str`): Parts of the names of parameters that predictions do not depend on, such as those of
+            an audio stream. They are not trained.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
@@ -87,6 +91,8 @@ class Family:
     latents_as: ClassVar[Literal["videos", "images", "frames_first", "tokens"]] = "videos"
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
+    shares_texts: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ()
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
     conditioning_by_strip: ClassVar[bool] = True

@@ -89,7 +89,8 @@ class Packing:
         self._check_tensors(latents, texts)
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
-        stored, caption_ids = deduplicate(texts) if pad_text_to is None else (texts, None)
+        shared = self.family.shares_texts and pad_text_to is None
+        stored, caption_ids = deduplicate(texts) if shared else (texts, None)
         layout = PackedLayout(
             grids=grids,
             text_lengths=tuple(map(len, texts)),

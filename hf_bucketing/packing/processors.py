@@ -119,6 +119,7 @@ class PackedAttnProcessor(_Processor):
             texts = self.text_keys(attn, encoder_hidden_states, layout)
             attended = functools.reduce(torch.add, (self._attend_to_text(query, keys) for keys in texts))
         attended = own_tokens(attended, self._parallel_config, num_strips=len(hidden_states))
+        attended = self.gate(attn, attended, hidden_states)
         attended = _through(attn.to_out, attended.flatten(1)).view_as(hidden_states)
         factor = getattr(attn, "rescale_output_factor", 1.0)
         return attended if factor == 1.0 else attended / factor
@@ -158,6 +159,10 @@ class PackedAttnProcessor(_Processor):
         """Rotate `(N, H, D)`: the two halves of each part of a head's channels against each other."""
         parts = zip(tokens.chunk(len(rotary) // 2, dim=-1), rotary[::2], rotary[1::2], strict=True)
         return torch.cat([rotate_channels(part, tables, halves=True) for part, *tables in parts], dim=-1)
+
+    def gate(self, attn: Any, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Scale what tokens attended to, `(N, H, D)`, where the module does so; `hidden_states` are its input."""
+        return attended
 
     def split_heads(self, attn: Any, states: torch.Tensor, norm: Any = None) -> torch.Tensor:
         """Turn `(strips, tokens, H·D)` into `(N, H, D)`, normalised."""

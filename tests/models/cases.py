@@ -284,7 +284,10 @@ def gradients(model: torch.nn.Module, *losses: torch.Tensor) -> dict[str, torch.
     model.zero_grad()
     for loss in losses:
         loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
 
 
 def packed_outputs(model, samples: Samples, *, strip_length: int = 4, **options) -> list[torch.Tensor]:

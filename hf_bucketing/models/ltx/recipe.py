@@ -8,6 +8,7 @@ import torch
 
 from ...buckets.sizes import LatentSpec
 from ...media.sample import frame_rates
+from ..first_frame import FirstFrameRecipe
 from ..recipe import Recipe, Samples, read_configs
 from .packing import FAMILY, SCALES
 
@@ -55,4 +56,10 @@ class LTXRecipe(Recipe):
         return {SCALES: torch.stack([seconds, sides, sides], 1)}
 
 
-RECIPES = (LTXRecipe,)
+class LTXImageToVideoRecipe(FirstFrameRecipe, LTXRecipe):
+    """Recipe of `LTXImageToVideoPipeline`; see [`FirstFrameRecipe`]."""
+
+    pipeline_class = "LTXImageToVideoPipeline"
+
+
+RECIPES = (LTXRecipe, LTXImageToVideoRecipe)
