@@ -22,11 +22,11 @@ def t5_components(encoder: type[T5EncoderModel | UMT5EncoderModel]) -> dict[str,
     return {"tokenizer": tokenizer, "text_encoder": encoder(config).eval()}
 
 
-def wan_vae() -> AutoencoderKLWan:
-    """Return a VAE of Wan 2.1 whose latents have mean 0 and deviation 1, as those of the trained one."""
+def wan_vae(**config: Any) -> AutoencoderKLWan:
+    """Return a VAE of Wan whose latents have mean 0 and deviation 1, as those of the trained one; by default of 2.1."""
     settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     ones = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
-    vae = AutoencoderKLWan(**settings, **ones).eval()
+    vae = AutoencoderKLWan(**settings, **ones, **config).eval()
     latents = latents_of_smooth_clips(vae)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
     return vae
