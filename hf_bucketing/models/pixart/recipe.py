@@ -35,7 +35,7 @@ class PixArtAlphaRecipe(Recipe):
         values, mask, *_ = self.pipeline.encode_prompt(
             captions,
             do_classifier_free_guidance=False,
-            clean_caption=is_bs4_available() and is_ftfy_available(),
+            clean_caption=_cleans(),
             max_sequence_length=self.max_sequence_length,
             device=self.pipeline.text_encoder.device,
         )
@@ -51,7 +51,8 @@ class PixArtAlphaRecipe(Recipe):
 
     def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
         """Call the pipeline, which would otherwise make the nearest of its own sizes and stretch that."""
-        return super().render(prompt, size, image=image, **{"use_resolution_binning": False, **options})
+        own = {"use_resolution_binning": False, "clean_caption": _cleans()}
+        return super().render(prompt, size, image=image, **{**own, **options})
 
 
 class PixArtSigmaRecipe(PixArtAlphaRecipe):
@@ -61,6 +62,11 @@ class PixArtSigmaRecipe(PixArtAlphaRecipe):
     default_sequence_length = 300
     native_sizes = ((256, 256), (512, 512), (1024, 1024), (2048, 2048))
     """Of the four models, one for each size."""
+
+
+def _cleans() -> bool:
+    """Return whether the pipelines clean captions, which takes two libraries."""
+    return bool(is_bs4_available() and is_ftfy_available())
 
 
 RECIPES = (PixArtAlphaRecipe, PixArtSigmaRecipe)

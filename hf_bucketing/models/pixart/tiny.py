@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers import (
-    DDPMScheduler,
     DiffusionPipeline,
     DPMSolverMultistepScheduler,
     PixArtAlphaPipeline,
@@ -21,6 +20,7 @@ def _components(**config: Any) -> dict[str, Any]:
     return {
         **t5_components(T5EncoderModel),
         "vae": image_vae(),
+        "scheduler": DPMSolverMultistepScheduler(beta_schedule="linear", beta_start=0.0001, beta_end=0.02),
         "transformer": PixArtTransformer2DModel(
             num_attention_heads=4,
             attention_head_dim=24,
@@ -35,15 +35,11 @@ def _components(**config: Any) -> dict[str, Any]:
 
 
 def _alpha() -> DiffusionPipeline:
-    scheduler = DPMSolverMultistepScheduler(beta_schedule="linear", beta_start=0.0001, beta_end=0.02)
-    return PixArtAlphaPipeline(**_components(sample_size=128), scheduler=scheduler)
+    return PixArtAlphaPipeline(**_components(sample_size=128))
 
 
 def _sigma() -> DiffusionPipeline:
-    return PixArtSigmaPipeline(
-        **_components(sample_size=64, use_additional_conditions=False),
-        scheduler=DDPMScheduler(beta_schedule="linear", variance_type="learned_range", clip_sample=False),
-    )
+    return PixArtSigmaPipeline(**_components(sample_size=64, use_additional_conditions=False))
 
 
 TINY = {"pixart-alpha": _alpha, "pixart-sigma": _sigma}
