@@ -194,7 +194,7 @@ class Recipe(ABC):
                 options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
             if loading.empty:
                 options[trained] = cls.empty_transformer(name_or_path, trained)
-            options |= dtypes(loading.dtype, **{trained: loading.trained_dtype})
+            options |= {**cls.replaced_components(), **dtypes(loading.dtype, **{trained: loading.trained_dtype})}
             pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
@@ -205,6 +205,11 @@ class Recipe(ABC):
             tile(pipeline.vae, name_or_path)
         length = max_sequence_length or cls.default_sequence_length
         return cls(pipeline=pipeline, spec=cls.read_spec(name_or_path), max_sequence_length=length, trained=trained)
+
+    @classmethod
+    def replaced_components(cls) -> dict[str, Any]:
+        """Return components to load the pipeline with in the place of its own; by default none."""
+        return {}
 
     @classmethod
     def empty_transformer(cls, name_or_path: str, trained: str) -> Any:
