@@ -202,7 +202,7 @@ class Recipe(ABC):
                 options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
             if loading.empty:
                 options[trained] = cls.empty_transformer(name_or_path, trained)
-            options |= dtypes(loading.dtype, **{trained: loading.trained_dtype})
+            options |= {**cls.replaced_components(), **dtypes(loading.dtype, **{trained: loading.trained_dtype})}
             pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
@@ -227,6 +227,11 @@ class Recipe(ABC):
         import diffusers
 
         return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
+    def replaced_components(cls) -> dict[str, Any]:
+        """Return components to load the pipeline with in the place of its own; by default none."""
+        return {}
 
     @classmethod
     def empty_transformer(cls, name_or_path: str, trained: str) -> Any:

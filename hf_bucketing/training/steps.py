@@ -31,7 +31,7 @@ class StepLosses(NamedTuple):
 
     Attributes:
         values (`torch.Tensor` of shape `(n,)`): Loss of each sample.
-        noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
+        noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
     """
 
     values: torch.Tensor
@@ -65,7 +65,7 @@ class Step(ABC):
         seeds = [(self.seed, epoch, index) for index in batch["index"]]
         with activations_on_cpu() if self.offload_activations else nullcontext():
             values = self._losses(transformer, samples, seeds)
-        return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
+        return StepLosses(values, self.objective.noise_levels(noised.timesteps))
 
     @abstractmethod
     def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:

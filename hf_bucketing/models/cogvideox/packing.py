@@ -44,7 +44,7 @@ class CogVideoXFamily(JointFamily):
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
-        if _has_table(transformer) and transformer.config.patch_size_t is not None:
+        if has_table(transformer.config) and transformer.config.patch_size_t is not None:
             raise PackingError(
                 "This CogVideoX transformer has a table of positions and patch_size_t, which do not go together."
             )
@@ -78,7 +78,7 @@ class CogVideoXFamily(JointFamily):
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse texts that do not have the length of the table of positions."""
         length = transformer.config.max_text_seq_length
-        if _has_table(transformer) and set(layout.text_lengths) != {length}:
+        if has_table(transformer.config) and set(layout.text_lengths) != {length}:
             raise PackingError(
                 f"This CogVideoX transformer takes texts of {length} tokens, padding included "
                 f"(max_text_seq_length); got {layout.text_lengths}."
@@ -116,7 +116,7 @@ class CogVideoXFamily(JointFamily):
         handles: list[Any] = [norm.register_forward_hook(_modulate_text) for norm in norms]
         if transformer.config.use_rotary_positional_embeddings:
             handles += super().hook_positions(transformer, base_size)
-        if _has_table(transformer):
+        if has_table(transformer.config):
             tables = Tables(partial(one_table, partial(sincos_table, base_size=base_size)))
             handles += [_WithoutTable(embed), embed.register_forward_hook(partial(_add_table, tables))]
         return handles
@@ -161,10 +161,10 @@ class _WithoutTable:
         self.embed.use_positional_embeddings, self.embed.use_learned_positional_embeddings = self.flags
 
 
-def _has_table(transformer: Transformer) -> bool:
-    """Return whether positions are added to the tokens, beside or instead of rotating queries and keys."""
-    config = transformer.config
-    return not config.use_rotary_positional_embeddings or bool(config.use_learned_positional_embeddings)
+def has_table(config: Mapping[str, Any]) -> bool:
+    """Return whether a transformer adds positions to its tokens, beside or instead of rotating queries and keys."""
+    rotates = config.get("use_rotary_positional_embeddings", False)
+    return not rotates or bool(config.get("use_learned_positional_embeddings", False))
 
 
 def base_grid(transformer: Transformer) -> tuple[int, int]:
