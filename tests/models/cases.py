@@ -282,7 +282,8 @@ def gradients(model: torch.nn.Module, *losses: torch.Tensor) -> dict[str, torch.
     model.zero_grad()
     for loss in losses:
         loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    named = model.named_parameters()
+    return {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
 
 
 def packed_outputs(model, samples: Samples, *, strip_length: int = 4, **options) -> list[torch.Tensor]:
