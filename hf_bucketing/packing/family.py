@@ -167,6 +167,16 @@ class Family:
             return [hook_rotary(transformer, table)]
         return [hook_output(getattr(transformer, self.position_module), table)]
 
+    def with_further_text(self, texts: list[torch.Tensor], conditioning: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the texts with a row of zeros for each further text token that the model makes of its conditioning.
+
+        For models whose joint attention has them beside the text, so that the layout counts them.
+
+        Raises:
+            PackingError: If the model cannot run such texts.
+        """
+        return texts
+
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
     ) -> tuple[PackedLayout, int | None]:

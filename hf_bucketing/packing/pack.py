@@ -87,6 +87,7 @@ class Packing:
             )
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
         self._check_tensors(latents, texts)
+        texts = self.family.with_further_text(texts, given)
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
         stored, caption_ids = deduplicate(texts) if pad_text_to is None else (texts, None)

@@ -30,9 +30,9 @@ class PackedQwenDoubleStreamAttnProcessor(PackedJointAttnProcessor):
         attn: Any,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
-        encoder_hidden_states_mask: None = None,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Rotary | None = None,
+        encoder_hidden_states_mask: None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend inside each sample, whose text has no padding."""
         return super().__call__(attn, hidden_states, encoder_hidden_states, image_rotary_emb=image_rotary_emb)
