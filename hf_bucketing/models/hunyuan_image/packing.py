@@ -7,7 +7,7 @@ into one row; in a pack it does so with a row per sample, from which the text sl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
