@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan
-from transformers import ByT5Tokenizer, T5EncoderModel, UMT5EncoderModel
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    ByT5Tokenizer,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5EncoderModel,
+    UMT5EncoderModel,
+)
 
 CHANNELS = 4
 """Channels of a latent."""
 TEXT_DIM = 32
 """Channels of a text embedding."""
+CLIP_DIM = 16
+"""Channels of an embedding of CLIP, pooled or not."""
 
 
 def t5_components(encoder: type[T5EncoderModel | UMT5EncoderModel]) -> dict[str, Any]:
@@ -20,6 +33,30 @@ def t5_components(encoder: type[T5EncoderModel | UMT5EncoderModel]) -> dict[str,
     shape = {"d_model": TEXT_DIM, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
     config = encoder.config_class(vocab_size=len(tokenizer), **shape)
     return {"tokenizer": tokenizer, "text_encoder": encoder(config).eval()}
+
+
+def clip_components(encoder: type[CLIPTextModel | CLIPTextModelWithProjection]) -> dict[str, Any]:
+    """Return a tokenizer of CLIP that knows single letters, and a text encoder of two layers for 77 tokens."""
+    tokenizer, shape = clip_tokenizer(), {"hidden_size": CLIP_DIM, "projection_dim": CLIP_DIM, "intermediate_size": 32}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    depth = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = encoder.config_class(vocab_size=len(tokenizer), **depth, **shape, **ends)
+    return {"tokenizer": tokenizer, "text_encoder": encoder(config).eval()}
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Return a tokenizer whose vocabulary are the letters, inside and at the end of a word, without merges."""
+    letters = sorted(ByteLevel.alphabet())
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    with tempfile.TemporaryDirectory() as folder:  # releases of transformers differ in what the class itself takes
+        Path(folder, "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+        Path(folder, "merges.txt").write_text("#version: 0.2\n")
+        return CLIPTokenizer.from_pretrained(folder, model_max_length=77)
+
+
+def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return components under the names that a pipeline gives its second or third text encoder and tokenizer."""
+    return {f"{name}_{number}": component for name, component in components.items()}
 
 
 def wan_vae() -> AutoencoderKLWan:
