@@ -42,7 +42,7 @@ def _llama_components() -> dict[str, Any]:
     prefix, _, _ = DEFAULT_PROMPT_TEMPLATE["template"].partition("{}")
     tokenizer = template_tokenizer(prefix, DEFAULT_PROMPT_TEMPLATE["crop_start"])
     shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "initializer_range": 0.5}
+    vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "initializer_range": 0.1}
     config = LlamaConfig(**vocabulary, **shape)
     return {"tokenizer": tokenizer, "text_encoder": LlamaModel(config).eval()}
 
