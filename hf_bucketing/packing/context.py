@@ -142,8 +142,9 @@ def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
 
 _IN_THE_MODELS_DTYPE = frozenset(
     {
-        *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_2", "encoder_hidden_states_image"),
-        *("pooled_projections", "encoder_attention_mask", "padding_mask"),
+        *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections"),
+        *("encoder_attention_mask", "padding_mask"),
+        *("encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"),
     }
 )
 """Inputs that the models' layers take in their own dtype. Positions and schedules read all others."""

@@ -143,6 +143,10 @@ class Family:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
         return {name: draw(grids) for name, draw in self.conditioning(transformer).items()}
 
+    def added_lengths(self, conditioning: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Return how many tokens each sample's conditioning adds to its text in joint attention; None if none."""
+        return None
+
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
         return self.processor_class(backend)
@@ -166,16 +170,6 @@ class Family:
         if self.position_module is None:
             return [hook_rotary(transformer, table)]
         return [hook_output(getattr(transformer, self.position_module), table)]
-
-    def with_further_text(self, texts: list[torch.Tensor], conditioning: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the texts with a row of zeros for each further text token that the model makes of its conditioning.
-
-        For models whose joint attention has them beside the text, so that the layout counts them.
-
-        Raises:
-            PackingError: If the model cannot run such texts.
-        """
-        return texts
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None

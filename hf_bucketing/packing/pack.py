@@ -87,7 +87,6 @@ class Packing:
             )
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
         self._check_tensors(latents, texts)
-        texts = self.family.with_further_text(texts, given)
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
         stored, caption_ids = deduplicate(texts) if pad_text_to is None else (texts, None)
@@ -96,6 +95,7 @@ class Packing:
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             device=latents[0].device,
+            added_lengths=self.family.added_lengths(given),
             caption_ids=caption_ids,
             kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
         )

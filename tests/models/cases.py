@@ -180,6 +180,7 @@ FLUX = FamilyCase(
     alone=joint_models.flux_alone,
     sizes=IMAGE_SIZES,
     conditioning=lambda draw, count: {"pooled_projections": draw(count, 20), "guidance": 3.5 + draw(count)},
+    float64=False,  # the stock model rounds text to float32 to rotate it by nothing
 )
 
 CROSS: dict[str, FamilyCase] = {
@@ -281,8 +282,10 @@ def gradients(model: torch.nn.Module, *losses: torch.Tensor) -> dict[str, torch.
     model.zero_grad()
     for loss in losses:
         loss.backward()
-    named = model.named_parameters()
-    return {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
+    unused = (parameter for parameter in model.parameters() if parameter.grad is None)
+    for parameter in unused:
+        parameter.grad = torch.zeros_like(parameter)
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def packed_outputs(model, samples: Samples, *, strip_length: int = 4, **options) -> list[torch.Tensor]:

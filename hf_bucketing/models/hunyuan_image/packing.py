@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import PackingError
@@ -20,7 +19,7 @@ from ...packing.attention.dispatch import Backend
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
-from ...packing.layout import Grid
+from ...packing.layout import Grid, PackedLayout
 from ...packing.positions import shape_only
 from ...packing.processors import Rotary
 from ..joint import JointFamily, hook_text_modulation
@@ -74,13 +73,18 @@ class HunyuanImageFamily(JointFamily):
             draws["timestep_r"] = lambda grids: torch.zeros(len(grids))
         return draws
 
-    def with_further_text(self, texts: list[torch.Tensor], conditioning: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Add a row per glyph, and refuse empty texts, whose mean is NaN."""
-        for sample, text in enumerate(texts):
-            if not len(text):
-                raise PackingError(f"HunyuanImage takes the mean of a text's tokens; text {sample} has none.")
-        counts = _glyph_counts(conditioning, len(texts))
-        return [F.pad(text, (0, 0, 0, count)) if count else text for text, count in zip(texts, counts, strict=True)]
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+        """Refuse also empty texts, whose mean is NaN."""
+        super().check_layout(transformer, layout)
+        if min(layout.text_lengths) == 0:
+            raise PackingError(
+                f"HunyuanImage takes the mean of a text's tokens; text {layout.text_lengths.index(0)} has none."
+            )
+
+    def added_lengths(self, conditioning: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Return the tokens of each sample's glyphs, where the model has them."""
+        mask = conditioning.get(GLYPH_MASK)
+        return None if mask is None else tuple(mask.bool().sum(1).tolist())
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Keep the text refiner's own processor, which attends inside one text."""
@@ -106,28 +110,20 @@ class HunyuanImageFamily(JointFamily):
         timesteps = rows.timesteps.to(rows.latents.dtype)
         return {**super().inputs(rows), "timestep": timesteps, "encoder_attention_mask": mask}
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Give the model each sample's text and glyphs in a row of their own."""
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Return the strips, and a row for each sample's text, with its mask, and for its glyphs."""
         by_sample = {name: batch.conditioning[name] for name in (GLYPHS, GLYPH_MASK) if name in batch.conditioning}
         rest = {name: values for name, values in batch.conditioning.items() if name not in by_sample}
-        lengths = batch.layout.text_lengths
-        counts = _glyph_counts(by_sample, len(lengths))
-        with_glyphs = batch.layout.joint.read_slots(self.text_rows(batch)).split(lengths)
-        texts = [text[: len(text) - count] for text, count in zip(with_glyphs, counts, strict=True)]
-        masks = [text.new_ones(len(text)) for text in texts]
-        return {
-            **super().forward_kwargs(replace(batch, conditioning=rest)),
-            **by_sample,
-            "encoder_hidden_states": pad_sequence(texts, batch_first=True),
-            "encoder_attention_mask": pad_sequence(masks, batch_first=True),
-        }
+        rows = super().rows(replace(batch, conditioning=rest))
+        masks = [batch.text.new_ones(length) for length in batch.layout.text_lengths]
+        mask = pad_sequence(masks, batch_first=True)
+        return replace(rows, text_mask=mask, conditioning={**rows.conditioning, **by_sample})
 
-
-def _glyph_counts(conditioning: Mapping[str, torch.Tensor], samples: int) -> list[int]:
-    """Return the number of each sample's glyphs."""
-    if GLYPH_MASK not in conditioning:
-        return [0] * samples
-    return [int(count) for count in conditioning[GLYPH_MASK].bool().sum(1).tolist()]
+    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
+        """Give each sample a row of text."""
+        layout = batch.layout
+        texts = batch.text if layout.text_index is None else batch.text.index_select(0, layout.text_index)
+        return pad_sequence(list(texts.split(layout.text_lengths)), batch_first=True)
 
 
 def _by_sample(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -141,7 +137,7 @@ def _fill_slots(block: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple
     """Put each sample's refined text and glyphs, the first entries of its row, into the text slots of strips."""
     hidden_states, texts, *rest = args
     layout = active_layout()
-    own = [row[:length] for row, length in zip(texts, layout.text_lengths, strict=True)]
+    own = [row[:length] for row, length in zip(texts, layout.joint_text_lengths, strict=True)]
     return hidden_states, layout.joint.fill_slots(torch.cat(own)), *rest
 
 
