@@ -36,6 +36,8 @@ class PackedLayout:
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
             the same sequence; the texts fill the slots of all strips in order. 0 where text lies apart.
         device (`torch.device`): Device of the tensors below.
+        added_lengths (tuple of `int`, *optional*): Further tokens of each sample that sit in the sequence with its
+            text, such as those of an image or of a second text encoder. By default none.
         caption_ids (tuple of `int`, *optional*): The stored text that each sample reads, numbered by first use. By
             default, each sample has a text of its own.
         kept (tuple of `torch.Tensor`, *optional*): The tokens of each sample that are in the pack, as ascending
@@ -61,6 +63,7 @@ class PackedLayout:
     strip_length: int
     text_slots: int = 0
     device: torch.device | str = "cpu"
+    added_lengths: tuple[int, ...] | None = None
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
     padding_strips: int = 0
@@ -74,8 +77,10 @@ class PackedLayout:
             )
         if len(self.text_lengths) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts, got {self.text_lengths}.")
-        if self.caption_ids is not None and len(self.caption_ids) != len(self.grids):
-            raise PackingError(f"A pack of {len(self.grids)} samples needs as many caption_ids: {self.caption_ids}.")
+        for name in ("caption_ids", "added_lengths"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.grids):
+                raise PackingError(f"A pack of {len(self.grids)} samples needs as many {name}: {values}.")
         if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
             raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
         if self.text_index is not None and self.text_padding:
@@ -100,9 +105,15 @@ class PackedLayout:
         return tuple(_ceil_div(length, self.strip_length) for length in self.lengths)
 
     @cached_property
+    def joint_text_lengths(self) -> tuple[int, ...]:
+        """Text tokens of each sample where text sits in the same sequence, those of `added_lengths` included."""
+        added = self.added_lengths or (0,) * len(self)
+        return tuple(map(sum, zip(self.text_lengths, added, strict=True)))
+
+    @cached_property
     def text_strips_per_sample(self) -> tuple[int, ...]:
         """Strips whose text slots hold text of each sample."""
-        return tuple(_ceil_div(text, self.text_slots) for text in self.text_lengths)
+        return tuple(_ceil_div(text, self.text_slots) for text in self.joint_text_lengths)
 
     @property
     def num_strips(self) -> int:
@@ -322,14 +333,16 @@ class JointLayout:
         of_text = np.repeat(samples, counts)
         aligned = np.array_equal(of_text, np.repeat(samples, layout.strips_per_sample)[: len(of_text)])
         modulated = np.repeat([*firsts, 0], [*counts, strips - sum(counts)])
-        targets = [first * slots + np.arange(n) for first, n in zip(text_firsts, layout.text_lengths, strict=True)]
+        targets = [
+            first * slots + np.arange(n) for first, n in zip(text_firsts, layout.joint_text_lengths, strict=True)
+        ]
         pieces = [
             np.concatenate([np.arange(*span), layout.num_tokens + target])
             for span, target in zip(layout.spans, targets, strict=True)
         ]
         spans = tuple(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
         entries, real = strips * (layout.strip_length + slots), np.concatenate(pieces)
-        starts = zip(text_firsts, layout.text_lengths, strict=True)
+        starts = zip(text_firsts, layout.joint_text_lengths, strict=True)
         text_spans = [(first * slots, first * slots + n) for first, n in starts]
         order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
 
@@ -436,8 +449,8 @@ def best_text_slots(layout: PackedLayout) -> int:
         >>> best_text_slots(PackedLayout(grids=((1, 1, 1), (1, 5, 8)), text_lengths=(12, 12), strip_length=4))
         3
     """
-    slots = np.arange(1, max(1, *layout.text_lengths) + 1)
-    for_text = _ceil_div(np.array(layout.text_lengths), slots[:, None])
+    slots = np.arange(1, max(1, *layout.joint_text_lengths) + 1)
+    for_text = _ceil_div(np.array(layout.joint_text_lengths), slots[:, None])
     return int(slots[(for_text.sum(1) <= sum(layout.strips_per_sample)).argmax()])
 
 
