@@ -67,6 +67,8 @@ class Family:
             gets a row per sample.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
         by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
+        text_attends (`bool`): Whether a text carried by strips attends to itself, or is attended to, apart from the
+            sequence that it makes with its sample's tokens.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
             diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
     """
@@ -92,6 +94,7 @@ class Family:
     conditioning_by_strip: ClassVar[bool] = True
     attention_kwargs: ClassVar[str | None] = None
     by_frame: ClassVar[bool] = False
+    text_attends: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

@@ -208,7 +208,8 @@ def packed_forward(
     attachment = attachment_of(transformer)
     attachment.check()
     packing = attachment.packing
-    batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
+    family = packing.family
+    batch.layout.prepare(packing.backend, by_frame=family.by_frame, text_attends=family.text_attends)
     patch = packing.family.patch(packing.transformer)
     if batch.patch != patch:
         raise PackingError(

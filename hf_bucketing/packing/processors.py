@@ -20,6 +20,8 @@ from .ulysses import all_tokens, own_heads, own_part, own_tokens
 
 Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
 
+RowScope: TypeAlias = Literal["joint", "tokens", "text"]
+
 Rotary: TypeAlias = tuple[torch.Tensor, ...]
 """Cosines and sines `(strips, strip_length, channels)` in turn: a pair for each equal part of a head's channels."""
 
@@ -246,7 +248,9 @@ class PackedJointAttnProcessor(_Processor):
         """
         norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
         names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
-        heads = [part.unflatten(-1, (attn.heads, -1)) for part in project(attn, states, *names)]
+        parts = project(attn, states, *names)
+        width = parts[0].shape[-1] // attn.heads  # keys and values may have fewer heads
+        heads = [part.unflatten(-1, (-1, width)) for part in parts]
         query, key = (part if norm is None else norm(part) for part, norm in zip(heads, norms, strict=False))
         if rotary is not None:
             query, key = self.rotate(query, rotary), self.rotate(key, rotary)
@@ -255,6 +259,64 @@ class PackedJointAttnProcessor(_Processor):
     def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rotate neighbouring channels of `(…, H, D)` by tables `(…, D)`."""
         return rotate_channels(tokens, rotary)
+
+
+class PackedRowAttnProcessor(PackedJointAttnProcessor):
+    """Attention over whole batch rows: of a strip's tokens, of its text slots, or of both side by side.
+
+    For models that refine tokens and text apart before they join them (Lumina 2, Z-Image). Rotary tables come by row
+    too. A family's own processor says how its stock processor is called.
+
+    Args:
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+        scope (`"joint"`, `"tokens"` or `"text"`): What the rows hold.
+
+    Raises:
+        PackingError: If the scope is unknown.
+    """
+
+    text_first: ClassVar[bool] = True
+    """Whether the text slots precede the tokens in rows of both."""
+
+    def __init__(self, backend: Backend = "segments", *, scope: RowScope = "joint") -> None:
+        if scope not in get_args(RowScope):
+            raise PackingError(f"scope must be one of {get_args(RowScope)}, got {scope!r}.")
+        super().__init__(backend)
+        self.scope = scope
+
+    def attend_to_rows(self, attn: Any, rows: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Attend inside each sample.
+
+        Args:
+            attn (`Attention`): Module with the projections and norms.
+            rows (`torch.Tensor` of shape `(strips, length, dim)`): The rows.
+            rotary (`tuple` of `torch.Tensor` of shape `(strips, length, …)`): Their rotary tables.
+
+        Returns:
+            `torch.Tensor` in the shape of `rows`.
+        """
+        layout = active_layout()
+        if self.scope == "joint":
+            joint, segments = layout.joint, layout.joint.segments
+            states, *tables = (joint.gather(*self._tokens_and_text(one, layout)) for one in (rows, *rotary))
+        else:
+            segments = layout.self_segments if self.scope == "tokens" else layout.joint.text_segments
+            states, *tables = (one.flatten(0, 1) for one in (rows, *rotary))
+        query, key, value = self.heads(attn, states, tables)
+        attended = _through(attn.to_out, _attend(query, key, value, segments, backend=self.backend).flatten(1))
+        if self.scope != "joint":
+            return attended.view_as(rows)
+        tokens, text = layout.joint.scatter(attended)
+        return torch.cat([text, tokens] if self.text_first else [tokens, text], 1)
+
+    def _tokens_and_text(self, rows: torch.Tensor, layout: PackedLayout) -> Sequence[torch.Tensor]:
+        sizes = [layout.text_slots, layout.strip_length]
+        return rows.split(sizes, 1)[::-1] if self.text_first else rows.split(sizes[::-1], 1)
+
+    def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rotate `(…, H, D)` by complex tables `(…, D/2)`, as the stock processors do."""
+        turned = torch.view_as_complex(tokens.float().unflatten(-1, (-1, 2))) * rotary[0].unsqueeze(-2)
+        return torch.view_as_real(turned).flatten(-2).type_as(tokens)
 
 
 def _sides(rotary: Rotary | None) -> tuple[Rotary | None, Rotary | None]:
@@ -300,7 +362,8 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, *, backend: Backend
 ) -> torch.Tensor:
     """Attend inside each segment; the result, `(N, H, D)`, has the dtype of the queries."""
-    return packed_attention(query, key, value, segments, backend=backend).type_as(query)
+    grouped = query.shape[1] != key.shape[1]
+    return packed_attention(query, key, value, segments, backend=backend, enable_gqa=grouped).type_as(query)
 
 
 def _through(modules: Iterable[torch.nn.Module], states: torch.Tensor) -> torch.Tensor:
