@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -130,10 +130,24 @@ def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "
         for block in transformer.transformer_blocks
     ]
     if single is not None:
-        modulate_row = partial(_modulate_row, text_first=single == "first")
-        for block in transformer.single_transformer_blocks:
-            handles.append(block.norm.register_forward_hook(modulate_row, with_kwargs=True))
+        norms = [block.norm for block in transformer.single_transformer_blocks]
+        handles += hook_row_modulation(norms, text_first=single == "first")
     return handles
+
+
+def hook_row_modulation(norms: Iterable[torch.nn.Module], *, text_first: bool) -> list[Any]:
+    """Let norms of rows that hold text slots and tokens modulate the text by its own sample's timestep.
+
+    Args:
+        norms (iterable of `torch.nn.Module`): Norms that are called with rows and an embedding `emb` of timesteps, and
+            return modulated rows and further modulation `(rows, dim)`, such as gates.
+        text_first (`bool`): Whether the text precedes the tokens of a row.
+
+    Returns:
+        `list`: Handles of the hooks.
+    """
+    modulate_row = partial(_modulate_row, text_first=text_first)
+    return [norm.register_forward_hook(modulate_row, with_kwargs=True) for norm in norms]
 
 
 def _modulate_text(norm: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
