@@ -247,8 +247,8 @@ class Family:
         if wrapped is not None and not keeps_inputs_exact(transformer):
             keep_inputs_exact(transformer)
         with exact_inputs(kwargs):
-            output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
-        return self._restored(output, rows.grid, rows.patch)
+            result = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)
+        return self._restored(output_of(result), rows.grid, rows.patch)
 
     def run_alone(
         self,
@@ -273,3 +273,8 @@ class Family:
             conditioning={name: values[None] for name, values in conditioning.items()},
         )
         return self.run(transformer, rows)[0]
+
+
+def output_of(result: Any) -> Any:
+    """Return the output in what a transformer's forward returns with `return_dict=False`: the first, or the only one."""
+    return result[0] if isinstance(result, tuple) else result

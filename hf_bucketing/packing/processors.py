@@ -34,8 +34,8 @@ class Keys(NamedTuple):
     segments: SegmentSpans
 
 
-class _Processor:
-    """What diffusers may set on a processor: a backend of its own attention, which packed attention does not use."""
+class Processor:
+    """Base of the packed processors: refuses what diffusers may set on one, a backend of its own attention."""
 
     @property
     def _attention_backend(self) -> None:
@@ -51,7 +51,7 @@ class _Processor:
             )
 
 
-class PackedAttnProcessor(_Processor):
+class PackedAttnProcessor(Processor):
     """Self- and cross-attention of `diffusers.models.attention_processor.Attention` over the strips of a pack.
 
     Latte, PixArt, Allegro and Cosmos use it directly. Families with an attention module of their own derive from it:
@@ -130,18 +130,18 @@ class PackedAttnProcessor(_Processor):
 
     def _attend_to_text(self, query: torch.Tensor, keys: Keys) -> torch.Tensor:
         key, value = (own_heads(side, self._parallel_config) for side in (keys.key, keys.value))
-        return _attend(query, key, value, keys.segments, backend=self.backend)
+        return attend(query, key, value, keys.segments, backend=self.backend)
 
     def _attend_to_tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
     ) -> torch.Tensor:
         if self.scope == "sample":
-            return _attend(query, key, value, layout.self_segments, backend=self.backend)
+            return attend(query, key, value, layout.self_segments, backend=self.backend)
         frames = layout.by_frame
         if self.scope == "frame":
-            return _attend(query, key, value, frames.frames, backend=self.backend)
+            return attend(query, key, value, frames.frames, backend=self.backend)
         query, key, value = (permute(side, frames.order, frames.inverse) for side in (query, key, value))
-        attended = _attend(query, key, value, frames.spatial_positions, backend=self.backend)
+        attended = attend(query, key, value, frames.spatial_positions, backend=self.backend)
         return permute(attended, frames.inverse, frames.order)
 
     def text_keys(self, attn: Any, text: torch.Tensor, layout: PackedLayout) -> Sequence[Keys]:
@@ -169,7 +169,7 @@ class PackedAttnProcessor(_Processor):
         return heads if norm is None else norm(heads)
 
 
-class PackedJointAttnProcessor(_Processor):
+class PackedJointAttnProcessor(Processor):
     """Attention of SD3, CogVideoX, HunyuanVideo and Flux over the strips of a pack, each with its text slots.
 
     Each sample's tokens and its text tokens attend to each other. Text has projections of its own where the module has
@@ -214,7 +214,7 @@ class PackedJointAttnProcessor(_Processor):
         of_tokens, of_text = _sides(image_rotary_emb)
         if not text.shape[1]:
             query, key, value = (part.flatten(0, 1) for part in self.heads(attn, tokens, of_tokens))
-            attended = _attend(query, key, value, layout.self_segments, backend=self.backend)
+            attended = attend(query, key, value, layout.self_segments, backend=self.backend)
             return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
         joint = layout.joint
         if own:
@@ -228,7 +228,7 @@ class PackedJointAttnProcessor(_Processor):
             query, key, value = self.heads(attn, joint.gather(tokens, text))
             sides = (joint.scatter(part) for part in (query, key))
             query, key = (joint.gather(self.rotate(one, of_tokens), words) for one, words in sides)
-        attended = _attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
+        attended = attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
         if not own and _has(attn, "to_out"):  # of tokens and text alike
             attended = _through(attn.to_out, attended)
         tokens, text = joint.scatter(attended)
@@ -303,7 +303,7 @@ class PackedRowAttnProcessor(PackedJointAttnProcessor):
             segments = layout.self_segments if self.scope == "tokens" else layout.joint.text_segments
             states, *tables = (one.flatten(0, 1) for one in (rows, *rotary))
         query, key, value = self.heads(attn, states, tables)
-        attended = _through(attn.to_out, _attend(query, key, value, segments, backend=self.backend).flatten(1))
+        attended = _through(attn.to_out, attend(query, key, value, segments, backend=self.backend).flatten(1))
         if self.scope != "joint":
             return attended.view_as(rows)
         tokens, text = layout.joint.scatter(attended)
@@ -358,7 +358,7 @@ def project(attn: Any, states: torch.Tensor, *names: str) -> Sequence[torch.Tens
     return [getattr(attn, name)(states) for name in names]
 
 
-def _attend(
+def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, *, backend: Backend
 ) -> torch.Tensor:
     """Attend inside each segment; the result, `(N, H, D)`, has the dtype of the queries."""

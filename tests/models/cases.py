@@ -50,6 +50,7 @@ class FamilyCase:
         float64: Whether the model computes in float64 throughout.
         empty_text: Whether the model runs a sample without text.
         without_gradient: Parts of the names of parameters that the outputs do not depend on.
+        lora_targets: Ends of the names of layers that get adapters.
     """
 
     make: Callable[..., torch.nn.Module]
@@ -64,6 +65,7 @@ class FamilyCase:
     float64: bool = True
     without_gradient: tuple[str, ...] = ()
     empty_text: bool = True
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v")
 
     def model(self, dtype: torch.dtype = torch.float32, **config: Any) -> torch.nn.Module:
         torch.manual_seed(0)

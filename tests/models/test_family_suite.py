@@ -92,7 +92,8 @@ def test_a_saved_and_loaded_model_runs_the_same_packs(name: str, tmp_path: Path)
 def test_adapters_take_part(name: str) -> None:
     model, samples, outputs, _ = alone(name)
     model = copy.deepcopy(model)
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
+    targets = list(CASES[name].lora_targets)
+    model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
     model.to(torch.float64)
     expected = samples.alone(model)
     assert max(float((one - other).abs().max()) for one, other in zip(outputs, expected, strict=True)) > 1e-6
