@@ -144,7 +144,7 @@ _IN_THE_MODELS_DTYPE = frozenset(
     {
         *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections"),
         *("encoder_attention_mask", "padding_mask", "audio_hidden_states", "audio_encoder_hidden_states"),
-        *("encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"),
+        *("encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds", "x", "cap_feats"),
     }
 )
 """Inputs that the models' layers take in their own dtype. Positions and schedules read all others."""
@@ -174,6 +174,7 @@ def keeps_inputs_exact(transformer: torch.nn.Module) -> bool:
 def _restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _active.exact is None:
         return None
-    device = kwargs["hidden_states"].device  # wrappers may also move inputs
+    latents = kwargs["hidden_states"] if "hidden_states" in kwargs else kwargs["x"][0]
+    device = latents.device  # wrappers may also move inputs
     exact = {name: value for name, value in _active.exact.items() if name in kwargs}
     return args, {**kwargs, **tree_map_only(torch.Tensor, lambda value: value.to(device), exact)}

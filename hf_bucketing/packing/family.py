@@ -71,6 +71,8 @@ class Family:
             gets a row per sample.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
         by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
+        text_attends (`bool`): Whether a text carried by strips attends to itself, or is attended to, apart from the
+            sequence that it makes with its sample's tokens.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
             diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
     """
@@ -98,6 +100,7 @@ class Family:
     conditioning_by_strip: ClassVar[bool] = True
     attention_kwargs: ClassVar[str | None] = None
     by_frame: ClassVar[bool] = False
+    text_attends: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -254,8 +257,8 @@ class Family:
         if wrapped is not None and not keeps_inputs_exact(transformer):
             keep_inputs_exact(transformer)
         with exact_inputs(kwargs):
-            output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
-        return self._restored(output, rows.grid, rows.patch)
+            result = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)
+        return self._restored(output_of(result), rows.grid, rows.patch)
 
     def run_alone(
         self,
@@ -280,3 +283,8 @@ class Family:
             conditioning={name: values[None] for name, values in conditioning.items()},
         )
         return self.run(transformer, rows)[0]
+
+
+def output_of(result: Any) -> Any:
+    """Return the output in what a transformer's forward returns with `return_dict=False`: the first, or the only one."""
+    return result[0] if isinstance(result, tuple) else result

@@ -58,6 +58,7 @@ class FamilyCase:
         empty_text: Whether the model runs a sample without text.
         shortest_strip: Fewest tokens of a strip.
         without_gradient: Parts of the names of parameters that the outputs do not depend on.
+        lora_targets: Ends of the names of layers that get adapters.
     """
 
     make: Callable[..., torch.nn.Module]
@@ -72,6 +73,7 @@ class FamilyCase:
     without_gradient: tuple[str, ...] = ()
     empty_text: bool = True
     shortest_strip: int = 1
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v")
 
     def model(self, dtype: torch.dtype = torch.float32, **config: Any) -> torch.nn.Module:
         torch.manual_seed(0)

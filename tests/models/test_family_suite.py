@@ -20,7 +20,6 @@ from tests.models.families import CASES
 
 each_family = pytest.mark.parametrize("name", CASES)
 OUTPUTS, GRADIENTS = 1e-11, 1e-6
-LORA = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
 
 
 class Alone(NamedTuple):
@@ -215,7 +214,8 @@ def test_a_copy_and_a_saved_model_run_the_same_packs(name: str, tmp_path: Path) 
 @torch.no_grad()
 def test_adapters_take_part(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)
-    adapted = in_dtype(get_peft_model(copy.deepcopy(model), LORA), torch.float64)
+    lora = LoraConfig(r=2, target_modules=list(CASES[name].lora_targets), init_lora_weights=False)
+    adapted = in_dtype(get_peft_model(copy.deepcopy(model), lora), torch.float64)
     expected = samples.alone(adapted.get_base_model())
     assert max(float((one - other).abs().max()) for one, other in zip(outputs, expected, strict=True)) > 1e-6
     assert_equal(expected, packed_outputs(adapted, samples))
