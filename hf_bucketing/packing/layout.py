@@ -333,7 +333,9 @@ class JointLayout:
         of_text = np.repeat(samples, counts)
         aligned = np.array_equal(of_text, np.repeat(samples, layout.strips_per_sample)[: len(of_text)])
         modulated = np.repeat([*firsts, 0], [*counts, strips - sum(counts)])
-        targets = [first * slots + np.arange(n) for first, n in zip(text_firsts, layout.joint_text_lengths, strict=True)]
+        targets = [
+            first * slots + np.arange(n) for first, n in zip(text_firsts, layout.joint_text_lengths, strict=True)
+        ]
         pieces = [
             np.concatenate([np.arange(*span), layout.num_tokens + target])
             for span, target in zip(layout.spans, targets, strict=True)
