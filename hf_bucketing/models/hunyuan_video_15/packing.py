@@ -20,7 +20,7 @@ from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
-from ...packing.layout import Grid, PackedLayout
+from ...packing.layout import Grid
 from ..hunyuan_video.packing import HunyuanVideoFamily
 from ..joint import JointFamily, hook_text_modulation
 

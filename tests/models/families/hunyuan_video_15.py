@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
+from PIL import Image
 
 from tests.models.cases import FamilyCase
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 def make_model(**config: Any) -> HunyuanVideo15Transformer3DModel:
@@ -55,3 +58,43 @@ MIXED = FamilyCase(
 )
 
 CASES = {"hunyuan-1.5": MIXED}
+
+
+@torch.no_grad()
+def loss(pipeline: Any, drawn: Drawn, *, first_frame: bool) -> torch.Tensor:
+    vae, sigma, noise = pipeline.vae, drawn.timestep / 1000, drawn.noise[None]
+    pipeline.tokenizer_max_length = drawn.max_sequence_length
+    clean = vae.encode(drawn.pixels[None]).latent_dist.mode() * vae.config.scaling_factor
+    embeds, mask, glyphs, glyph_mask = pipeline.encode_prompt(drawn.caption)
+    if first_frame:
+        shown = (drawn.pixels[:, 0] + 1) / 2
+        picture = Image.fromarray((shown * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+        image = pipeline.encode_image(picture, batch_size=1, device="cpu", dtype=torch.float32)
+        size = {"height": picture.height, "width": picture.width}
+        options = {"dtype": torch.float32, "device": "cpu", **size}
+        condition, given = pipeline.prepare_cond_latents_and_mask(noise, shown[None], 1, **options)
+    else:
+        image = torch.zeros(1, pipeline.vision_num_semantic_tokens, pipeline.vision_states_dim)
+        condition, given = pipeline.prepare_cond_latents_and_mask(noise, torch.float32, "cpu")
+    output = pipeline.transformer(
+        hidden_states=torch.cat([(1 - sigma) * clean + sigma * noise, condition, given], dim=1),
+        image_embeds=image,
+        timestep=drawn.timestep[None],
+        encoder_hidden_states=embeds,
+        encoder_attention_mask=mask,
+        encoder_hidden_states_2=glyphs,
+        encoder_attention_mask_2=glyph_mask,
+    ).sample
+    return (output - (noise - clean)).square().mean()
+
+
+SIZES = ((5, 32, 48), (1, 32, 32), (9, 48, 32))
+RENDER = {"num_inference_steps": 2, "num_frames": 5}
+RECIPES = {
+    "hunyuan-video-1.5": RecipeCase(
+        tiny="hunyuan-video-1.5", loss=partial(loss, first_frame=False), sizes=SIZES, render=RENDER
+    ),
+    "hunyuan-video-1.5-image": RecipeCase(
+        tiny="hunyuan-video-1.5-image", loss=partial(loss, first_frame=True), sizes=SIZES, render=RENDER
+    ),
+}
