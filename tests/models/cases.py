@@ -185,7 +185,6 @@ FLUX = FamilyCase(
     alone=joint_models.flux_alone,
     sizes=IMAGE_SIZES,
     conditioning=lambda draw, count: {"pooled_projections": draw(count, 20), "guidance": 3.5 + draw(count)},
-    float64=False,  # the stock model rounds text to float32 to rotate it by nothing
 )
 
 CROSS: dict[str, FamilyCase] = {

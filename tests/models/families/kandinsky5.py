@@ -62,7 +62,6 @@ CASES = {
         make=make,
         alone=alone,
         sizes=VIDEO_SIZES,
-        float64=False,
         lora_targets=("to_query", "to_key", "to_value"),
         conditioning=lambda draw, count: {
             "pooled_projections": draw(count, 20),
@@ -74,7 +73,6 @@ CASES = {
         alone=alone,
         channels=9,
         sizes=VIDEO_SIZES,
-        float64=False,
         lora_targets=("to_query", "to_key", "to_value"),
         conditioning=lambda draw, count: {
             "pooled_projections": draw(count, 20),

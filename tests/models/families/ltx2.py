@@ -94,7 +94,6 @@ LTX2 = FamilyCase(
     make=make_ltx2,
     alone=ltx2_alone,
     conditioning=lambda draw, count: {"fps": torch.tensor([12.0 + sample for sample in range(count)])},
-    float64=False,
     without_gradient=("audio", "av_cross_attn", "video_a2v", "keyframes"),
 )
 LTX23_SETTINGS = {
