@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import diffusers
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -88,9 +89,9 @@ def test_outputs_loss_and_gradients_are_those_of_the_samples_alone(name: str, ch
 @each_family
 def test_two_packs_in_flight_keep_their_own_layouts(name: str) -> None:
     case, model = CASES[name], copy.deepcopy(alone(name).model)
-    model.enable_gradient_checkpointing()
     both = [Samples(torch.float64, case=case, order=order) for order in ((0, 1), (5, 3))]
     expected = gradients(model, *[samples.loss_alone(model) for samples in both])
+    model.enable_gradient_checkpointing()
     packing = enable_packing(model, strip_length=4)
     losses = [samples.loss_packed(model, packing) for samples in both]
     assert_same_gradients(expected, gradients(model, *losses), GRADIENTS, without_gradient=case.without_gradient)
@@ -101,7 +102,7 @@ def test_two_packs_in_flight_keep_their_own_layouts(name: str) -> None:
 def test_the_shortest_strips_and_longer_ones_than_any_sample(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)
     model = copy.deepcopy(model)
-    for strip_length in (CASES[name].shortest_strip, 64):
+    for strip_length in (CASES[name].shortest_strip, min(64, family_of(model).longest_strip(model))):
         assert_equal(outputs, packed_outputs(model, samples, strip_length=strip_length))
     if CASES[name].shortest_strip > 1:
         with pytest.raises(PackingError, match=f"strip_length of at least {CASES[name].shortest_strip}"):
@@ -194,7 +195,7 @@ def test_a_copy_and_a_saved_model_run_the_same_packs(name: str, tmp_path: Path) 
     processors = [module.processor for module in packed.modules() if hasattr(module, "set_processor")]
     packing = enable_packing(packed, strip_length=4)
     assert type(packed) is cls
-    assert cls.__module__.startswith("diffusers.")
+    assert cls.forward is getattr(diffusers, cls.__name__).forward
     assert not any("forward" in vars(module) for module in packed.modules())
     assert packed.state_dict().keys() == keys
     batch = samples.pack(packing)
