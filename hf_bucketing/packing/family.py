@@ -59,6 +59,7 @@ class Family:
             pipeline makes them.
         text_by_strip (`bool`): Whether the model views its text by batch rows, so that a pack's texts are cut into as
             many; else they are one row.
+        text_in_sequence (`bool`): Whether text attends in one sequence with the tokens, so that it counts as they do.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
@@ -87,6 +88,7 @@ class Family:
     latents_as: ClassVar[Literal["videos", "images", "frames_first", "tokens"]] = "videos"
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
+    text_in_sequence: ClassVar[bool] = False
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
     conditioning_by_strip: ClassVar[bool] = True

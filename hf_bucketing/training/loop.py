@@ -131,7 +131,12 @@ class Trainer:
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            self.data = make_data(self.config, spec, width=model_width(self.recipe.transformer))
+            self.data = make_data(
+                self.config,
+                spec,
+                width=model_width(self.recipe.transformer),
+                text_tokens=self.recipe.text_tokens(self.recipe.max_sequence_length),
+            )
         self.step.empty_text = self.data.empty_text
         check_positions(self.step, self.data, spec)
         self._prepare()
@@ -271,7 +276,7 @@ class Trainer:
             start = time.perf_counter()
             step = self.loader.step - 1
             rows = self.loader.rows_of_step(step)
-            tokens = self.data.tokens_of(rows, epoch=epoch)
+            tokens = self.data.lengths_of(rows, epoch=epoch)
             whole = self.data.loss_weights(self.loader.rows_in_window, epoch=epoch).sum()
             weights = (self.data.loss_weights(rows, epoch=epoch) / whole).to(self.accelerator.device)
             with self.accelerator.accumulate(self.transformer):
