@@ -100,6 +100,11 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
             f"{config.dataset_dir} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
             f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
         )
+    if prepared.caption_column is None:
+        raise BucketingError(
+            f"The rows of {config.dataset_dir} have no captions, which the model needs; prepare the data set with "
+            "--caption_column, or with captions beside its files."
+        )
     batches = config.batches
     dataset = prepared.dataset
     table: BucketTable | OpenTable = prepared.table

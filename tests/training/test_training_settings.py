@@ -434,6 +434,20 @@ def test_samples_beyond_the_models_positions_are_refused_before_training(
     assert len(run(config)) == 3
 
 
+@pytest.mark.parametrize("batching", [{}, PACKED], ids=["bucket", "pack"])
+def test_videos_and_missing_captions_are_refused_before_training(
+    batching, pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
+) -> None:
+    config = in_process(pipeline_dir, prepared_dir, tmp_path / "out", **batching)
+    monkeypatch.setattr(type(recipe_of(str(pipeline_dir)).family), "limits", lambda *args: (1, 999, 999))
+    with pytest.raises(BucketingError, match=r"cannot take the \d+ samples of \d+×.* 1 positions for frames"):
+        Trainer(config)
+    prepared = PreparedDataset.load(prepared_dir)
+    dataclasses.replace(prepared, caption_column=None).save(tmp_path / "silent")
+    with pytest.raises(BucketingError, match="have no captions, which the model needs"):
+        make_data(changed(config, dataset_dir=str(tmp_path / "silent")), prepared.spec, width=96)
+
+
 def test_running_out_of_memory_names_the_samples_and_what_to_lower(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
 ) -> None:
