@@ -255,6 +255,15 @@ class Recipe(ABC):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read strides and patch from the configurations alone, without loading weights."""
 
+    @classmethod
+    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
+        """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
+
+        Args:
+            max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+        """
+        return (max_sequence_length or cls.default_sequence_length) if cls.family.text_in_sequence else 0
+
     @property
     def transformer(self) -> Any:
         """The model to train."""

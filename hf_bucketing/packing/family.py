@@ -63,6 +63,7 @@ class Family:
             text by the noise level of its sample.
         unused (`tuple` of `str`): Parts of the names of parameters that predictions do not depend on, such as those of
             an audio stream. They are not trained.
+        text_in_sequence (`bool`): Whether text attends in one sequence with the tokens, so that it counts as they do.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
@@ -95,6 +96,7 @@ class Family:
     text_by_strip: ClassVar[bool] = False
     shares_texts: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ()
+    text_in_sequence: ClassVar[bool] = False
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
     conditioning_by_strip: ClassVar[bool] = True

@@ -48,8 +48,9 @@ class BatchConfig:
     Args:
         batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs of samples of any sizes.
         train_batch_size (`int`): Samples per process and step, for buckets without `max_tokens`.
-        max_tokens (`int` or `"auto"`, *optional*): Tokens per process and step, which packs need. With `"auto"`, the
-            run finds the largest number that fits in memory.
+        max_tokens (`int` or `"auto"`, *optional*): Tokens per process and step, which packs need. Where text sits in
+            one sequence with its sample, the `max_sequence_length` tokens of each caption count too. With `"auto"`,
+            the run finds the largest number that fits in memory.
         remainder (`"short"`, `"drop"`, `"repeat"` or `"catch_all"`): Treatment of the samples of a bucket that do not
             fill a step on all processes: a smaller step, none, a step filled up with samples seen before, or batches
             shared by all buckets.
