@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...media.sample import frame_rates
+from ...packing.family import Family
 from ..first_frame import FirstFrameRecipe
 from ..objectives import Shift
 from ..recipe import Recipe, Samples, read_configs
@@ -22,9 +23,9 @@ class LTXRecipe(Recipe):
     """Recipe of `LTXPipeline`; see [`Recipe`]."""
 
     pipeline_class = "LTXPipeline"
-    family = FAMILY
+    family: ClassVar[Family] = FAMILY
     default_sequence_length = 128
-    native_sizes = ((512, 704), (480, 704), (768, 1216), (704, 1216))
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
     """The pipeline's default and the size of its example, and the two large ones of the model card."""
 
     @classmethod
