@@ -50,16 +50,6 @@ class LTXRecipe(Recipe):
         """Return the statistics that the VAE's weights hold."""
         return self.pipeline.vae.latents_mean, self.pipeline.vae.latents_std
 
-    def refusal(self, samples: Samples) -> str | None:
-        """Refuse stacks of several frame rates, because the model takes one for all."""
-        rates = samples.fps.unique()
-        if len(rates) == 1:
-            return None
-        return (
-            f"LTX takes one frame rate per batch, and this one has {rates.tolist()}. Prepare the data set with a "
-            "--target_fps that all its videos reach, or train packs, which have no such limit."
-        )
-
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the seconds and pixels that a latent covers, as the pipeline computes them."""
         seconds = self.spec.temporal_stride / frame_rates(samples.fps).double()
@@ -71,6 +61,22 @@ class LTXImageToVideoRecipe(FirstFrameRecipe, LTXRecipe):
     """Recipe of `LTXImageToVideoPipeline`; see [`FirstFrameRecipe`]."""
 
     pipeline_class = "LTXImageToVideoPipeline"
+
+
+class LTXConditionRecipe(LTXRecipe):
+    """Recipe of `LTXConditionPipeline` (LTX-Video 0.9.5 and later), called without images or videos.
+
+    The pipeline places tokens in time as the causal VAE does, and has no shift by size.
+    """
+
+    pipeline_class = "LTXConditionPipeline"
+    default_sequence_length = 256
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Add the temporal stride, by which the first latent frame is shorter."""
+        scales = super().conditioning(samples)[SCALES]
+        strides = torch.full_like(scales[:, :1], float(self.spec.temporal_stride))
+        return {SCALES: torch.cat([scales, strides], 1)}
 
 
 def _shift_by_size(config: Mapping[str, Any]) -> Shift:
@@ -88,4 +94,4 @@ def _shift_by_size(config: Mapping[str, Any]) -> Shift:
     return lambda size: shift_for_tokens(math.prod(size), **limits)
 
 
-RECIPES = (LTXRecipe, LTXImageToVideoRecipe)
+RECIPES = (LTXRecipe, LTXImageToVideoRecipe, LTXConditionRecipe)
