@@ -246,6 +246,7 @@ def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str =
     config = {
         name: sorted(value) if isinstance(value, set) else value  # a set has another order in each process
         for name, value in transformer.peft_config[ADAPTER].to_dict().items()
+        if name != "exclude_modules"  # who loads the file adds adapters to the layers in it, and none is to exclude
     }
     with complete_parts(folder) as partial:
         type(pipeline).save_lora_weights(

@@ -32,8 +32,8 @@ class LTXFamily(Family):
     """Packing of `LTXVideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
     `rope_interpolation_scale`, `(n, 3)`, is computed by the pipeline from a sample's frame rate and the autoencoder:
-    temporal stride ÷ frame rate, spatial stride, spatial stride. A fourth number, the temporal stride, places tokens as
-    `LTXConditionPipeline` does: where a causal autoencoder does, whose first latent frame is one frame of pixels.
+    temporal stride ÷ frame rate, spatial stride, spatial stride. With a fourth number, the temporal stride, tokens lie
+    where `LTXConditionPipeline` places them: the first latent frame of a causal autoencoder is one frame of pixels.
     """
 
     transformer_class = "LTXVideoTransformer3DModel"
