@@ -52,15 +52,15 @@ def latents_fingerprint(encoder: Encoder) -> str:
 def text_fingerprint(encoder: Encoder) -> str:
     """Return sixteen hex digits that change with all that embeddings of captions depend on.
 
-    These are the text encoder's class, configuration, weights and their dtype, the tokenizer, the encoder's class and
-    the number of text tokens.
+    These are the text encoder's class, configuration, weights and their dtype, those of connectors behind it, the
+    tokenizer, the encoder's class and the number of text tokens.
     """
     parts = encoder.pipeline.components
     rules = _tokenizer_rules(encoder.pipeline.tokenizer) | {"max_sequence_length": encoder.max_sequence_length}
     more = [
         _tokenizer_rules(part) if name.startswith("tokenizer") else _digest(name, part)
         for name, part in sorted(parts.items())
-        if name.startswith(("tokenizer_", "text_encoder_")) and part is not None
+        if name.startswith(("tokenizer_", "text_encoder_", "connectors")) and part is not None
     ]
     return _digest(type(encoder).__name__, encoder.pipeline.text_encoder, rules, *more)
 

@@ -148,7 +148,8 @@ class Trainer:
         """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters."""
         recipe, accelerator = self.recipe, self.accelerator
         if config.adapters.lora_rank is not None:
-            adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
+            unused = recipe.family.unused
+            adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained, unused=unused)
             cast_training_params(recipe.transformer, dtype=trained_dtype(config))
             config = changed(config, lora_alpha=adapters.lora_alpha)
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)

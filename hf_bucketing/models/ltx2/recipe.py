@@ -38,10 +38,6 @@ class LTX2Recipe(LTXRecipe):
         values, _, mask = pipeline.connectors(states, mask, padding_side=pipeline.tokenizer.padding_side)
         return TextEmbeddings(values, mask)
 
-    def refusal(self, samples: Samples) -> str | None:
-        """Refuse nothing: each row of a stack has its own frame rate."""
-        return None
-
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the frame rates, and the noise levels where the model modulates its text by them."""
         given = {"fps": frame_rates(samples.fps)}

@@ -29,7 +29,7 @@ def _ltx2(pipeline_class: type[DiffusionPipeline]) -> DiffusionPipeline:
 
 
 def _ltx23(pipeline_class: type[DiffusionPipeline]) -> DiffusionPipeline:
-    """Return a pipeline like LTX-2.3: the connectors project the text, the noise level modulates it, heads have gates."""
+    """Return a pipeline like LTX-2.3: connectors project the text, the noise level modulates it, heads have gates."""
     gates = {"video_gated_attn": True, "audio_gated_attn": True}
     widths = {"per_modality_projections": True, "video_hidden_dim": _WIDTH, "audio_hidden_dim": _AUDIO_WIDTH}
     return _pipeline(

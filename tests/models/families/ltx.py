@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,28 @@ def predict(pipeline: Any, drawn: Drawn, noisy: torch.Tensor, timestep: torch.Te
     )[0]
 
 
+def predict_causally(pipeline: Any, drawn: Drawn, noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    """Call the transformer as `LTXConditionPipeline` does without conditions."""
+    embeds, mask, _, _ = pipeline.encode_prompt(
+        drawn.caption, do_classifier_free_guidance=False, max_sequence_length=drawn.max_sequence_length
+    )
+    grid = pipeline._prepare_video_ids(1, *noisy.shape[2:])
+    coordinates = pipeline._scale_video_ids(
+        grid,
+        scale_factor=pipeline.vae_spatial_compression_ratio,
+        scale_factor_t=pipeline.vae_temporal_compression_ratio,
+    ).float()
+    coordinates[:, 0] = coordinates[:, 0] * (1.0 / drawn.fps)
+    return pipeline.transformer(
+        hidden_states=tokens(pipeline, noisy),
+        encoder_hidden_states=embeds,
+        timestep=timestep[:, None],
+        encoder_attention_mask=mask,
+        video_coords=coordinates,
+        return_dict=False,
+    )[0]
+
+
 def text_to_video_loss(pipeline: Any, drawn: Drawn, *, predict: Predict = predict) -> torch.Tensor:
     clean, noise, sigma = clean_latent(pipeline, drawn.pixels), drawn.noise[None], drawn.timestep / 1000
     output = predict(pipeline, drawn, (1 - sigma) * clean + sigma * noise, drawn.timestep[None])
@@ -67,4 +90,7 @@ RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5, "max
 RECIPES = {
     "ltx": RecipeCase(tiny="ltx", loss=text_to_video_loss, render=RENDER),
     "ltx-i2v": RecipeCase(tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER),
+    "ltx-condition": RecipeCase(
+        tiny="ltx-condition", loss=partial(text_to_video_loss, predict=predict_causally), render=RENDER
+    ),
 }
