@@ -23,7 +23,7 @@ def t5_components(encoder: type[T5EncoderModel | UMT5EncoderModel]) -> dict[str,
 
 
 def wan_vae(**config: Any) -> AutoencoderKLWan:
-    """Return a VAE of Wan whose latents have mean 0 and deviation 1, as those of the trained one; by default of 2.1."""
+    """Return a VAE of Wan, by default 2.1, whose latents have mean 0 and deviation 1, as those of the trained one."""
     settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     ones = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
     vae = AutoencoderKLWan(**settings, **ones, **config).eval()
