@@ -14,7 +14,7 @@ from peft import LoraConfig
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.registry import families
 from hf_bucketing.packing import packed_forward
-from tests.models.cases import Samples, assert_same_gradients, gradients, packed_outputs
+from tests.models.cases import Samples, assert_same_gradients, gradients, largest_difference, packed_outputs
 from tests.models.families import CASES
 
 each_family = pytest.mark.parametrize("name", CASES)
@@ -81,8 +81,10 @@ def test_a_saved_and_loaded_model_runs_the_same_packs(name: str, tmp_path: Path)
     packed = copy.deepcopy(model)
     enable_packing(packed, strip_length=4)
     packed.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, torch_dtype=torch.float64)
-    assert_equal(outputs, packed_outputs(loaded, samples, strip_length=7))
+    loaded = type(model).from_pretrained(tmp_path, torch_dtype=torch.float64).to(torch.float64)
+    expected = samples.alone(loaded)  # diffusers loads some modules of Wan, its positions too, in float32
+    assert_equal(expected, packed_outputs(loaded, samples, strip_length=7))
+    assert largest_difference(outputs, expected) < 1e-5
     disable_packing(packed)
     assert all(torch.equal(one, other) for one, other in zip(outputs, samples.alone(packed), strict=True))
 

@@ -8,10 +8,12 @@ import torch
 from hf_bucketing import BucketingError
 from hf_bucketing.errors import PackingError
 from hf_bucketing.losses import GaussianPosterior, masked_mse
-from hf_bucketing.models import enable_packing
+from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, FlowMatching, Noised
 from hf_bucketing.packing import packed_forward, packed_mse
+from hf_bucketing.packing.batch import Rows
 from tests.models.cases import FLUX, LATTE, SIZES, WAN, Samples, largest_difference
+from tests.models.families import CASES
 
 
 def frame_timesteps(samples: Samples) -> list[torch.Tensor]:
@@ -26,6 +28,41 @@ def frame_timesteps(samples: Samples) -> list[torch.Tensor]:
 def of_tokens(timesteps: list[torch.Tensor]) -> list[torch.Tensor]:
     pairs = zip(timesteps, SIZES, strict=True)
     return [one.repeat_interleave(height // 2 * (width // 2)) for one, (_, height, width) in pairs]
+
+
+@torch.no_grad()
+def test_a_pack_with_diffusion_forcing_equals_the_stock_model() -> None:
+    case = CASES["skyreels-v2"]
+    model, samples = case.model(torch.float64), Samples(torch.float64, case=case)
+    by_frame = frame_timesteps(samples)
+    alone = [
+        model(latent[None], timestep[None], text[None], enable_diffusion_forcing=True).sample[0]
+        for latent, timestep, text in zip(samples.latents, by_frame, samples.text, strict=True)
+    ]
+    packing = enable_packing(model, strip_length=4)
+    batch = samples.pack(packing, timesteps=by_frame)
+    packed = batch.unpack(packed_forward(model, batch))
+    assert largest_difference(alone, packed) <= 1e-11
+    disable_packing(model)
+    latents, text = (torch.stack([values[0], values[4]]) for values in (samples.latents, samples.text))
+    timesteps = torch.stack([by_frame[0], by_frame[4]]).repeat_interleave(6, 1)
+    rows = Rows(latents=latents, timesteps=timesteps, text=text, patch=(1, 2, 2))
+    assert largest_difference([alone[0], alone[4]], packing.family.run(model, rows)) <= 1e-11
+    timesteps[0, 1] += 1
+    with pytest.raises(PackingError, match="one timestep for all tokens of a frame"):
+        packing.family.run(model, rows)
+
+
+def test_diffusion_forcing_that_the_stock_model_cannot_run_in_packs_is_refused() -> None:
+    case = CASES["skyreels-v2 fps"]
+    model, samples = case.model(), Samples(case=case)
+    batch = samples.pack(enable_packing(model, strip_length=4), timesteps=frame_timesteps(samples))
+    with pytest.raises(PackingError, match="inject_sample_info"):
+        packed_forward(model, batch)
+    disable_packing(model)
+    model._set_ar_attention(2)
+    with pytest.raises(PackingError, match="num_frame_per_block=2"):
+        enable_packing(model, strip_length=4)
 
 
 @pytest.mark.parametrize("each", ["frame", "token"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -69,7 +69,7 @@ class WanFamily(Family):
     """
 
     transformer_class = "WanTransformer3DModel"
-    tested_forwards = ("cbdc8a11aa2f", "96f65c99f94a")
+    tested_forwards: ClassVar[tuple[str, ...]] = ("cbdc8a11aa2f", "96f65c99f94a")
     processor_class = PackedWanAttnProcessor
     stock_processors = ("WanAttnProcessor",)
     processors_read_fusion = True
