@@ -5,6 +5,7 @@ python scripts/verify_packing.py Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sizes 5,8,12
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from diffusers import AutoModel
@@ -51,6 +52,9 @@ def main(args: argparse.Namespace) -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(args.device, dtype)
 
+    def moved(values: Any) -> Any:
+        return values.to(args.device, dtype) if torch.is_tensor(values) else [moved(one) for one in values]
+
     limits = family.limits(transformer)
     grids = args.sizes or [tuple(map(min, size, limits)) for size in SIZES]
     sides = [[side * part for side, part in zip(size, family.patch(transformer), strict=True)] for size in grids]
@@ -61,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
         [draw(channels, *size) for size in sides],
         timesteps=torch.rand(len(sides), generator=generator).to(args.device) * 1000,
         text=[draw(args.text_length, text_dim) for _ in sides],
-        conditioning={name: values.to(args.device, dtype) for name, values in conditioning.items()},
+        conditioning={name: moved(values) for name, values in conditioning.items()},
         strip_length=args.strip_length,
         backend=args.backend,
     )

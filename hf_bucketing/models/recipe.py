@@ -108,6 +108,9 @@ The text encoders include whatever else reads text, such as the connectors of LT
 image encoder where there is one, and what makes sound.
 """
 
+IMAGES = ("image", "last_image")
+"""Arguments of a pipeline's call for the frames to begin and to end a clip with."""
+
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -492,8 +495,8 @@ class Recipe(ABC):
         Returns:
             `numpy.ndarray` of shape `(frames, height, width, 3)`: In [0, 1].
         """
-        images = {"image": image, "last_image": last_image}
-        given = {name: one for name, one in images.items() if one is not None}
+        images = zip(IMAGES, (image, last_image), strict=True)
+        given = {name: one for name, one in images if one is not None}
         call = {**given, **self.duration(size.frames), **options}
         result = self.pipeline(prompt=prompt, height=size.height, width=size.width, output_type="np", **call)
         return np.asarray(result.images if "images" in result else result.frames[0])

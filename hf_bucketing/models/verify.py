@@ -59,14 +59,14 @@ class _Samples:
     latents: tuple[torch.Tensor, ...]
     timesteps: torch.Tensor
     text: tuple[torch.Tensor, ...]
-    conditioning: Mapping[str, torch.Tensor]
+    conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
     def ordered(self, order: Sequence[int]) -> _Samples:
         return _Samples(
             latents=tuple(self.latents[sample] for sample in order),
             timesteps=self.timesteps[list(order)],
             text=tuple(self.text[sample] for sample in order),
-            conditioning={name: values[list(order)] for name, values in self.conditioning.items()},
+            conditioning={name: _in_order(values, order) for name, values in self.conditioning.items()},
         )
 
     def pack(self, packing: Packing) -> PackedBatch:
@@ -79,7 +79,7 @@ def verify_packing(
     *,
     timesteps: torch.Tensor,
     text: Sequence[torch.Tensor] | torch.Tensor,
-    conditioning: Mapping[str, torch.Tensor] | None = None,
+    conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] | None = None,
     strip_length: int = 64,
     backend: str = "auto",
 ) -> VerificationReport:
@@ -136,6 +136,10 @@ def verify_packing(
     with _packing(model, longer, backend) as packing:
         check(f"outputs, strips of {longer}", _largest(outputs, _outputs(model, packing, samples)) / scale)
     return VerificationReport(tuple(checks))
+
+
+def _in_order(values: torch.Tensor | Sequence[torch.Tensor], order: Sequence[int]) -> Any:
+    return values[list(order)] if isinstance(values, torch.Tensor) else [values[sample] for sample in order]
 
 
 def _targets(latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,8 +23,11 @@ from .texts import TextRule
 Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
 
-Draw: TypeAlias = Callable[[Sequence[Grid]], torch.Tensor]
-"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`."""
+Draw: TypeAlias = Callable[[Sequence[Grid]], Any]
+"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`.
+
+Of `latent_conditioning` it draws a list with a tensor per sample.
+"""
 
 UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
@@ -150,7 +153,7 @@ class Family:
         """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
         return {}
 
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, Any]:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
         return {name: draw(grids) for name, draw in self.conditioning(transformer).items()}
 

@@ -27,7 +27,7 @@ from ..files import check_folder_writable
 from ..loaders.resume import resume
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
-from ..models.recipe import PARTS, pipeline_folder
+from ..models.recipe import PARTS, pipeline_folder, read_config
 from ..models.registry import recipe_of
 from ..settings import changed
 from .adapters import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
@@ -63,7 +63,7 @@ from .on_resume import applied_changes, check_weights, resumed_config, settings_
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
 from .steps import StepLosses, check_cached, check_frames, check_positions, make_step
-from .validation import Validation, parse_sizes
+from .validation import Validation, images_of, parse_sizes
 
 logger = get_logger(__name__)
 
@@ -105,8 +105,15 @@ class Trainer:
         self.validation = None
         if config.validation.validation_prompts:
             sizes = parse_sizes(config.validation.validation_sizes, spec)
+            each = 0
+            if recipe.takes_image:
+                each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
             self.validation = Validation(
-                config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation"
+                config=config.validation,
+                images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
+                sizes=sizes,
+                seed=config.seed,
+                folder=self.folder / "validation",
             )
         check_quantization(config, self.accelerator)
         check_offload(config, self.accelerator)

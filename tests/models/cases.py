@@ -255,7 +255,8 @@ class Samples:
         self.latents, self.text, self.targets = ([values[i] for i in order] for values in (latents, texts, targets))
         self.timesteps = case.timesteps[list(order)]
         self.conditioning = {
-            name: values[list(order)] for name, values in case.conditioning(draw, len(case.sizes)).items()
+            name: values[list(order)] if torch.is_tensor(values) else [values[sample] for sample in order]
+            for name, values in case.conditioning(draw, len(case.sizes)).items()
         }
 
     def pack(self, packing, **options: Any):

@@ -7,7 +7,8 @@ with a text_mask.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -59,6 +60,8 @@ class PackedWanAttnProcessor(PackedAttnProcessor):
 class WanFamily(Family):
     """Packing of `WanTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
+    Families of models that grew out of Wan derive from it.
+
     Wan 2.2's pipelines may give each token a timestep (`expand_timesteps`), such as 0 for a clean first frame.
 
     Image-to-video models that attend to the first frame (and the last) take `encoder_hidden_states_image`,
@@ -66,7 +69,7 @@ class WanFamily(Family):
     """
 
     transformer_class = "WanTransformer3DModel"
-    tested_forwards = ("cbdc8a11aa2f", "96f65c99f94a")
+    tested_forwards: ClassVar[tuple[str, ...]] = ("cbdc8a11aa2f", "96f65c99f94a")
     processor_class = PackedWanAttnProcessor
     stock_processors = ("WanAttnProcessor",)
     processors_read_fusion = True
@@ -111,6 +114,13 @@ class WanFamily(Family):
             ]
         return handles
 
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Return a row per strip; image tokens keep a row per sample, as attention takes them."""
+        rows = super().rows(batch)
+        by_sample = (IMAGE_TOKENS, *self.latent_conditioning)
+        others = {name: batch.per_strip(one) for name, one in rows.conditioning.items() if name not in by_sample}
+        return replace(rows, conditioning={**rows.conditioning, **others})
+
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Refuse texts from which the models would split the image tokens wrongly: they expect exactly 512 tokens."""
         if IMAGE_TOKENS in batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
@@ -121,8 +131,10 @@ class WanFamily(Family):
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the image tokens, a row per frame."""
-        images = transformer.condition_embedder.image_embedder
-        return {name: _frames(images, values) for name, values in rows.conditioning.items()}
+        if IMAGE_TOKENS not in rows.conditioning:
+            return {}
+        embedder = transformer.condition_embedder.image_embedder
+        return {IMAGE_TOKENS: _frames(embedder, rows.conditioning[IMAGE_TOKENS])}
 
 
 def _row_per_frame(embedder: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -222,7 +222,8 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
     patch, count = family.patch(model), len(step.latent_sizes)
     (size,) = set(step.latent_sizes)
     t, h, w = (side // per_token for side, per_token in zip(size, patch, strict=True))
-    conditioning = family.draw_conditioning(model, [(t, h, w)] * count)
+    drawn = family.draw_conditioning(model, [(t, h, w)] * count)
+    conditioning = {name: one if isinstance(one, torch.Tensor) else torch.stack(one) for name, one in drawn.items()}
     rows = Rows(
         latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
         timesteps=torch.empty(count, device="meta"),
