@@ -1,4 +1,4 @@
-"""How Cosmos is trained: Predict 1 by EDM, Predict 2 by flow matching; text with zero padding; the first frame clean."""
+"""How Cosmos is trained: Predict 1 by EDM, Predict 2 by flow matching; text with zero padding; a clean first frame."""
 
 from __future__ import annotations
 
@@ -111,9 +111,7 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
                     f"A {self.pipeline_class} is trained by EDM, which fixes noise levels and weights; omit `{name}`."
                 )
         config = self.pipeline.scheduler.config
-        return EDM(
-            sigma_data=config.sigma_data, prediction_type=config.prediction_type, shift=self.shift(), seed=seed
-        )
+        return EDM(sigma_data=config.sigma_data, prediction_type=config.prediction_type, shift=self.shift(), seed=seed)
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
