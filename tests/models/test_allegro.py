@@ -15,9 +15,7 @@ from hf_bucketing.models.registry import recipe_of
 
 def test_the_pipeline_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "AllegroPipeline"}))
-    with pytest.raises(
-        BucketingError, match="AllegroPipeline, which cannot be trained: .* tiles of 24×320×320 pixels"
-    ):
+    with pytest.raises(BucketingError, match=r"AllegroPipeline, which cannot be trained: .* tiles of 24×320×320"):
         recipe_of(str(tmp_path))
 
 

@@ -138,7 +138,7 @@ class CosmosVideoToWorldRecipe(CosmosTextToWorldRecipe):
     """Recipe of `CosmosVideoToWorldPipeline` (Predict 1) with an image to begin with; see [`Recipe`].
 
     The first latent frame is clean, marked by a further channel, and not part of the loss; images are not conditioned.
-    The pipeline adds noise of σ = 0.001 to the frame, which is left out here.
+    The pipeline adds noise of σ = 0.001 to the frame, which is omitted here.
     """
 
     pipeline_class = "CosmosVideoToWorldPipeline"
