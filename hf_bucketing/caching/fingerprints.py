@@ -24,6 +24,10 @@ class Encoder(Protocol):
     def max_sequence_length(self) -> int:
         """Text tokens per caption."""
 
+    @property
+    def media_rule(self) -> str:
+        """What `encode_media` depends on beside these models, if anything."""
+
     def encode_media(self, pixel_values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Encode `(B, 3, F, H, W)` in [−1, 1], on the VAE's device, to `latents` `(B, C, f, h, w)` and conditions."""
 
@@ -38,6 +42,8 @@ def latents_fingerprint(encoder: Encoder) -> str:
     """
     vae, images = encoder.pipeline.vae, getattr(encoder.pipeline, "image_encoder", None)
     more = ["tiled"] if getattr(vae, "use_tiling", False) else []
+    if encoder.media_rule:
+        more.append(encoder.media_rule)
     if images is not None:
         more.append(_digest("image_encoder", images))
     return _digest(type(encoder).__name__, vae, *more)

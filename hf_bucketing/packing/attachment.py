@@ -75,7 +75,7 @@ def attach(packing: Packing) -> None:
     )
     for attention in attentions:
         _check_own(attention, family)
-    handles = *family.hook_positions(model, packing.base_size), keep_inputs_exact(model)
+    handles = keep_inputs_exact(model), *family.hook_positions(model, packing.base_size)
     for attention in attentions:
         attention.module.set_processor(attention.packed)
     bind_checkpoints(model)

@@ -10,13 +10,23 @@ from ..errors import BucketingError, quoted
 from ..loaders.faults import FaultRule
 from ..losses.reduction import Reduction
 from ..media.views import ViewRule
+from ..models.shift import read_shift
 from ..packing.attention import Backend
 from ..packing.token_drop import Mode as TokenDropMode
 from ..packing.token_drop import TokenDrop
 from ..plans.bin_packing import PackStrategy
 from ..plans.deal import Remainder
 from ..plans.packs import Balance
-from ..settings import build, check_at_least, check_literals, check_shares, explains_names, flatten, not_default
+from ..settings import (
+    build,
+    check_at_least,
+    check_literals,
+    check_shares,
+    explains_names,
+    flatten,
+    not_default,
+    number_or_text,
+)
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .memory.config import MemoryConfig
@@ -141,6 +151,12 @@ class ObjectiveConfig:
     Args:
         weighting_scheme (`"logit_normal"` or `"uniform"`, *optional*): Distribution of noise levels in flow matching;
             by default `"logit_normal"`. Denoising models such as Latte have none.
+        shift (`float` or `str`, *optional*): Shift of noise levels towards noise in flow matching; by default that of
+            the pipeline's scheduler, which for some models grows with a sample's tokens, up to the most that its
+            configuration names. A number is one shift for all samples. `"tokens"` grows with the tokens as Flux's,
+            `"pixels"` with the square root of the pixels as in Stable Diffusion 3, 3 at 1024×1024. `"resolution"` is
+            what the model's authors name for some resolutions, and `480x832:2,720x1280:5` names them: height, width
+            and shift. `"unbounded"` is the scheduler's, also beyond the most tokens that it names.
         snr_gamma (`float`, *optional*): Gamma of min-SNR loss weighting, such as 5.0, for denoising models such as
             Latte.
         loss_reduction (`"sample"` or `"token"`): Unit of equal weight in the loss: every sample, or every token.
@@ -151,6 +167,7 @@ class ObjectiveConfig:
     """
 
     weighting_scheme: Literal["logit_normal", "uniform"] | None = None
+    shift: float | str | None = field(default=None, metadata={"parse": number_or_text})
     snr_gamma: float | None = None
     loss_reduction: Reduction = "sample"
     caption_dropout: float = 0.0
@@ -158,6 +175,8 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         check_literals(self)
         check_shares(self, "caption_dropout")
+        if self.shift is not None:
+            read_shift(self.shift)
 
 
 @explains_names

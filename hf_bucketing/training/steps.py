@@ -121,6 +121,7 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     objective = recipe.objective(
         weighting_scheme=config.objective.weighting_scheme,
         snr_gamma=config.objective.snr_gamma,
+        shift=config.objective.shift,
         seed=config.seed,
     )
     common: dict[str, Any] = {
@@ -162,6 +163,19 @@ def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
                 f"The model cannot take the {count} samples of {size}: {error} --max_frames of "
                 "scripts/prepare_dataset.py cuts samples that are too long."
             ) from error
+
+
+def check_frames(recipe: Recipe, data: TrainingData) -> None:
+    """Raise BucketingError if samples are too short to train this model on, such as images for image-to-video."""
+    ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
+    short = [count for bucket, count in zip(ids, counts, strict=True)
+             if data.table.size(int(bucket)).frames < recipe.fewest_frames]  # fmt: skip
+    if short:
+        raise BucketingError(
+            f"{sum(short)} of the samples have fewer than the {recipe.fewest_frames} frames that a "
+            f"{recipe.pipeline_class} of this configuration needs: fewer leave it nothing to predict. Prepare the "
+            "data set again without images and shorter videos."
+        )
 
 
 def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:

@@ -46,6 +46,9 @@ class RecipeCase:
         sizes: Frames, height and width in pixels of three samples; in buckets, only the first is taken, twice.
         render: Arguments of the pipeline's call for a render of few steps, but for the prompt, size and image.
         max_sequence_length: Text tokens.
+        buckets: Heights and widths of a training run's buckets, in pixels.
+        bucket_frames: Their numbers of frames, unless the model takes images.
+        max_tokens: Tokens of a training run's packs.
     """
 
     tiny: str
@@ -53,6 +56,21 @@ class RecipeCase:
     sizes: tuple[tuple[int, int, int], ...] = ((5, 32, 48), (1, 32, 32), (9, 48, 32))
     render: dict[str, Any]
     max_sequence_length: int = 64
+    buckets: str = "64,112;112,64;64,64"
+    bucket_frames: str = "1,9,17"
+    max_tokens: int = 640
+
+
+IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
+"""Sizes of samples for pipelines that make images."""
+
+
+@torch.no_grad()
+def clean_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Encode an image `(3, 1, H, W)` to `(1, C, h, w)`, so that the usual way of decoding images gives it back."""
+    vae = pipeline.vae
+    latent = vae.encode(pixels[None, :, 0]).latent_dist.mode()
+    return (latent - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def test_wrong_inputs_are_errors_that_name_the_sample() -> None:
 
     cases = {
         "6 latents, 5 texts": {"text": samples.text[:5]},
-        r"timesteps of shape \(2,\)": {"timesteps": TIMESTEPS[:2]},
+        r"and 2 timesteps": {"timesteps": TIMESTEPS[:2]},
         "0 latents": {"latents": [], "text": [], "timesteps": TIMESTEPS[:0]},
         r"Latent 2 of .* \(5, 7, 6\) does not divide": {"latents": latents_but(2, 4, 5, 7, 6)},
         "Latent 1 has shape": {"latents": latents_but(1, 1, 4, 1, 8, 4)},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.cogvideox import centred
+from hf_bucketing.models.cogvideox.packing import centred
 from hf_bucketing.models.joint import JointFamily
 from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.packing import PackedJointAttnProcessor, packed_forward

@@ -19,7 +19,7 @@ from tests.models.families import RECIPES
 from tests.models.recipe_cases import Drawn, RecipeCase
 
 each_recipe = pytest.mark.parametrize("case", RECIPES.values(), ids=RECIPES.keys())
-CAPTIONS = ("a red square moving right", "x", "a large blue circle on grey")
+CAPTIONS = ('a square that says "red"', "x", "a large blue circle on grey")
 
 
 @pytest.fixture(scope="module")

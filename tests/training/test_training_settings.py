@@ -136,6 +136,28 @@ def test_snr_weighting_reaches_the_objective_of_denoising_models_alone(
                 make_step(config, recipe)
 
 
+def test_the_shift_reaches_the_objective_of_flow_models_alone(pipeline_dirs, prepared_dir, tmp_path: Path) -> None:
+    recipes = {name: recipe_of(str(folder)).load(str(folder)) for name, folder in pipeline_dirs.items()}
+
+    def levels(name: str, height: int, width: int, **settings: Any) -> torch.Tensor:
+        config = in_process(pipeline_dirs[name], prepared_dir, tmp_path, **settings)
+        latents = [torch.zeros(1, 1, height, width)] * 20
+        return make_step(config, recipes[name]).objective(latents, indices=range(20), epoch=0).timesteps / 1000
+
+    small, large = (4, 4), (60, 104)
+    fixed = levels("wan", *small)
+    assert torch.equal(fixed, levels("wan", *large))
+    assert torch.equal(fixed, levels("wan", *small, shift=3.0))
+    assert torch.equal(fixed, levels("wan", *large, shift="resolution"))
+    lower = levels("wan", *large, shift="480x832:2,720x1280:5")
+    assert torch.allclose(fixed / (1 - fixed) / 3, lower / (1 - lower) / 2, rtol=1e-3)
+    for name, law in (("wan", "pixels"), ("wan", "tokens"), ("ltx", None), ("ltx", "unbounded")):
+        assert (levels(name, *small, shift=law) < levels(name, *large, shift=law)).all(), law
+    assert (levels("ltx", *large, shift="unbounded") > levels("ltx", *large)).all()
+    with pytest.raises(BucketingError, match="`shift` is about the noise levels of a flow"):
+        levels("latte", *small, shift=3.0)
+
+
 class Enabled(NamedTuple):
     """A step, and the tokens of its packs."""
 
@@ -389,7 +411,7 @@ def test_running_out_of_memory_names_the_samples_and_what_to_lower(
     {"max_tokens": "much"}, {"max_tokens": 0}, {"caption_dropout": 2.0}, {"lora_alpha": 4}, {"balance": "cost"},
     {"remainder": "drop", "batching": "pack", "max_tokens": 9},
     {"optimizer": "sgd"}, {"seed": -1}, {"dataloader_num_workers": -1}, {"lr_warmup_steps": 5},
-    {"video_decoder": "ffmpeg"},
+    {"video_decoder": "ffmpeg"}, {"shift": "large"}, {"shift": 0.0},
 ])  # fmt: skip
 def test_impossible_settings_are_errors(change) -> None:
     with pytest.raises(BucketingError):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ...errors import BucketingError
 from ...media.sample import frame_rates
-from ..objectives import Shift
+from ..first_frame import FirstFrameRecipe
 from ..recipe import Recipe, Samples, read_configs
-from ..shift import shift_for_tokens
 from .packing import FAMILY, SCALES
 
 
@@ -39,11 +35,6 @@ class LTXRecipe(Recipe):
             patch=(transformer["patch_size_t"], side, side),
         )
 
-    def shift(self) -> Shift:
-        """Return the scheduler's shift, which may depend on the number of tokens of each sample."""
-        config = self.pipeline.scheduler.config
-        return _shift_by_size(config) if config.get("use_dynamic_shifting", False) else float(config.get("shift", 1.0))
-
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return the statistics that the VAE's weights hold."""
         return self.pipeline.vae.latents_mean, self.pipeline.vae.latents_std
@@ -65,19 +56,10 @@ class LTXRecipe(Recipe):
         return {SCALES: torch.stack([seconds, sides, sides], 1)}
 
 
-def _shift_by_size(config: Mapping[str, Any]) -> Shift:
-    """Return the scheduler's shift as a function of a latent's `(F, H, W)`."""
-    if config.get("time_shift_type", "exponential") != "exponential":
-        raise BucketingError(
-            f"The scheduler shifts by time_shift_type={config['time_shift_type']!r}; only 'exponential' is known."
-        )
-    limits = {
-        "base_tokens": config.get("base_image_seq_len", 256),
-        "max_tokens": config.get("max_image_seq_len", 4096),
-        "base_shift": config.get("base_shift", 0.5),
-        "max_shift": config.get("max_shift", 1.15),
-    }
-    return lambda size: shift_for_tokens(math.prod(size), **limits)
+class LTXImageToVideoRecipe(FirstFrameRecipe, LTXRecipe):
+    """Recipe of `LTXImageToVideoPipeline`; see [`FirstFrameRecipe`]."""
+
+    pipeline_class = "LTXImageToVideoPipeline"
 
 
-RECIPES = (LTXRecipe,)
+RECIPES = (LTXRecipe, LTXImageToVideoRecipe)

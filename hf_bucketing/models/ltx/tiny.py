@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from diffusers import (
     AutoencoderKLLTXVideo,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
@@ -14,8 +17,8 @@ from transformers import T5EncoderModel
 from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components
 
 
-def _text_to_video() -> DiffusionPipeline:
-    return LTXPipeline(
+def _pipeline(pipeline_class: type[DiffusionPipeline]) -> DiffusionPipeline:
+    return pipeline_class(
         **t5_components(T5EncoderModel),
         vae=_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
@@ -51,4 +54,4 @@ def _vae() -> AutoencoderKLLTXVideo:
     return vae
 
 
-TINY = {"ltx": _text_to_video}
+TINY = {"ltx": partial(_pipeline, LTXPipeline), "ltx-i2v": partial(_pipeline, LTXImageToVideoPipeline)}

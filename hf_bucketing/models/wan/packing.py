@@ -23,6 +23,12 @@ TEXT_LENGTH = 512
 """Text tokens that diffusers' image-to-video models expect behind the image tokens."""
 
 
+IMAGE_TOKENS = "encoder_hidden_states_image"
+"""Argument of the transformer's forward for the image encoder's output."""
+CLIP_TOKENS = 257
+"""Tokens that CLIP ViT-H, Wan's image encoder, makes of an image."""
+
+
 class PackedWanAttnProcessor(PackedAttnProcessor):
     """Self- and cross-attention of Wan's `WanAttention` over the strips of a pack.
 
@@ -79,11 +85,11 @@ class WanFamily(Family):
         return longest, longest, longest
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return the image tokens of image-to-video models; drawn as many as CLIP ViT-H makes."""
+        """Return the image tokens of image-to-video models."""
         if transformer.condition_embedder.image_embedder is None:
             return {}
-        shape = transformer.config.pos_embed_seq_len or 257, transformer.config.image_dim
-        return {"encoder_hidden_states_image": lambda grids: torch.randn(len(grids), *shape)}
+        shape = transformer.config.pos_embed_seq_len or CLIP_TOKENS, transformer.config.image_dim
+        return {IMAGE_TOKENS: lambda grids: torch.randn(len(grids), *shape)}
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables of `rope`, or such tables of stretched coordinates."""
@@ -107,7 +113,7 @@ class WanFamily(Family):
 
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Refuse texts from which the models would split the image tokens wrongly: they expect exactly 512 tokens."""
-        if batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
+        if IMAGE_TOKENS in batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
             raise PackingError(
                 f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
             )

@@ -1,0 +1,82 @@
+"""Kandinsky 5."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import diffusers
+import torch
+
+from tests.models.cases import VIDEO_SIZES, FamilyCase
+
+
+def _in_the_dtype_of_the_weights(layer: torch.nn.Linear, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (args[0].to(layer.weight.dtype),)
+
+
+class Kandinsky5Transformer3DModel(diffusers.Kandinsky5Transformer3DModel):
+    """The stock model, whose layers of time would otherwise take nothing but float32."""
+
+    _keep_in_fp32_modules = None
+
+    @functools.wraps(diffusers.Kandinsky5Transformer3DModel.__init__)
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.time_embeddings.in_layer.register_forward_pre_hook(_in_the_dtype_of_the_weights)
+
+
+def make(**config: Any) -> Kandinsky5Transformer3DModel:
+    settings = {
+        **{"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 20, "time_dim": 24},
+        **{"model_dim": 32, "ff_dim": 48, "num_text_blocks": 2, "num_visual_blocks": 2, "axes_dims": (4, 6, 6)},
+    }
+    return Kandinsky5Transformer3DModel(**{**settings, **config})
+
+
+def alone(
+    model: Any,
+    latent: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    *,
+    pooled_projections: torch.Tensor,
+    scale_factor: torch.Tensor,
+) -> torch.Tensor:
+    _, frames, height, width = latent.shape
+    output = model(
+        hidden_states=latent.permute(1, 2, 3, 0)[None],
+        encoder_hidden_states=text[None],
+        pooled_projections=pooled_projections[None],
+        timestep=timestep[None],
+        visual_rope_pos=[torch.arange(frames), torch.arange(height // 2), torch.arange(width // 2)],
+        text_rope_pos=torch.arange(len(text)),
+        scale_factor=tuple(scale_factor.tolist()),
+        sparse_params=None,
+    ).sample
+    return output[0].permute(3, 0, 1, 2)
+
+
+CASES = {
+    "kandinsky5": FamilyCase(
+        make=make,
+        alone=alone,
+        sizes=VIDEO_SIZES,
+        lora_targets=("to_query", "to_key", "to_value"),
+        conditioning=lambda draw, count: {
+            "pooled_projections": draw(count, 20),
+            "scale_factor": torch.tensor([[1.0, 2.0, 2.0], [1.0, 3.16, 3.16]] * count)[:count],
+        },
+    ),
+    "kandinsky5 visual condition": FamilyCase(
+        make=functools.partial(make, visual_cond=True),
+        alone=alone,
+        channels=9,
+        sizes=VIDEO_SIZES,
+        lora_targets=("to_query", "to_key", "to_value"),
+        conditioning=lambda draw, count: {
+            "pooled_projections": draw(count, 20),
+            "scale_factor": torch.tensor([[1.0, 1.0, 1.0], [1.0, 3.16, 3.16]] * count)[:count],
+        },
+    ),
+}
