@@ -46,7 +46,11 @@ class GaussianPosterior:
         if self.variance_type not in get_args(VarianceType):
             raise BucketingError(f"variance_type must be one of {get_args(VarianceType)}, got {self.variance_type!r}.")
         betas = self.betas.to(torch.float64)
-        if betas.ndim != 1 or len(betas) < 2 or not bool((betas > 0).all() & (betas[:-1] < 1).all() & (betas[-1] <= 1)):
+        if (
+            betas.ndim != 1
+            or len(betas) < 2
+            or not bool((betas > 0).all() & (betas[:-1] < 1).all() & (betas[-1] <= 1))
+        ):
             raise BucketingError(f"Expected two or more betas between 0 and 1, got shape {tuple(betas.shape)}.")
         if betas[-1] == 1 and self.prediction_type == "epsilon":
             raise BucketingError(

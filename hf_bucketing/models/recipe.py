@@ -233,7 +233,7 @@ class Recipe(ABC):
 
     @classmethod
     def replaced_components(cls) -> dict[str, Any]:
-        """Return components to load the pipeline with in the place of its own; by default none."""
+        """Return components that replace those of the pipeline when it is loaded; by default none."""
         return {}
 
     @classmethod

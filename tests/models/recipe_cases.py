@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,6 +71,17 @@ def clean_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     vae = pipeline.vae
     latent = vae.encode(pixels[None, :, 0]).latent_dist.mode()
     return (latent - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
+@contextmanager
+def encoding_to_the_mode(vae: Any) -> Iterator[None]:
+    """Let a pipeline that samples the VAE's posterior take its mode inside a `with` block."""
+    encode = vae.encode
+    vae.encode = lambda pixels: SimpleNamespace(latents=encode(pixels).latent_dist.mode())
+    try:
+        yield
+    finally:
+        del vae.encode
 
 
 def samples_of(

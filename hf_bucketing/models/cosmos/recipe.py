@@ -1,4 +1,4 @@
-"""How Cosmos is trained: Predict 1 by EDM, Predict 2 by flow matching; text with zero padding; the first frame clean."""
+"""How Cosmos is trained: Predict 1 by EDM, Predict 2 by flow matching; text with zero padding; a clean first frame."""
 
 from __future__ import annotations
 
@@ -111,9 +111,7 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
                     f"A {self.pipeline_class} is trained by EDM, which fixes noise levels and weights; omit `{name}`."
                 )
         config = self.pipeline.scheduler.config
-        return EDM(
-            sigma_data=config.sigma_data, prediction_type=config.prediction_type, shift=self.shift(), seed=seed
-        )
+        return EDM(sigma_data=config.sigma_data, prediction_type=config.prediction_type, shift=self.shift(), seed=seed)
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -140,7 +138,7 @@ class CosmosVideoToWorldRecipe(CosmosTextToWorldRecipe):
     """Recipe of `CosmosVideoToWorldPipeline` (Predict 1) with an image to begin with; see [`Recipe`].
 
     The first latent frame is clean, marked by a further channel, and not part of the loss; images are not conditioned.
-    The pipeline adds noise of σ = 0.001 to the frame, which is left out here.
+    The pipeline adds noise of σ = 0.001 to the frame, which is omitted here.
     """
 
     pipeline_class = "CosmosVideoToWorldPipeline"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.models.recipe_cases import Drawn, RecipeCase
+from tests.models.recipe_cases import Drawn, RecipeCase, encoding_to_the_mode
 
 
 @torch.no_grad()
@@ -44,19 +44,15 @@ def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
 
 def image_latents(pipeline: Any, drawn: Drawn, *, frames: int) -> torch.Tensor:
     """Let the pipeline prepare the first frame, with the mode of the VAE's posterior instead of a sample of it."""
-    vae, (height, width) = pipeline.vae, drawn.pixels.shape[2:]
-    encode = vae.encode
-    vae.encode = lambda pixels: type("Encoded", (), {"latents": encode(pixels).latent_dist.mode()})
-    try:
+    height, width = drawn.pixels.shape[2:]
+    with encoding_to_the_mode(pipeline.vae):
         _, condition = pipeline.prepare_latents(
             drawn.pixels[None, :, 0],
-            num_channels_latents=vae.config.latent_channels,
+            num_channels_latents=len(drawn.noise),
             num_frames=(frames - 1) * pipeline.vae_scale_factor_temporal + 1,
             height=height,
             width=width,
         )
-    finally:
-        del vae.encode
     return condition
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.models.recipe_cases import Drawn, RecipeCase
+from tests.models.recipe_cases import Drawn, RecipeCase, encoding_to_the_mode
 
 
 @torch.no_grad()
@@ -26,10 +26,11 @@ def clean_latent(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
 def conditioned(pipeline: Any, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the latents that the pipeline shows the model, its indicator of those frames, and the mask channel."""
     _, frames, height, width = drawn.pixels.shape
-    _, latents, indicator, _, mask, _ = pipeline.prepare_latents(
-        drawn.pixels[None, :, :1], 1, drawn.noise.shape[0], height, width, frames,
-        do_classifier_free_guidance=False, dtype=torch.float32, device=torch.device("cpu"),
-    )  # fmt: skip
+    with encoding_to_the_mode(pipeline.vae):
+        _, latents, indicator, _, mask, _ = pipeline.prepare_latents(
+            drawn.pixels[None, :, :1], 1, len(drawn.noise), height, width, frames,
+            do_classifier_free_guidance=False, dtype=torch.float32, device=torch.device("cpu"),
+        )  # fmt: skip
     if frames == 1:  # which the pipeline does not render: such samples are not conditioned
         indicator, mask = torch.zeros_like(indicator), torch.zeros_like(mask)
     return latents.double(), indicator.double(), mask
@@ -65,7 +66,7 @@ def predict1_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
 
 
 def predict2_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
-    """Compute the clean latent as the pipeline's loop does, and weight its error by 1/t²: the error of the velocity."""
+    """Compute the clean latent as the pipeline does, and weight its error by 1/t²: the error of the velocity."""
     clean, noise, t = clean_latent(pipeline, drawn.pixels), drawn.noise[None].double(), drawn.timestep.double()
     sigma = t / (1 - t)
     noisy, scored = clean + sigma * noise, torch.ones_like(clean[:, :1])
