@@ -5,13 +5,11 @@ Pass text with the mask that the pipeline's `encode_prompt` returns, which keeps
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...packing.batch import Rows
-from ...packing.family import Draw, Transformer
 from ..flux.packing import FluxFamily
 
 
@@ -21,10 +19,6 @@ class ChromaFamily(FluxFamily):
     transformer_class = "ChromaTransformer2DModel"
     tested_forwards = ("3cdf1b3fa10c",)
     text_rule = "masked"
-
-    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return nothing: the model takes neither pooled text nor guidance."""
-        return {}
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Add the mask of text and tokens, if there is one.
