@@ -32,9 +32,10 @@ class JointFamily(Family):
     rotates_text: ClassVar[bool] = False
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return the pooled text embeddings, `(n, pooled_projection_dim)`, and any distilled guidance, `(n,)`."""
-        width = transformer.config.pooled_projection_dim
-        draws: dict[str, Draw] = {"pooled_projections": lambda grids: torch.randn(len(grids), width)}
+        """Return any pooled text embeddings, `(n, pooled_projection_dim)`, and any distilled guidance, `(n,)`."""
+        width, draws = transformer.config.get("pooled_projection_dim"), dict[str, Draw]()
+        if width:
+            draws["pooled_projections"] = lambda grids: torch.randn(len(grids), width)
         if transformer.config.get("guidance_embeds"):
             draws["guidance"] = lambda grids: torch.full((len(grids),), self.guidance)
         return draws
@@ -78,12 +79,16 @@ class JointFamily(Family):
         """
         raise NotImplementedError
 
+    def joint_tables(self, base_size: Grid | None) -> Callable[[Any], Rotary]:
+        """Return a function of the module that makes the tables of the active pack: of tokens, then of text slots."""
+        tokens = Tables(partial(self.positions, base_size=base_size))
+        return partial(_joint_tables, tokens, Tables(partial(_of_text, self)))
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Provide the tables of tokens, and those of text where the family rotates it (`rotates_text`)."""
         if not self.rotates_text:
             return super().hook_positions(transformer, base_size)
-        tokens = Tables(partial(self.positions, base_size=base_size))
-        tables = partial(_joint_tables, tokens, Tables(partial(_of_text, self)))
+        tables = self.joint_tables(base_size)
         if self.position_module is None:
             return [transformer.register_forward_pre_hook(partial(_pass, tables), with_kwargs=True)]
         module = getattr(transformer, self.position_module)

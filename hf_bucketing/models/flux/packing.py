@@ -55,7 +55,7 @@ class FluxFamily(JointFamily):
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Number tokens by row and column."""
         # module.forward instead of module(…), which would call the hook again
-        return tuple(module.forward(_ids(grid, base_size, device=device)))
+        return tuple(module.forward(token_ids(grid, base_size, device=device)))
 
     def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
         """Place text at zero, which turns nothing but rounds to float32, as in the stock model."""
@@ -70,12 +70,12 @@ class FluxFamily(JointFamily):
         return {
             **super().inputs(rows),
             "timestep": rows.timesteps / 1000,
-            "img_ids": _ids(rows.grid, None, device=rows.latents.device),
+            "img_ids": token_ids(rows.grid, None, device=rows.latents.device),
             "txt_ids": rows.text.new_zeros(rows.text.shape[1], 3),
         }
 
 
-def _ids(grid: Grid, base_size: Grid | None, *, device: torch.device | str) -> torch.Tensor:
+def token_ids(grid: Grid, base_size: Grid | None, *, device: torch.device | str) -> torch.Tensor:
     """Return the position of each token as the pipelines number it: `(h·w, 3)` of zero, row and column."""
     return torch.stack(over_grid(axis_coordinates(grid, base_size, device=device)), 1)
 

@@ -1,0 +1,53 @@
+"""Flux.2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import Flux2Pipeline, Flux2Transformer2DModel
+
+from tests.models.cases import IMAGE_SIZES, FamilyCase
+
+
+def make_flux2(**config: Any) -> Flux2Transformer2DModel:
+    settings = {
+        **{"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16},
+        **{"num_attention_heads": 2, "joint_attention_dim": 16, "timestep_guidance_channels": 32},
+        **{"axes_dims_rope": (4, 4, 4, 4)},
+    }
+    return Flux2Transformer2DModel(**{**settings, **config})
+
+
+def flux2_call(
+    model: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
+) -> torch.Tensor:
+    """Call the model on `(1, C, h, w)` as the pipelines do."""
+    blocks = Flux2Pipeline._patchify_latents(latents)
+    ids = Flux2Pipeline._prepare_latent_ids(blocks)
+    output = model(
+        hidden_states=Flux2Pipeline._pack_latents(blocks),
+        encoder_hidden_states=text,
+        timestep=timestep / 1000,
+        img_ids=ids,
+        txt_ids=Flux2Pipeline._prepare_text_ids(text),
+        **conditioning,
+    ).sample
+    return Flux2Pipeline._unpatchify_latents(Flux2Pipeline._unpack_latents_with_ids(output, ids))
+
+
+def flux2_alone(
+    model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
+) -> torch.Tensor:
+    given = {name: values[None] for name, values in conditioning.items()}
+    return flux2_call(model, latent[None, :, 0], timestep[None], text[None], **given)[0][:, None]
+
+
+CASES = {
+    "flux.2": FamilyCase(
+        make=make_flux2,
+        alone=flux2_alone,
+        sizes=IMAGE_SIZES,
+        conditioning=lambda draw, count: {"guidance": 4 + draw(count)},
+    )
+}
