@@ -47,6 +47,13 @@ class TextEmbeddings(NamedTuple):
         others = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.others.items()}
         return TextEmbeddings(self.values.to(dtype), self.mask, others)
 
+    def trimmed(self) -> TextEmbeddings:
+        """Return these embeddings without the padding at the end that all captions share."""
+        if self.mask is None:
+            return self
+        length = int(self.mask.bool().any(0).nonzero().max()) + 1
+        return TextEmbeddings(self.values[:, :length], self.mask[:, :length], self.others)
+
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
         """Return these embeddings with those of the empty caption, `(1, …)`, in some rows."""
 
@@ -271,6 +278,10 @@ class Recipe(ABC):
     def transformer(self) -> Any:
         """The model to train."""
         return getattr(self.pipeline, self.trained)
+
+    def unused_modules(self) -> Sequence[torch.nn.Module]:
+        """Return the trained model's modules whose output goes nowhere: they get no gradient, which DDP waits for."""
+        return ()
 
     def modules(self, *parts: Part) -> list[torch.nn.Module]:
         """Return the loaded models of some parts of the pipeline."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     T5EncoderModel,
     UMT5EncoderModel,
 )
@@ -69,6 +72,25 @@ def template_tokenizer(prefix: str, count: int, *, chat_template: str | None = N
     tokenizer.add_tokens([AddedToken(prefix[: len(prefix) - count + 1], normalized=False)])
     options = {"chat_template": chat_template, "pad_token": "<|pad|>", "padding_side": "right"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def qwen_components(pipeline: Any) -> dict[str, Any]:
+    """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers."""
+    made = pipeline(**dict.fromkeys(signature(pipeline).parameters))
+    prefix, _, _ = made.prompt_template_encode.partition("{}")
+    tokenizer = template_tokenizer(prefix, made.prompt_template_encode_start_idx)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            **{"vocab_size": len(tokenizer), "hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM},
+            "fullatt_block_indexes": [0],
+        },
+    )
+    return {"tokenizer": tokenizer, "text_encoder": Qwen2_5_VLForConditionalGeneration(config).eval()}
 
 
 def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:

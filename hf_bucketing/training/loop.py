@@ -160,6 +160,8 @@ class Trainer:
             cast_training_params(recipe.transformer, dtype=trained_dtype(config))
             config = changed(config, lora_alpha=adapters.lora_alpha)
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
+        for module in recipe.unused_modules():
+            module.requires_grad_(False)
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
         if config.memory.offload_blocks:

@@ -1,7 +1,8 @@
 """CogView4: images whose rows and columns are stretched over fixed axes of rotary positions; text is not rotated.
 
-The pipeline masks no text: pass the embeddings with their padding, to a multiple of 16 tokens. The mask that the
-transformer takes would not keep tokens from attending: diffusers adds its ones and zeros to the scores.
+The pipeline pads a text to a multiple of 16 tokens and masks none of them: pass the embeddings with that padding. A
+mask is for what follows it, in stacks of several texts. Of diffusers' processors the one for training masks that; the
+default one adds the ones and zeros of its mask to the scores.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers.models.transformers.transformer_cogview4 import CogView4TrainingAttnProcessor
 
+from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
 from ...packing.layout import Grid
@@ -20,6 +23,9 @@ from ..joint import JointFamily, of_text
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_cogview4 import CogView4AdaLayerNormZero
+
+TEXT_MULTIPLE = 16
+"""The pipeline pads a text to a multiple of so many tokens."""
 
 
 class PackedCogView4AttnProcessor(PackedJointAttnProcessor):
@@ -39,9 +45,8 @@ class CogView4Family(JointFamily):
     transformer_class = "CogView4Transformer2DModel"
     tested_forwards = ("8fde5b83ce78",)
     processor_class = PackedCogView4AttnProcessor
-    stock_processors = ("CogView4AttnProcessor",)
+    stock_processors = ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor")
     text_channels = "text_embed_dim"
-    text_rule = "encoded_padding"
     images_only = True
     latents_as = "images"
     attention_kwargs = "attention_kwargs"
@@ -64,6 +69,15 @@ class CogView4Family(JointFamily):
         """Return the tables as `rope` computes them."""
         latent = shape_only(torch.empty(()), grid, (1, module.patch_size, module.patch_size))
         return tuple(table.to(device) for table in module.forward(latent[:, :, 0]))
+
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the mask of the text, if it has one, and give the model diffusers' processors that can mask it."""
+        if rows.text_mask is None:
+            return {}
+        for block in transformer.transformer_blocks:
+            if not isinstance(block.attn1.processor, CogView4TrainingAttnProcessor):
+                block.attn1.set_processor(CogView4TrainingAttnProcessor())
+        return {"attention_kwargs": {"text_attn_mask": rows.text_mask.int()}}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the norms, to modulate text by its own sample's timestep and sizes."""

@@ -8,6 +8,7 @@ import torch
 from diffusers import CogView4Transformer2DModel
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
+from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase, clean_image
 
 
 def make(**config: Any) -> CogView4Transformer2DModel:
@@ -39,5 +40,34 @@ CASES = {
             name: 64 + 8 * torch.arange(2.0 * count).view(count, 2) + offset
             for offset, name in enumerate(("original_size", "target_size", "crop_coords"))
         },
+    )
+}
+
+
+def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    clean, noise, sigma = clean_image(pipeline, drawn.pixels), drawn.noise[None, :, 0], drawn.timestep / 1000
+    _, _, height, width = clean.shape
+    shift = (height * width / 4 / pipeline.scheduler.config.base_image_seq_len) ** 0.5 * 0.75 + 0.25
+    embeds, _ = pipeline.encode_prompt(
+        drawn.caption, do_classifier_free_guidance=False, max_sequence_length=drawn.max_sequence_length
+    )
+    size = torch.tensor([[8.0 * height, 8.0 * width]])
+    output = pipeline.transformer(
+        hidden_states=(1 - sigma) * clean + sigma * noise,
+        encoder_hidden_states=embeds,
+        timestep=1000 * sigma[None] / (shift - (shift - 1) * sigma),  # the pipeline shifts σ, but not the timestep
+        original_size=size,
+        target_size=size,
+        crop_coords=torch.zeros(1, 2),
+    ).sample
+    return (output - (noise - clean)).square().mean()
+
+
+RECIPES = {
+    "cogview4": RecipeCase(
+        tiny="cogview4",
+        loss=text_to_image_loss,
+        sizes=IMAGES,
+        render={"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64},
     )
 }

@@ -10,6 +10,8 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
+from tests.models.families.wan import clean_latent
+from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
 
 
 def make(**config: Any) -> QwenImageTransformer2DModel:
@@ -48,3 +50,28 @@ CASES = {
 CASES["qwen-image clean condition"] = replace(
     CASES["qwen-image"], make=partial(make, zero_cond_t=True), alone=partial(alone, padding=3)
 )
+
+
+def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    clean, noise, sigma = clean_latent(pipeline, drawn.pixels), drawn.noise[None], drawn.timestep / 1000
+    _, channels, _, height, width = clean.shape
+    embeds, mask = pipeline.encode_prompt(drawn.caption, max_sequence_length=drawn.max_sequence_length)
+    output = pipeline.transformer(
+        hidden_states=pipeline._pack_latents((1 - sigma) * clean + sigma * noise, 1, channels, height, width),
+        timestep=drawn.timestep[None] / 1000,
+        encoder_hidden_states_mask=mask,
+        encoder_hidden_states=embeds,
+        img_shapes=[[(1, height // 2, width // 2)]],
+    ).sample
+    velocity = pipeline._unpack_latents(output, 8 * height, 8 * width, 8)
+    return (velocity - (noise - clean)).square().mean()
+
+
+RECIPES = {
+    "qwen-image": RecipeCase(
+        tiny="qwen-image",
+        loss=text_to_image_loss,
+        sizes=IMAGES,
+        render={"num_inference_steps": 2, "max_sequence_length": 64},
+    )
+}
