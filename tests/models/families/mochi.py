@@ -1,0 +1,47 @@
+"""Mochi."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import MochiTransformer3DModel
+
+from tests.models.cases import FamilyCase
+
+
+def make_model(**config: Any) -> MochiTransformer3DModel:
+    settings = {
+        **{"in_channels": 4, "patch_size": 2, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3},
+        **{"pooled_projection_dim": 24, "text_embed_dim": 16, "time_embed_dim": 16},
+    }
+    return MochiTransformer3DModel(**{**settings, **config})
+
+
+def alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Run a sample with padded text and its mask, as the pipeline does; its scheduler turns the output round.
+
+    The tokens of one frame reach the stock norms transposed in memory, and the sums in these are rounded to float32 in
+    the order of the memory. Here they come in the same order for any number of frames.
+    """
+    handle = model.patch_embed.register_forward_hook(lambda embed, args, tokens: tokens.contiguous())
+    mask = torch.arange(9) < len(text)
+    padded = F.pad(text, (0, 0, 0, 9 - len(text)), value=3.0)
+    output = model(
+        hidden_states=latent[None],
+        encoder_hidden_states=padded[None],
+        timestep=1000 - timestep[None],
+        encoder_attention_mask=mask[None],
+    )
+    handle.remove()
+    return -output.sample[0]
+
+
+CASES = {
+    "mochi": FamilyCase(
+        make=make_model,
+        alone=alone,
+        without_gradient=("2.attn1.add_q_proj", "2.attn1.norm_added_q"),  # the last block's text goes nowhere
+    )
+}
