@@ -196,4 +196,4 @@ def test_an_unknown_tiny_family_is_an_error(tmp_path: Path) -> None:
     from hf_bucketing.testing import make_tiny_pipeline
 
     with pytest.raises(BucketingError, match=r"latte, .*ltx, .*wan"):
-        make_tiny_pipeline(tmp_path / "x", family="mochi")
+        make_tiny_pipeline(tmp_path / "x", family="unknown")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from diffusers import MochiTransformer3DModel
 
 from tests.models.cases import FamilyCase
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 def make_model(**config: Any) -> MochiTransformer3DModel:
@@ -43,5 +44,33 @@ CASES = {
         make=make_model,
         alone=alone,
         without_gradient=("2.attn1.add_q_proj", "2.attn1.norm_added_q"),  # the last block's text goes nowhere
+    )
+}
+
+
+@torch.no_grad()
+def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    """Compare with data − noise at the time of the pipeline, which is 0 for noise and 1000 for data."""
+    config, data = pipeline.vae.config, pipeline.vae.encode(drawn.pixels[None]).latent_dist.mode()
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
+    data, noise, time = (data - mean) / std * config.scaling_factor, drawn.noise[None], 1 - drawn.timestep / 1000
+    embeds, mask, _, _ = pipeline.encode_prompt(
+        drawn.caption, do_classifier_free_guidance=False, max_sequence_length=drawn.max_sequence_length
+    )
+    output = pipeline.transformer(
+        hidden_states=time * data + (1 - time) * noise,
+        encoder_hidden_states=embeds,
+        timestep=1000 * time[None],
+        encoder_attention_mask=mask,
+    ).sample
+    return (output - (data - noise)).square().mean()
+
+
+RECIPES = {
+    "mochi": RecipeCase(
+        tiny="mochi",
+        loss=loss,
+        sizes=((7, 32, 48), (1, 32, 32), (13, 48, 32)),
+        render={"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 7, "max_sequence_length": 64},
     )
 }
