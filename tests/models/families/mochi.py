@@ -13,20 +13,26 @@ from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 def make_model(**config: Any) -> MochiTransformer3DModel:
+    """Make a model whose norms see tokens in one order of memory.
+
+    The tokens of one frame reach the stock norms transposed, unlike those of several frames, and the sums in these
+    norms are rounded to float32 in the order of the memory.
+    """
     settings = {
         **{"in_channels": 4, "patch_size": 2, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3},
         **{"pooled_projection_dim": 24, "text_embed_dim": 16, "time_embed_dim": 16},
     }
-    return MochiTransformer3DModel(**{**settings, **config})
+    model = MochiTransformer3DModel(**{**settings, **config})
+    model.patch_embed.register_forward_hook(_in_order)
+    return model
+
+
+def _in_order(embed: Any, args: tuple[torch.Tensor, ...], tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.contiguous()
 
 
 def alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """Run a sample with padded text and its mask, as the pipeline does; its scheduler turns the output round.
-
-    The tokens of one frame reach the stock norms transposed in memory, and the sums in these are rounded to float32 in
-    the order of the memory. Here they come in the same order for any number of frames.
-    """
-    handle = model.patch_embed.register_forward_hook(lambda embed, args, tokens: tokens.contiguous())
+    """Run a sample with padded text and its mask, as the pipeline does; its scheduler turns the output round."""
     mask = torch.arange(9) < len(text)
     padded = F.pad(text, (0, 0, 0, 9 - len(text)), value=3.0)
     output = model(
@@ -35,7 +41,6 @@ def alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.
         timestep=1000 - timestep[None],
         encoder_attention_mask=mask[None],
     )
-    handle.remove()
     return -output.sample[0]
 
 
