@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PackingError
 from ..packing.batch import PackedBatch
@@ -119,6 +120,17 @@ def _replace(
     tables: Callable[[Any], Rotary], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Rotary:
     return tables(module)
+
+
+def texts_by_sample(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the texts in text slots, `(strips, text_slots, dim)`, as a row per sample, `(n, length, dim)`.
+
+    For modules that work on a whole text. The mask that comes with them, `(n, length)`, is zero for padding.
+    """
+    layout = active_layout()
+    texts = layout.joint.read_slots(slots).split(layout.text_lengths)
+    mask = [slots.new_ones(length) for length in layout.text_lengths]
+    return pad_sequence(list(texts), batch_first=True), pad_sequence(mask, batch_first=True)
 
 
 def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "last"] | None = None) -> list[Any]:

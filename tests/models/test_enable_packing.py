@@ -18,7 +18,8 @@ from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.models.unpackable import UNPACKABLE
 from hf_bucketing.models.wan import WanFamily
 from hf_bucketing.packing import packed_forward
-from tests.models.cases import CASES, TIMESTEPS, Samples, largest_difference, make_model
+from tests.models.cases import TIMESTEPS, Samples, largest_difference, make_model
+from tests.models.families import CASES
 
 
 def test_disabling_puts_the_model_back_bit_for_bit() -> None:
@@ -90,7 +91,7 @@ def test_a_pack_of_another_patch_is_refused_with_both_patches() -> None:
         packed_forward(other, batch)
 
 
-SCALED = ("wan", "ltx", "hunyuan", "cogvideox", "sd3", "flux")
+SCALED = ("wan", "ltx", "hunyuan", "hunyuan-1.5", "cogvideox", "mochi", "sd3", "flux")
 
 
 @pytest.mark.parametrize("name", SCALED)
