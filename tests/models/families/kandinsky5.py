@@ -15,8 +15,15 @@ def _in_the_dtype_of_the_weights(layer: torch.nn.Linear, args: tuple[torch.Tenso
     return (args[0].to(layer.weight.dtype),)
 
 
+def _in_float32(rotary: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    rotary.float()
+
+
 class Kandinsky5Transformer3DModel(diffusers.Kandinsky5Transformer3DModel):
-    """The stock model, whose layers of time would otherwise take nothing but float32."""
+    """The stock model, which runs in float64 only if its layers of time take their weights' dtype.
+
+    Its rotary tables are always made in float32, as in a loaded model; `to` would cast their buffers too.
+    """
 
     _keep_in_fp32_modules = None
 
@@ -24,6 +31,8 @@ class Kandinsky5Transformer3DModel(diffusers.Kandinsky5Transformer3DModel):
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
         self.time_embeddings.in_layer.register_forward_pre_hook(_in_the_dtype_of_the_weights)
+        self.text_rope_embeddings.register_forward_pre_hook(_in_float32)
+        self.visual_rope_embeddings.register_forward_pre_hook(_in_float32)
 
 
 def make(**config: Any) -> Kandinsky5Transformer3DModel:
