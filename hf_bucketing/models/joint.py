@@ -94,6 +94,7 @@ def _of_text(family: JointFamily, module: Any, key: tuple[Grid, int], *, device:
     return family.text_positions(module, grid, length, device=device)
 
 
+@torch.compiler.disable  # loops over the samples of the pack, as position_strips does
 def _joint_tables(tokens: Tables, texts: Tables, module: Any) -> Rotary:
     """Return the tables of the active pack's tokens by strip, then those of its texts by text slot."""
     layout = active_layout()

@@ -46,6 +46,13 @@ class TextEmbeddings(NamedTuple):
         others = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.others.items()}
         return TextEmbeddings(self.values.to(dtype), self.mask, others)
 
+    def trimmed(self) -> TextEmbeddings:
+        """Return these embeddings without the padding at the end that all captions share."""
+        if self.mask is None:
+            return self
+        length = int(self.mask.bool().any(0).nonzero().max()) + 1
+        return TextEmbeddings(self.values[:, :length], self.mask[:, :length], self.others)
+
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
         """Return these embeddings with those of the empty caption, `(1, …)`, in some rows."""
 
@@ -187,7 +194,9 @@ class Recipe(ABC):
             check_has(index, trained, name_or_path=name_or_path)
             parts = {name: _part_of(name, trained=trained) for name in index}
             options: dict[str, Any] = {
-                name: None for name, part in parts.items() if part is not None and part not in loading.parts
+                name: None
+                for name, part in parts.items()
+                if (part is not None and part not in loading.parts) or _is_absent(index[name])
             }
             if loading.quantization is not None:
                 mapping = {trained: loading.quantization}
@@ -369,7 +378,12 @@ class Recipe(ABC):
 
     def refusal(self, samples: Samples) -> str | None:
         """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""
-        return None
+        frames = samples.noised.latents[0].shape[1]
+        if not self.family.images_only or frames == 1:
+            return None
+        return (
+            f"A {self.pipeline_class} makes images, not {frames} frames; prepare the data set with --bucket_frames 1."
+        )
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
         """Run a stack of samples of one size.
@@ -439,6 +453,11 @@ def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> N
         raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
 
 
+def _is_absent(component: Any) -> bool:
+    """Return whether the index of a pipeline says that it comes without a component."""
+    return isinstance(component, (list, tuple)) and component[0] is None
+
+
 def _part_of(name: str, *, trained: str) -> Part | None:
     """Return the part to which a component of a pipeline belongs; None for those without weights."""
     if name == trained:
@@ -477,6 +496,19 @@ def pipeline_folder(name_or_path: str) -> Path:
         return Path(name_or_path)
     with from_hub(name_or_path):
         return Path(DiffusionPipeline.download(name_or_path))
+
+
+def image_spec(name_or_path: str, *, side: int | None = None) -> LatentSpec:
+    """Read the stride of a pipeline's image VAE from its number of blocks, and the transformer's patch.
+
+    Args:
+        name_or_path (`str`): Pipeline on the hub or in a folder.
+        side (`int`, *optional*): Latent rows and columns per token; by default, the transformer's `patch_size`.
+    """
+    vae, transformer = read_configs(name_or_path)
+    side = transformer["patch_size"] if side is None else side
+    stride = 2 ** (len(vae["block_out_channels"]) - 1)
+    return LatentSpec(temporal_stride=1, spatial_stride=stride, patch=(1, side, side))
 
 
 def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:

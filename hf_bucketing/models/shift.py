@@ -3,8 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import BucketingError
+from ..packing.layout import Grid
+from .objectives import Shift
+
+
+def scheduler_shift(config: Mapping[str, Any], *, patch: Grid = (1, 1, 1)) -> Shift:
+    """Return the shift that a flow-matching scheduler's configuration says: a number, or a function of the size.
+
+    Args:
+        config (mapping): Configuration of a `FlowMatchEulerDiscreteScheduler`.
+        patch (`(t, h, w)`): Latent frames, rows and columns of what the pipeline counts as a token.
+
+    Raises:
+        BucketingError: If the scheduler shifts by size in a way other than `"exponential"`.
+    """
+    if not config.get("use_dynamic_shifting", False):
+        return float(config.get("shift", 1.0))
+    if config.get("time_shift_type", "exponential") != "exponential":
+        raise BucketingError(
+            f"The scheduler shifts by time_shift_type={config['time_shift_type']!r}; only 'exponential' is known."
+        )
+    limits = {
+        "base_tokens": config.get("base_image_seq_len", 256),
+        "max_tokens": config.get("max_image_seq_len", 4096),
+        "base_shift": config.get("base_shift", 0.5),
+        "max_shift": config.get("max_shift", 1.15),
+    }
+    return lambda size: shift_for_tokens(math.prod(size) // math.prod(patch), **limits)
 
 
 def shift_for_tokens(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock, local
 from typing import Any
 
@@ -73,7 +74,7 @@ def bind_checkpoints(model: torch.nn.Module) -> None:
         if not isinstance(vars(module)[name], _BoundCheckpoint):
             with _binding:
                 if not isinstance(checkpoint := vars(module)[name], _BoundCheckpoint):
-                    setattr(module, name, _BoundCheckpoint(checkpoint))
+                    setattr(module, name, _BoundCheckpoint(checkpoint, takes_kwargs=name == "checkpoint_fn"))
 
 
 def release_checkpoints(model: torch.nn.Module) -> None:
@@ -97,12 +98,18 @@ def _checkpointing(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, st
 
 
 class _BoundCheckpoint:
-    """A checkpoint function whose recomputation has the layout that was active when it was called."""
+    """A checkpoint function whose recomputation has the layout that was active when it was called.
 
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+    diffusers' own functions take no keywords, though some of its models pass them (HunyuanImage): the block gets them.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any], *, takes_kwargs: bool) -> None:
         self.checkpoint = checkpoint
+        self.takes_kwargs = takes_kwargs
 
     def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs and not self.takes_kwargs:
+            block, kwargs = partial(block, **kwargs), {}
         if _active.layout is not None:
             block = _WithLayout(block, _active.layout)
         return self.checkpoint(block, *args, **kwargs)
@@ -137,6 +144,7 @@ _IN_THE_MODELS_DTYPE = frozenset(
     {
         *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections"),
         *("encoder_attention_mask", "padding_mask", "x", "cap_feats"),
+        *("encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"),
     }
 )
 """Inputs that the models' layers take in their own dtype. Positions and schedules read all others."""

@@ -146,6 +146,10 @@ class Family:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
         return {name: draw(grids) for name, draw in self.conditioning(transformer).items()}
 
+    def added_lengths(self, conditioning: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Return how many tokens each sample's conditioning adds to its text in joint attention; None if none."""
+        return None
+
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
         return self.processor_class(backend)

@@ -36,6 +36,8 @@ class PackedLayout:
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
             the same sequence; the texts fill the slots of all strips in order. 0 where text lies apart.
         device (`torch.device`): Device of the tensors below.
+        added_lengths (tuple of `int`, *optional*): Further tokens of each sample that sit in the sequence with its
+            text, such as those of an image or of a second text encoder. By default none.
         caption_ids (tuple of `int`, *optional*): The stored text that each sample reads, numbered by first use. By
             default, each sample has a text of its own.
         kept (tuple of `torch.Tensor`, *optional*): The tokens of each sample that are in the pack, as ascending
@@ -64,6 +66,7 @@ class PackedLayout:
     strip_length: int
     text_slots: int = 0
     device: torch.device | str = "cpu"
+    added_lengths: tuple[int, ...] | None = None
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
     padding_strips: int = 0
@@ -78,8 +81,10 @@ class PackedLayout:
             )
         if len(self.text_lengths) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts, got {self.text_lengths}.")
-        if self.caption_ids is not None and len(self.caption_ids) != len(self.grids):
-            raise PackingError(f"A pack of {len(self.grids)} samples needs as many caption_ids: {self.caption_ids}.")
+        for name in ("caption_ids", "added_lengths"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.grids):
+                raise PackingError(f"A pack of {len(self.grids)} samples needs as many {name}: {values}.")
         if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
             raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
         if self.text_index is not None and self.text_padding:
@@ -105,8 +110,8 @@ class PackedLayout:
 
     @cached_property
     def attended_text_lengths(self) -> tuple[int, ...]:
-        """Text tokens of each sample with those that the model fills it up with (`multiple_of`)."""
-        return tuple(self._filled_up(length) for length in self.text_lengths)
+        """The same of text tokens, where text sits in the same sequence."""
+        return tuple(self._filled_up(length) for length in self.joint_text_lengths)
 
     def _filled_up(self, length: int) -> int:
         return _ceil_div(length, self.multiple_of) * self.multiple_of
@@ -115,6 +120,12 @@ class PackedLayout:
     def strips_per_sample(self) -> tuple[int, ...]:
         """Strips of each sample."""
         return tuple(_ceil_div(length, self.strip_length) for length in self.attended_lengths)
+
+    @cached_property
+    def joint_text_lengths(self) -> tuple[int, ...]:
+        """Text tokens of each sample where text sits in the same sequence, those of `added_lengths` included."""
+        added = self.added_lengths or (0,) * len(self)
+        return tuple(map(sum, zip(self.text_lengths, added, strict=True)))
 
     @cached_property
     def text_strips_per_sample(self) -> tuple[int, ...]:
@@ -360,7 +371,7 @@ class JointLayout:
         ]
         spans = tuple(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
         entries, real = strips * (layout.strip_length + slots), np.concatenate(pieces)
-        texts = zip(text_spans, layout.text_lengths, strict=True)
+        texts = zip(text_spans, layout.joint_text_lengths, strict=True)
         targets = [np.arange(start, start + length) for (start, _), length in texts]
         order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
 

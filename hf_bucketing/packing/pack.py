@@ -95,6 +95,7 @@ class Packing:
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             device=latents[0].device,
+            added_lengths=self.family.added_lengths(given),
             caption_ids=caption_ids,
             kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
         )

@@ -284,6 +284,9 @@ def gradients(model: torch.nn.Module, *losses: torch.Tensor) -> dict[str, torch.
     model.zero_grad()
     for loss in losses:
         loss.backward()
+    unused = (parameter for parameter in model.parameters() if parameter.grad is None)
+    for parameter in unused:
+        parameter.grad = torch.zeros_like(parameter)
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 

@@ -53,6 +53,18 @@ class RecipeCase:
     max_sequence_length: int = 64
 
 
+IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
+"""Sizes of samples for pipelines that make images."""
+
+
+@torch.no_grad()
+def clean_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Encode an image `(3, 1, H, W)` to `(1, C, h, w)`, so that the usual way of decoding images gives it back."""
+    vae = pipeline.vae
+    latent = vae.encode(pixels[None, :, 0]).latent_dist.mode()
+    return (latent - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
 def samples_of(
     recipe: Recipe,
     latents: torch.Tensor | None = None,

@@ -36,6 +36,7 @@ class FluxFamily(JointFamily):
     latents_as = "tokens"
     attention_kwargs = "joint_attention_kwargs"
     position_module = "pos_embed"
+    rotates_text = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse channel counts that are not a block of four latent pixels."""
@@ -52,9 +53,13 @@ class FluxFamily(JointFamily):
         return 1, BLOCK, BLOCK
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Number tokens by row and column. Text has position zero, which does not rotate: the processor skips it."""
+        """Number tokens by row and column."""
         # module.forward instead of module(…), which would call the hook again
         return tuple(module.forward(_ids(grid, base_size, device=device)))
+
+    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
+        """Place text at zero, which turns nothing but rounds to float32, as in the stock model."""
+        return tuple(module.forward(torch.zeros(length, len(module.axes_dim), device=device)))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the norms, to modulate text by its own sample's timestep."""

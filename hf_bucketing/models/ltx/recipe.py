@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ...errors import BucketingError
 from ...media.sample import frame_rates
 from ..objectives import Shift
 from ..recipe import Recipe, Samples, read_configs
-from ..shift import shift_for_tokens
+from ..shift import scheduler_shift
 from .packing import FAMILY, SCALES
 
 
@@ -41,8 +38,7 @@ class LTXRecipe(Recipe):
 
     def shift(self) -> Shift:
         """Return the scheduler's shift, which may depend on the number of tokens of each sample."""
-        config = self.pipeline.scheduler.config
-        return _shift_by_size(config) if config.get("use_dynamic_shifting", False) else float(config.get("shift", 1.0))
+        return scheduler_shift(self.pipeline.scheduler.config)
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return the statistics that the VAE's weights hold."""
@@ -63,21 +59,6 @@ class LTXRecipe(Recipe):
         seconds = self.spec.temporal_stride / frame_rates(samples.fps).double()
         sides = torch.full_like(seconds, float(self.spec.spatial_stride))
         return {SCALES: torch.stack([seconds, sides, sides], 1)}
-
-
-def _shift_by_size(config: Mapping[str, Any]) -> Shift:
-    """Return the scheduler's shift as a function of a latent's `(F, H, W)`."""
-    if config.get("time_shift_type", "exponential") != "exponential":
-        raise BucketingError(
-            f"The scheduler shifts by time_shift_type={config['time_shift_type']!r}; only 'exponential' is known."
-        )
-    limits = {
-        "base_tokens": config.get("base_image_seq_len", 256),
-        "max_tokens": config.get("max_image_seq_len", 4096),
-        "base_shift": config.get("base_shift", 0.5),
-        "max_shift": config.get("max_shift", 1.15),
-    }
-    return lambda size: shift_for_tokens(math.prod(size), **limits)
 
 
 RECIPES = (LTXRecipe,)

@@ -368,7 +368,9 @@ def _encode_text(component: Any, samples: int, length: int, dtype: torch.dtype) 
     def call(model: Any, ids: torch.Tensor) -> None:
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
-    return trace_call(component, call, torch.empty(samples, length, dtype=torch.int64, device="meta"), dtype=dtype)
+    longest = component.config.get("max_position_embeddings", length)  # CLIP takes 77 tokens
+    ids = torch.empty(samples, min(length, longest), dtype=torch.int64, device="meta")
+    return trace_call(component, call, ids, dtype=dtype)
 
 
 _TRACED_LATENT_FRAMES = 3

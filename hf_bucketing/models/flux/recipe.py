@@ -1,0 +1,55 @@
+"""How Flux is trained: flow matching, shifted by size; text with its padding, and the pooled text of CLIP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...buckets.sizes import LatentSpec
+from ..objectives import Shift
+from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
+from ..shift import scheduler_shift
+from .packing import BLOCK, FAMILY
+
+_GUIDANCE = 1.0
+"""Distilled guidance in training: the default of diffusers' scripts (`train_dreambooth_flux.py`)."""
+
+
+class FluxRecipe(Recipe):
+    """Recipe of `FluxPipeline`, for FLUX.1 [dev] and [schnell]; see [`Recipe`]."""
+
+    pipeline_class = "FluxPipeline"
+    family = FAMILY
+    image_vae = True
+    default_sequence_length = 512
+    native_sizes = ((1024, 1024),)
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the VAE's stride; a token is a block of latent pixels, whatever the transformer's `patch_size`."""
+        return image_spec(name_or_path, side=BLOCK)
+
+    def shift(self) -> Shift:
+        """Return the scheduler's shift: of [dev] by the number of tokens, of [schnell] the same for all."""
+        return scheduler_shift(self.pipeline.scheduler.config, patch=self.spec.patch)
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions by T5, and by CLIP to one pooled embedding each."""
+        values, pooled, _ = self.pipeline.encode_prompt(
+            captions,
+            max_sequence_length=self.max_sequence_length,
+            device=self.pipeline.text_encoder.device,
+        )
+        return TextEmbeddings(values, others={"pooled_projections": pooled})
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the pooled text, and the guidance where the model embeds one."""
+        given = super().conditioning(samples)
+        if self.transformer.config.guidance_embeds:
+            given["guidance"] = torch.full_like(samples.fps, _GUIDANCE)
+        return given
+
+
+RECIPES = (FluxRecipe,)
