@@ -44,6 +44,7 @@ class RecipeCase:
         sizes: Frames, height and width in pixels of three samples; in buckets, only the first is taken, twice.
         render: Arguments of the pipeline's call for a render of few steps, but for the prompt, size and image.
         max_sequence_length: Text tokens.
+        captions: One per sample.
     """
 
     tiny: str
@@ -51,6 +52,7 @@ class RecipeCase:
     sizes: tuple[tuple[int, int, int], ...] = ((5, 32, 48), (1, 32, 32), (9, 48, 32))
     render: dict[str, Any]
     max_sequence_length: int = 64
+    captions: tuple[str, str, str] = ("a red square moving right", "x", "a large blue circle on grey")
 
 
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
