@@ -1,7 +1,7 @@
 """Base of the families that refine tokens and text apart before both attend in one sequence: Lumina 2 and Z-Image.
 
-Both models run from noise at time 0 to data at time 1 and predict data − noise. Their pipelines turn that round; so does
-the family: timesteps are the scheduler's, up to 1000, and outputs are noise − data, as for the other families.
+Both models run from noise at time 0 to data at time 1 and predict data − noise. Their pipelines turn that round, and
+so do these families: timesteps are the scheduler's, up to 1000, and outputs are noise − data, as for the others.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLWan
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -77,7 +77,8 @@ def template_tokenizer(prefix: str, count: int, *, chat_template: str | None = N
 def qwen_components(pipeline: Any) -> dict[str, Any]:
     """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers."""
     made = pipeline(**dict.fromkeys(signature(pipeline).parameters))
-    prefix, _, _ = made.prompt_template_encode.partition("{}")
+    template = getattr(made, "prompt_template_encode", None) or made.prompt_template
+    prefix, _, _ = template.partition("{}")
     tokenizer = template_tokenizer(prefix, made.prompt_template_encode_start_idx)
     config = Qwen2_5_VLConfig(
         text_config={
@@ -105,6 +106,15 @@ def wan_vae(**config: Any) -> AutoencoderKLWan:
     vae = AutoencoderKLWan(**settings, **ones, **config).eval()
     latents = latents_of_smooth_clips(vae)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
+    return vae
+
+
+def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
+    """Return a VAE of HunyuanVideo whose latents have deviation 1, once scaled."""
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+    ).eval()
+    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
     return vae
 
 

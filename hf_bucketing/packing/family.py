@@ -291,5 +291,5 @@ class Family:
 
 
 def output_of(result: Any) -> Any:
-    """Return the output in what a transformer's forward returns with `return_dict=False`: the first, or the only one."""
+    """Return the output among what a forward returns with `return_dict=False`: the first of a tuple, or all of it."""
     return result[0] if isinstance(result, tuple) else result

@@ -44,9 +44,9 @@ class PackedLayout:
             indices into its grid. By default, all tokens.
         padding_strips (`int`): Strips of padding at the end, for packs of one fixed shape.
         text_padding (`int`): Text tokens of padding at the end.
-        multiple_of (`int`): Multiple to which the model itself fills up each sample's tokens, and its text tokens, with
-            learned tokens, which take part in attention; 1 for models that do not. Lengths below count them only where
-            they say so.
+        multiple_of (`int`): Multiple to which the model itself fills up each sample's tokens, and its text tokens,
+            with learned tokens, which take part in attention; 1 for models that do not. Lengths below count them only
+            where they say so.
 
     Raises:
         PackingError: If there is no sample, a count differs, or a length is impossible.

@@ -49,6 +49,7 @@ class RecipeCase:
         buckets: Heights and widths of a training run's buckets, in pixels.
         bucket_frames: Their numbers of frames, unless the model takes images.
         max_tokens: Tokens of a training run's packs.
+        captions: One per sample.
     """
 
     tiny: str
@@ -59,6 +60,7 @@ class RecipeCase:
     buckets: str = "64,112;112,64;64,64"
     bucket_frames: str = "1,9,17"
     max_tokens: int = 640
+    captions: tuple[str, str, str] = ('a square that says "red"', "x", "a large blue circle on grey")
 
 
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))

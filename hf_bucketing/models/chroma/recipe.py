@@ -6,9 +6,7 @@ import torch
 
 from ...buckets.sizes import LatentSpec
 from ..flux.packing import BLOCK
-from ..objectives import Shift
 from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
-from ..shift import scheduler_shift
 from .packing import FAMILY
 
 
@@ -25,10 +23,6 @@ class ChromaRecipe(Recipe):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the VAE's stride; a token is a block of latent pixels."""
         return image_spec(name_or_path, side=BLOCK)
-
-    def shift(self) -> Shift:
-        """Return the scheduler's shift."""
-        return scheduler_shift(self.pipeline.scheduler.config, patch=self.spec.patch)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

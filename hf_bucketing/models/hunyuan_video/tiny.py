@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers import (
-    AutoencoderKLHunyuanVideo,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideoPipeline,
@@ -14,14 +13,14 @@ from diffusers import (
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from transformers import CLIPTextModel, LlamaConfig, LlamaModel
 
-from ..tiny import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, latents_of_smooth_clips, numbered, template_tokenizer
+from ..tiny import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, hunyuan_vae, numbered, template_tokenizer
 
 
 def _text_to_video() -> DiffusionPipeline:
     return HunyuanVideoPipeline(
         **_llama_components(),
         **numbered(clip_components(CLIPTextModel), 2),
-        vae=_vae(),
+        vae=hunyuan_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
         transformer=HunyuanVideoTransformer3DModel(
             in_channels=CHANNELS,
@@ -45,14 +44,6 @@ def _llama_components() -> dict[str, Any]:
     vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "initializer_range": 0.1}
     config = LlamaConfig(**vocabulary, **shape)
     return {"tokenizer": tokenizer, "text_encoder": LlamaModel(config).eval()}
-
-
-def _vae() -> AutoencoderKLHunyuanVideo:
-    vae = AutoencoderKLHunyuanVideo(
-        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
-    ).eval()
-    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
-    return vae
 
 
 TINY = {"hunyuan-video": _text_to_video}

@@ -4,8 +4,8 @@ The forward has no mask for text, so all text tokens that it gets are attended t
 modulated by the timestep and the pooled text of a batch row; hooks give them those of the text's own sample.
 
 The pipelines divide positions by a scale that depends on the size (video) or is 1 (images); it is a conditioning,
-`scale_factor`. The stock forward passes `visual_rope_pos` to the module of the tables and reads nothing of it, so a pack
-puts each strip's scale there, as a fourth entry, for the hook that makes the tables.
+`scale_factor`. The stock forward passes `visual_rope_pos` to the module of the tables and reads nothing of it, so a
+pack puts each strip's scale there, as a fourth entry, for the hook that makes the tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Transformer
 from ...packing.layout import Grid
-from ...packing.processors import attend, Processor
+from ...packing.processors import Processor, attend
 from ...packing.strips import by_strip
 from ..joint import JointFamily, of_text
 
@@ -75,7 +75,7 @@ class PackedKandinsky5AttnProcessor(Processor):
         return output
 
     def _heads(self, attn: Any, states: torch.Tensor, norm: Any, rotary: torch.Tensor | None) -> torch.Tensor:
-        """Turn `(strips, length, H·D)` into normalised and rotated `(N, H, D)`, with the stock processor's rounding."""
+        """Turn `(strips, length, H·D)` into normalised and rotated `(N, H, D)`, rounded as by the stock processor."""
         heads = states.flatten(0, 1).unflatten(-1, (attn.num_heads, -1))
         normed: torch.Tensor = norm(heads.float()).type_as(heads)
         if rotary is None:

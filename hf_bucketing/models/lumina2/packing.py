@@ -32,13 +32,13 @@ class PackedLumina2AttnProcessor(PackedRowAttnProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
     ) -> torch.Tensor:
         """Attend inside each sample; see [`PackedRowAttnProcessor.attend_to_rows`].
 
-        The mask is unused, and so are `encoder_hidden_states`, which the stock blocks pass the same rows as.
+        The mask is unused, and so are `encoder_hidden_states`, the same rows once more; `image_rotary_emb` are complex
+        rotations `(strips, length, D/2)`.
         """
-        assert image_rotary_emb is not None  # the stock forward always passes them
         return self.attend_to_rows(attn, hidden_states, (image_rotary_emb,))
 
 
@@ -88,9 +88,7 @@ def _positions(module: Any, key: tuple[Grid, int], *, device: torch.device) -> t
 
 
 @torch.compiler.disable  # loops over the samples of the pack
-def _locate(
-    tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _locate(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace the tables of text slots, of tokens, and of rows of both, in what the module returns."""
     layout, (tokens, _, _, _, *lengths) = active_layout(), output
     samples = zip(layout.grids, layout.text_lengths, strict=True)

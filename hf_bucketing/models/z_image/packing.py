@@ -1,13 +1,13 @@
-"""How Z-Image is packed: each strip is an image of the list that its forward takes, beside a caption of `text_slots`.
+"""How Z-Image is packed: each strip is an image of the list that its forward takes, beside `text_slots` of caption.
 
-The stock model fills up each image and each caption to a multiple of 32 with a learned token. These tokens take part in
-attention, so a pack has as many of them per sample (`multiple_of` of its layout), at the end of the sample's last strip
-and of its text. What remains of that strip is padding as in every pack.
+The stock model fills up each image and each caption to a multiple of 32 with a learned token. These tokens take part
+in attention, so a pack has as many of them per sample (`multiple_of` of its layout), at the end of the sample's last
+strip and of its text. What remains of that strip is padding as in every pack.
 
 `patchify_and_embed` makes tokens, positions and the masks of learned tokens of a list; `forward` does the rest with
-them. It would fill up every strip by itself. So while packing is enabled, the transformer has an attribute of that name
-which returns the tokens of strips with the positions that the stock method gives them in their own sample, and with the
-masks of the learned tokens. `forward` and all other methods stay as they are.
+them. It would fill up every strip by itself. So while packing is enabled, the transformer has an attribute of that
+name which returns the tokens of strips with the positions that the stock method gives them in their own sample, and
+with the masks of the learned tokens. `forward` and all other methods stay as they are.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ class PackedZSingleStreamAttnProcessor(PackedRowAttnProcessor):
         self,
         attn: Any,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        freqs_cis: torch.Tensor | None = None,
+        freqs_cis: Any = None,
     ) -> torch.Tensor:
-        """Attend inside each sample; see [`PackedRowAttnProcessor.attend_to_rows`]. The mask is unused."""
-        assert freqs_cis is not None  # the stock forward always passes them
+        """Attend inside each sample; see [`PackedRowAttnProcessor.attend_to_rows`].
+
+        The mask is unused; `freqs_cis` are complex rotations `(strips, length, D/2)`.
+        """
         return self.attend_to_rows(attn, hidden_states, (freqs_cis,))
 
 
@@ -102,13 +104,13 @@ class ZImageFamily(RefinedFamily):
         return [_Shadow(transformer), *(one.register_forward_hook(_modulate_row) for one in modulations)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Return lists of images and captions, without padding, and the time from noise to data, as the pipeline does."""
+        """Return lists of images and of captions without padding, and the time from noise to data, as the pipeline."""
         texts = list(rows.text)
         if rows.text_mask is not None:
             texts = [text[mask.bool()] for text, mask in zip(texts, rows.text_mask, strict=True)]
         return {"x": list(rows.latents), "t": (1000 - rows.timesteps) / 1000, "cap_feats": texts}
 
-    def _restored(self, output: list[torch.Tensor], grid: Grid, patch: Grid) -> torch.Tensor:
+    def _restored(self, output: Any, grid: Grid, patch: Grid) -> torch.Tensor:
         return super()._restored(torch.stack(output), grid, patch)
 
 
