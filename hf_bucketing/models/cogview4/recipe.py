@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, image_spec
+from ..shift import ShiftLaw, shift_of_scheduler
 from .packing import FAMILY, TEXT_MULTIPLE
 
 
@@ -32,20 +31,9 @@ class CogView4Recipe(Recipe):
         """Read the VAE's stride and the transformer's patch."""
         return image_spec(name_or_path)
 
-    def shift(self) -> Shift:
-        """Return the shift that the pipeline computes from the number of tokens."""
-        config = self.pipeline.scheduler.config
-        if not config.use_dynamic_shifting:
-            return float(config.shift)
-        factor, offset = config.get("max_shift", 0.75), config.get("base_shift", 0.25)
-        base, patch = config.get("base_image_seq_len", 256), math.prod(self.spec.patch)
-        exponential = config.get("time_shift_type", "exponential") == "exponential"
-
-        def of_size(size: tuple[int, ...]) -> float:
-            value = float(math.sqrt(math.prod(size) // patch / base) * factor + offset)
-            return math.exp(value) if exponential else value
-
-        return of_size
+    def shift(self) -> float | ShiftLaw:
+        """Return the shift that the pipeline computes from the root of the number of tokens."""
+        return shift_of_scheduler(self.pipeline.scheduler.config, by_root=True)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

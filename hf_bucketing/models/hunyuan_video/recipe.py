@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import Recipe, Samples, TextEmbeddings, read_configs
 from .packing import FAMILY
 
@@ -37,10 +36,6 @@ class HunyuanVideoRecipe(Recipe):
             spatial_stride=vae.get("spatial_compression_ratio", 8),
             patch=(transformer["patch_size_t"], side, side),
         )
-
-    def shift(self) -> Shift:
-        """Return the one shift of the pipeline's scheduler."""
-        return float(self.pipeline.scheduler.config.get("shift", 1.0))
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return 0 and 1: the VAE's scaling factor is all that normalises latents."""

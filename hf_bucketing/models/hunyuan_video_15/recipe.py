@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from ...buckets.sizes import LatentSpec, Size
-from ..objectives import Shift
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
@@ -39,10 +38,6 @@ class HunyuanVideo15Recipe(Recipe):
             spatial_stride=vae.get("spatial_compression_ratio", 16),
             patch=(transformer["patch_size_t"], side, side),
         )
-
-    def shift(self) -> Shift:
-        """Return the one shift of the pipeline's scheduler."""
-        return float(self.pipeline.scheduler.config.get("shift", 1.0))
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return 0 and 1: the VAE's scaling factor is all that normalises latents."""

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
 from .packing import FAMILY, SCALE
 
@@ -40,10 +39,6 @@ class Kandinsky5Recipe(Recipe):
     def latent_channels(self) -> int:
         """Channels of the VAE's latents, without those of a visual condition."""
         return int(self.transformer.config.in_visual_dim)
-
-    def shift(self) -> Shift:
-        """Return the one shift of the pipeline's scheduler."""
-        return float(self.pipeline.scheduler.config.get("shift", 1.0))
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return 0 and 1: the VAE's scaling factor is all that normalises latents."""

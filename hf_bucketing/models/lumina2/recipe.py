@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import Recipe, image_spec
-from ..shift import scheduler_shift
 from .packing import FAMILY
 
 
@@ -23,10 +21,10 @@ class Lumina2Recipe(Recipe):
         """Read the stride of the VAE and the patch of the transformer."""
         return image_spec(name_or_path)
 
-    def shift(self) -> Shift:
+    def shift(self) -> float:
         """Return the scheduler's shift, the same for all sizes: the pipeline counts the channels as tokens."""
-        shift = scheduler_shift(self.pipeline.scheduler.config)
-        return shift((self.latent_channels, 1, 1)) if callable(shift) else shift
+        shift = super().shift()
+        return shift if isinstance(shift, float) else shift(tokens=self.latent_channels, pixels=1)
 
 
 RECIPES = (Lumina2Recipe,)

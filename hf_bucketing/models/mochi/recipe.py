@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import Recipe, TextEmbeddings, read_configs
 from .packing import FAMILY
 
@@ -34,10 +33,6 @@ class MochiRecipe(Recipe):
             spatial_stride=math.prod(vae["spatial_expansions"]),
             patch=(1, side, side),
         )
-
-    def shift(self) -> Shift:
-        """Return the one shift of the pipeline's scheduler."""
-        return float(self.pipeline.scheduler.config.get("shift", 1.0))
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return the statistics of each channel, where the VAE has both."""

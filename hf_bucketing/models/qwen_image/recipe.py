@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
-from ..shift import scheduler_shift
 from .packing import BLOCK, FAMILY
 
 
@@ -29,10 +27,6 @@ class QwenImageRecipe(Recipe):
         vae, _ = read_configs(name_or_path)
         halved = vae["temperal_downsample"]
         return LatentSpec(temporal_stride=2 ** sum(halved), spatial_stride=2 ** len(halved), patch=(1, BLOCK, BLOCK))
-
-    def shift(self) -> Shift:
-        """Return the scheduler's shift, by the number of tokens."""
-        return scheduler_shift(self.pipeline.scheduler.config, patch=self.spec.patch)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import Recipe, TextEmbeddings, image_spec
-from ..shift import scheduler_shift
 from .packing import FAMILY, PATCH
 
 
@@ -26,10 +24,6 @@ class ZImageRecipe(Recipe):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the stride of the VAE; the patch is the one with which the pipeline calls the transformer."""
         return image_spec(name_or_path, side=PATCH)
-
-    def shift(self) -> Shift:
-        """Return the scheduler's shift."""
-        return scheduler_shift(self.pipeline.scheduler.config, patch=self.spec.patch)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
