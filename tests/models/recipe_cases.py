@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +49,7 @@ class RecipeCase:
         buckets: Heights and widths of a training run's buckets, in pixels.
         bucket_frames: Their numbers of frames, unless the model takes images.
         max_tokens: Tokens of a training run's packs.
+        components: Components with which diffusers loads the pipeline.
     """
 
     tiny: str
@@ -59,6 +60,7 @@ class RecipeCase:
     buckets: str = "64,112;112,64;64,64"
     bucket_frames: str = "1,9,17"
     max_tokens: int = 640
+    components: dict[str, Any] = field(default_factory=dict)
 
 
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
