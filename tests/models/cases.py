@@ -56,6 +56,8 @@ class FamilyCase:
         timesteps: One per sample.
         conditioning: Draws the further inputs of the model, for that number of samples.
         empty_text: Whether the model runs a sample without text.
+        timestep_per_token: Whether the stock model, where it takes several timesteps, takes one per token, or per
+            frame only.
         shortest_strip: Fewest tokens of a strip.
         without_gradient: Parts of the names of parameters that the outputs do not depend on.
         lora_targets: Ends of the names of layers that get adapters.
@@ -72,6 +74,7 @@ class FamilyCase:
     conditioning: Callable[[Draw, int], Mapping[str, torch.Tensor]] = lambda draw, count: {}
     without_gradient: tuple[str, ...] = ()
     empty_text: bool = True
+    timestep_per_token: bool = True
     shortest_strip: int = 1
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v")
 
@@ -134,6 +137,7 @@ COSMOS = FamilyCase(
     make=cross_models.make_cosmos,
     alone=cross_models.cosmos_alone,
     conditioning=lambda draw, count: {"fps": torch.tensor([12.0 + sample for sample in range(count)])},
+    timestep_per_token=False,
 )
 COSMOS_ROTARY_ONLY = replace(
     COSMOS,

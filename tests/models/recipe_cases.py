@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,7 @@ class RecipeCase:
         bucket_frames: Their numbers of frames, unless the model takes images.
         max_tokens: Tokens of a training run's packs.
         captions: One per sample.
+        components: Components with which diffusers loads the pipeline.
     """
 
     tiny: str
@@ -61,6 +62,7 @@ class RecipeCase:
     bucket_frames: str = "1,9,17"
     max_tokens: int = 640
     captions: tuple[str, str, str] = ('a square that says "red"', "x", "a large blue circle on grey")
+    components: dict[str, Any] = field(default_factory=dict)
 
 
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.testing import make_tiny_pipeline
 from tests.models.cases import CASES, Samples, assert_same_gradients, gradients
+from tests.models.families.cosmos import Guardrail
 from tests.models.recipe_cases import samples_of
 
 each_model = pytest.mark.parametrize("name", ["cosmos", "cosmos rotary only"])
@@ -110,9 +112,11 @@ def test_edm_raises_the_noise_of_videos_by_the_root_of_their_frames(folders) -> 
     assert objective == EDM(sigma_data=0.5, shift=objective.shift, seed=0)
     assert [objective.shift((frames, 4, 4)) for frames in (1, 4)] == [1.0, 2.0]
     for name, value in (("weighting_scheme", "uniform"), ("snr_gamma", 5.0)):
-        options = {"weighting_scheme": None, "snr_gamma": None, "seed": 0, name: value}
+        options: dict[str, Any] = {"weighting_scheme": None, "snr_gamma": None, "seed": 0, name: value}
         with pytest.raises(BucketingError, match=f"trained by EDM.*`{name}`"):
             recipe.objective(**options)
+    other = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0, shift="16x16:3,64x64:5")
+    assert [other.shift((1, side, side)) for side in (2, 8)] == [3.0, 5.0]
     with pytest.raises(BucketingError, match="sigma_data must be positive"):
         EDM(sigma_data=0)
     with pytest.raises(BucketingError, match="'epsilon' or 'v_prediction' with EDM"):
@@ -125,7 +129,7 @@ def test_samples_of_several_rates_and_long_ones_are_refused_by_name(folders) -> 
     assert recipe.refusal(samples_of(recipe, fps=[8.0, 8.0])) is None
     with pytest.raises(BucketingError, match="statistics for 16 latent frames, and a sample has 17"):
         recipe.encode_latents(torch.zeros(1, 3, 65, 16, 16))
-    recipe.transformer.register_to_config(concat_padding_mask=True)
+    recipe = replace(recipe, config={**recipe.config, "concat_padding_mask": True})
     assert "install torchvision" in recipe.refusal(samples_of(recipe, fps=[8.0]))
 
 
@@ -133,19 +137,6 @@ def test_videos_are_refused_by_a_pipeline_that_renders_images(folders) -> None:
     recipe = recipe_of(folders["cosmos2-t2i"]).load(folders["cosmos2-t2i"], max_sequence_length=16)
     with pytest.raises(BucketingError, match="renders images, and a sample has 2 latent frames"):
         recipe.model_inputs(samples_of(recipe, torch.zeros(1, 4, 2, 4, 4), fps=[8.0]))
-
-
-class _Guardrail:
-    """The calls that a pipeline makes of cosmos_guardrail."""
-
-    def to(self, device: Any) -> None:
-        """Move nowhere."""
-
-    def check_text_safety(self, prompt: str) -> bool:
-        return "unsafe" not in prompt
-
-    def check_video_safety(self, frames: np.ndarray) -> np.ndarray:
-        return frames
 
 
 def test_a_pipeline_is_trained_without_its_guardrail_and_renders_with_it(folders, monkeypatch) -> None:
@@ -159,7 +150,7 @@ def test_a_pipeline_is_trained_without_its_guardrail_and_renders_with_it(folders
     with pytest.raises(BucketingError, match=r"without its guardrail.*pip install cosmos_guardrail"):
         recipe.render("red", Size(5, 32, 48), **call)
     module = "diffusers.pipelines.cosmos.pipeline_cosmos_text2world"
-    monkeypatch.setattr(f"{module}.CosmosSafetyChecker", _Guardrail)
+    monkeypatch.setattr(f"{module}.CosmosSafetyChecker", Guardrail)
     frames = recipe.render("red", Size(5, 32, 48), generator=torch.Generator().manual_seed(0), **call)
     assert frames.shape == (5, 32, 48, 3)
     stock = CosmosTextToWorldPipeline.from_pretrained(folder)

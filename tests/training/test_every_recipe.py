@@ -45,11 +45,14 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, media_
         losses = run(in_process(pipeline, data, out, **common, **settings))
         assert len(losses) >= 4
         assert np.isfinite(losses).all()
-        trained = DiffusionPipeline.from_pretrained(out if (out / "model_index.json").exists() else pipeline)
+        folder = out if (out / "model_index.json").exists() else pipeline
+        trained = DiffusionPipeline.from_pretrained(folder, **case.components)
         if "lora_rank" in settings:
             trained.load_lora_weights(str(out))
         changed = render(case, trained)
-        assert not np.array_equal(changed, render(case, DiffusionPipeline.from_pretrained(pipeline)))
+        assert not np.array_equal(
+            changed, render(case, DiffusionPipeline.from_pretrained(pipeline, **case.components))
+        )
 
 
 def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:

@@ -9,7 +9,7 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError, PackingError
 from ...packing.strips import token_grid
-from ..recipe import Loading, ModelInputs, Recipe, Samples, read_configs
+from ..recipe import ModelInputs, Recipe, Samples, read_configs
 from .packing import FAMILY, has_table
 
 OFFSET = 2.0
@@ -34,14 +34,7 @@ class CogVideoXRecipe(Recipe):
     """The sizes of 1.0 and 1.5."""
 
     @classmethod
-    def load(
-        cls,
-        name_or_path: str,
-        *,
-        max_sequence_length: int | None = None,
-        trained: str = "transformer",
-        loading: Loading | None = None,
-    ) -> Recipe:
+    def load(cls, name_or_path: str, *, max_sequence_length: int | None = None, **options: Any) -> Recipe:
         """Load a pipeline, see [`Recipe.load`], with texts of the length in its transformer's configuration.
 
         Raises:
@@ -54,8 +47,7 @@ class CogVideoXRecipe(Recipe):
                 f"The positions of {name_or_path} are for texts of {length} tokens, got "
                 f"`max_sequence_length={max_sequence_length}`; omit it."
             )
-        length = max_sequence_length or length
-        return super().load(name_or_path, max_sequence_length=length, trained=trained, loading=loading)
+        return super().load(name_or_path, max_sequence_length=max_sequence_length or length, **options)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -72,7 +64,12 @@ class CogVideoXRecipe(Recipe):
     @property
     def latent_channels(self) -> int:
         """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.transformer.config.out_channels)
+        return int(self.config["out_channels"])
+
+    @property
+    def media_rule(self) -> str:
+        """How often the first latent frame is repeated, if it is."""
+        return f"{self.spec.num_repeats} repeated latent frames" if self.spec.num_repeats else ""
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return 0 and 1, because the pipeline does nothing but scale latents."""
@@ -86,7 +83,7 @@ class CogVideoXRecipe(Recipe):
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the `ofs` of models that take it."""
-        if not self.transformer.config.ofs_embed_dim:
+        if not self.config.get("ofs_embed_dim"):
             return {}
         return {"ofs": torch.full_like(samples.fps, OFFSET)}
 
@@ -104,15 +101,23 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
     """Recipe of `CogVideoXImageToVideoPipeline`; see [`Recipe`].
 
     The latent of the first frame, encoded alone, and zeros for the other frames are further channels. The image is
-    clean and always given: the noise and the dropout that diffusers' training script puts on it are left to others.
+    clean, and always given to videos: this recipe has neither the noise nor the dropout (of 5 %) that diffusers'
+    training script puts on it. Images have nothing to continue; they get zeros, as samples whose image is dropped.
     """
 
     pipeline_class = "CogVideoXImageToVideoPipeline"
     takes_image = True
 
+    @property
+    def media_rule(self) -> str:
+        """Also that the first frame is encoded."""
+        return f"{super().media_rule}, conditions of 1 frame"
+
     @torch.no_grad()
     def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode the first frame: `image_latents`, `(B, C, 1, h, w)`."""
+        """Encode the first frame of videos: `image_latents`, `(B, C, 1, h, w)`, zeros for images."""
+        if pixel_values.shape[2] == 1:
+            return {"image_latents": torch.zeros_like(latents[:, :, :1])}
         vae = self.pipeline.vae
         image = vae.encode(pixel_values[:, :, :1].to(vae.dtype)).latent_dist.mode()
         factor = vae.config.scaling_factor

@@ -14,8 +14,10 @@ from diffusers.utils import is_torchvision_available
 
 from ...buckets.sizes import LatentSpec, Size
 from ...errors import BucketingError
+from ..first_frame import with_clean_first_frame
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
-from ..recipe import Loading, ModelInputs, Recipe, Samples, read_configs
+from ..recipe import ModelInputs, Recipe, Samples, read_configs
+from ..shift import ShiftOfLatents, chosen_shift
 from .packing import FAMILY
 
 CONDITION_SIGMA = 1e-4
@@ -34,16 +36,9 @@ class CosmosRecipe(Recipe):
     default_sequence_length = 512
 
     @classmethod
-    def load(
-        cls,
-        name_or_path: str,
-        *,
-        max_sequence_length: int | None = None,
-        trained: str = "transformer",
-        loading: Loading | None = None,
-    ) -> Recipe:
+    def load(cls, name_or_path: str, **options: Any) -> Recipe:
         """Load a pipeline without its guardrail, see [`Recipe.load`]."""
-        recipe = super().load(name_or_path, max_sequence_length=max_sequence_length, trained=trained, loading=loading)
+        recipe = super().load(name_or_path, **options)
         recipe.pipeline.register_modules(safety_checker=None)
         return recipe
 
@@ -52,13 +47,20 @@ class CosmosRecipe(Recipe):
         """Return a guardrail that does nothing: for None, the pipeline would load the guardrail's own models."""
         return {"safety_checker": _no_guardrail}
 
-    def shift(self) -> Shift:
-        """Return the factor of a sample's noise levels: 1 for images."""
-        return _root_of_frames
+    def shift(self) -> float:
+        """Return 1: the schedulers have levels of their own; see [`shift_of`] for what training draws."""
+        return 1.0
+
+    def shift_of(self, setting: float | str | None) -> Shift:
+        """Return the factor of a sample's noise levels that a setting names; by default the root of its frames."""
+        if setting is None:
+            return _root_of_frames
+        law = chosen_shift(setting, own=self.shift())
+        return law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec)
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse stacks of several frame rates, and models that need what is not installed."""
-        if self.transformer.config.concat_padding_mask and not is_torchvision_available():
+        if self.config.get("concat_padding_mask", True) and not is_torchvision_available():
             return "This Cosmos transformer resizes its padding mask with torchvision; install torchvision."
         rates = samples.fps.unique()
         if len(rates) == 1:
@@ -72,7 +74,7 @@ class CosmosRecipe(Recipe):
         """Return the frame rates."""
         return {"fps": samples.fps}
 
-    def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
+    def render(self, prompt: str, size: Size, **options: Any) -> np.ndarray:
         """Call the pipeline with its guardrail, see [`Recipe.render`].
 
         Raises:
@@ -80,7 +82,7 @@ class CosmosRecipe(Recipe):
         """
         if self.pipeline.safety_checker is None:
             self.pipeline.register_modules(safety_checker=_load_guardrail(self.pipeline))
-        return super().render(prompt, size, image=image, **options)
+        return super().render(prompt, size, **options)
 
 
 class CosmosTextToWorldRecipe(CosmosRecipe):
@@ -99,11 +101,18 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
             patch=tuple(transformer["patch_size"]),
         )
 
-    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
+    def objective(
+        self,
+        *,
+        weighting_scheme: WeightingScheme | None,
+        snr_gamma: float | None,
+        seed: int,
+        shift: float | str | None = None,
+    ) -> Objective:
         """Return EDM's objective with the deviation and the sign of the pipeline's scheduler.
 
         Raises:
-            BucketingError: If a setting is given, because none applies to EDM.
+            BucketingError: If a setting is given that does not apply to EDM.
         """
         for name, value in (("weighting_scheme", weighting_scheme), ("snr_gamma", snr_gamma)):
             if value is not None:
@@ -111,7 +120,12 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
                     f"A {self.pipeline_class} is trained by EDM, which fixes noise levels and weights; omit `{name}`."
                 )
         config = self.pipeline.scheduler.config
-        return EDM(sigma_data=config.sigma_data, prediction_type=config.prediction_type, shift=self.shift(), seed=seed)
+        return EDM(
+            sigma_data=config.sigma_data,
+            prediction_type=config.prediction_type,
+            shift=self.shift_of(shift),
+            seed=seed,
+        )
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -147,11 +161,12 @@ class CosmosVideoToWorldRecipe(CosmosTextToWorldRecipe):
     @property
     def latent_channels(self) -> int:
         """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.transformer.config.out_channels)
+        return int(self.config["out_channels"])
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Put the clean first frame into the noisy latents."""
-        return _with_first_frame(super().model_inputs(samples), samples)
+        inputs = _with_first_frame(samples, conditioning=self.conditioning(samples))
+        return replace(inputs, timesteps=samples.noised.timesteps)
 
 
 class Cosmos2Recipe(CosmosRecipe):
@@ -167,11 +182,11 @@ class Cosmos2Recipe(CosmosRecipe):
             patch=tuple(transformer["patch_size"]),
         )
 
-    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
+    def objective(self, *, shift: float | str | None = None, **options: Any) -> Objective:
         """Return flow matching with timesteps from 0 to 1; see [`Recipe.objective`]."""
-        objective = super().objective(weighting_scheme=weighting_scheme, snr_gamma=snr_gamma, seed=seed)
+        objective = super().objective(**options)
         assert isinstance(objective, FlowMatching)
-        return replace(objective, num_train_timesteps=1)
+        return replace(objective, num_train_timesteps=1, shift=self.shift_of(shift))
 
 
 class Cosmos2TextToImageRecipe(Cosmos2Recipe):
@@ -213,30 +228,22 @@ class Cosmos2VideoToWorldRecipe(Cosmos2Recipe):
     @property
     def latent_channels(self) -> int:
         """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.transformer.config.out_channels)
+        return int(self.config["out_channels"])
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Put the clean first frame into the noisy latents, at its own timestep."""
-        inputs = _with_first_frame(super().model_inputs(samples), samples)
-        timesteps = []
-        for latent, timestep in zip(inputs.latents, samples.noised.timesteps, strict=True):
-            by_frame = timestep.repeat(latent.shape[1])
-            if len(by_frame) > 1:
-                by_frame[0] = CONDITION_SIGMA / (CONDITION_SIGMA + 1)
-            timesteps.append(by_frame)
+        inputs = _with_first_frame(samples, conditioning=self.conditioning(samples))
+        given = CONDITION_SIGMA / (CONDITION_SIGMA + 1)
+        pairs = zip(inputs.timesteps, inputs.weights or (), strict=True)
+        timesteps = [torch.where(weight[0, :, 0, 0] > 0, timestep, given) for timestep, weight in pairs]
         return replace(inputs, timesteps=timesteps)
 
 
-def _with_first_frame(inputs: ModelInputs, samples: Samples) -> ModelInputs:
+def _with_first_frame(samples: Samples, *, conditioning: Mapping[str, Any]) -> ModelInputs:
     """Let videos begin with their clean first frame, of no weight; add a channel that is 1 there, else 0."""
-    latents, weights = [], []
-    for noisy, clean in zip(inputs.latents, samples.noised.clean, strict=True):
-        given = torch.zeros_like(noisy[:1])
-        if noisy.shape[1] > 1:
-            given[:, 0] = 1
-        latents.append(torch.cat([torch.where(given > 0, clean, noisy), given]))
-        weights.append(1 - given)
-    return replace(inputs, latents=latents, weights=weights)
+    inputs = with_clean_first_frame(samples, conditioning=conditioning)
+    pairs = zip(inputs.latents, inputs.weights or (), strict=True)
+    return replace(inputs, latents=[torch.cat([latent, 1 - weight]) for latent, weight in pairs])
 
 
 def _root_of_frames(size: Sequence[int]) -> float:

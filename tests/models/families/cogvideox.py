@@ -53,7 +53,7 @@ def image_latents(pipeline: Any, drawn: Drawn, *, frames: int) -> torch.Tensor:
             height=height,
             width=width,
         )
-    return condition
+    return condition if drawn.pixels.shape[1] > 1 else torch.zeros_like(condition)  # an image continues nothing
 
 
 COGVIDEOX = RecipeCase(
@@ -68,5 +68,7 @@ RECIPES = {
     "cogvideox-2b": replace(COGVIDEOX, tiny="cogvideox-2b"),
     "cogvideox-1.5": PAIRS,
     "cogvideox-i2v": replace(PAIRS, tiny="cogvideox-i2v"),
-    "cogvideox-5b-i2v": replace(COGVIDEOX, tiny="cogvideox-5b-i2v", sizes=((5, 32, 48), (1, 32, 48), (9, 32, 48))),
+    "cogvideox-5b-i2v": replace(
+        COGVIDEOX, tiny="cogvideox-5b-i2v", sizes=((5, 32, 48), (1, 32, 48), (9, 32, 48)), buckets="32,48"
+    ),
 }

@@ -5,9 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from tests.models.recipe_cases import Drawn, RecipeCase, encoding_to_the_mode
+from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase, encoding_to_the_mode
+
+
+class Guardrail:
+    """The calls that a pipeline makes of cosmos_guardrail."""
+
+    def to(self, device: Any) -> None:
+        """Move nowhere."""
+
+    def check_text_safety(self, prompt: str) -> bool:
+        return "unsafe" not in prompt
+
+    def check_video_safety(self, frames: np.ndarray) -> np.ndarray:
+        return frames
 
 
 @torch.no_grad()
@@ -85,14 +99,15 @@ TEXT_TO_WORLD = RecipeCase(
     tiny="cosmos",
     loss=predict1_loss,
     render={"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5, "max_sequence_length": 64},
+    components={"safety_checker": Guardrail()},
 )
-IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
 TEXT_TO_IMAGE = replace(
     TEXT_TO_WORLD,
     tiny="cosmos2-t2i",
     loss=predict2_loss,
     sizes=IMAGES,
     render={"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64},
+    bucket_frames="1",
 )
 
 RECIPES = {
