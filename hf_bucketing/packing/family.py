@@ -23,8 +23,11 @@ from .texts import TextRule
 Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
 
-Draw: TypeAlias = Callable[[Sequence[Grid]], torch.Tensor]
-"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`."""
+Draw: TypeAlias = Callable[[Sequence[Grid]], Any]
+"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`.
+
+Of `latent_conditioning` it draws a list with a tensor per sample.
+"""
 
 UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
@@ -141,9 +144,22 @@ class Family:
         """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
         return {}
 
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, Any]:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
         return {name: draw(grids) for name, draw in self.conditioning(transformer).items()}
+
+    def trial_grids(self, transformer: Transformer) -> list[Grid]:
+        """Return token grids of samples that the model takes, for trying it out: of mixed sizes, and of one token."""
+        limits = self.limits(transformer)
+        frames, rows, columns = zip((3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1), strict=True)
+        sides = [
+            [min(side, limit) for side in axis] for axis, limit in zip((frames, rows, columns), limits, strict=True)
+        ]
+        return list(zip(*sides, strict=True))
+
+    def text_length(self, transformer: Transformer) -> int | None:
+        """Return the one length that texts must have, padding included; None where each has its own."""
+        return None
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
