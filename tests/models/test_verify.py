@@ -105,6 +105,19 @@ def test_a_timestep_of_another_sample_fails(monkeypatch) -> None:
     assert {"outputs", "loss", "gradients"} <= failed(verify())
 
 
+def test_timesteps_of_another_frame_fail_their_own_check_alone(monkeypatch) -> None:
+    original = WanFamily.forward_kwargs
+
+    def swapped(self, batch):
+        kwargs = original(self, batch)
+        by_token = kwargs["timestep"].ndim == 2
+        return {**kwargs, "timestep": kwargs["timestep"].flip(0)} if by_token else kwargs
+
+    monkeypatch.setattr(WanFamily, "forward_kwargs", swapped)
+    failures = [check.name for check in verify().checks if not check.holds]
+    assert failures == ["outputs, a timestep per frame"]
+
+
 def test_frozen_parts_and_learned_variance_are_allowed() -> None:
     model = make_model(out_channels=8)
     model.patch_embedding.requires_grad_(False)
