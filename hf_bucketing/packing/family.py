@@ -51,6 +51,7 @@ class Family:
         text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
+        text_in_sequence (`bool`): Whether text attends in one sequence with the tokens, so that it counts as they do.
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
             and attention depends on positions, not on which tokens there are.
@@ -66,7 +67,6 @@ class Family:
             text by the noise level of its sample.
         unused (`tuple` of `str`): Parts of the names of parameters that predictions do not depend on, such as those of
             an audio stream. They are not trained.
-        text_in_sequence (`bool`): Whether text attends in one sequence with the tokens, so that it counts as they do.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
@@ -91,6 +91,7 @@ class Family:
     processors_read_fusion: ClassVar[bool] = False
     text_channels: ClassVar[str] = "caption_channels"
     text_rule: ClassVar[TextRule] = "masked"
+    text_in_sequence: ClassVar[bool] = False
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
     images_only: ClassVar[bool] = False
@@ -99,7 +100,6 @@ class Family:
     text_by_strip: ClassVar[bool] = False
     shares_texts: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ()
-    text_in_sequence: ClassVar[bool] = False
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
     conditioning_by_strip: ClassVar[bool] = True
@@ -164,6 +164,19 @@ class Family:
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
         return self.processor_class(backend)
+
+    def trial_grids(self, transformer: Transformer) -> list[Grid]:
+        """Return token grids of samples that the model takes, for trying it out: of mixed sizes, and of one token."""
+        limits = self.limits(transformer)
+        frames, rows, columns = zip((3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1), strict=True)
+        sides = [
+            [min(side, limit) for side in axis] for axis, limit in zip((frames, rows, columns), limits, strict=True)
+        ]
+        return list(zip(*sides, strict=True))
+
+    def text_length(self, transformer: Transformer) -> int | None:
+        """Return the one length that texts must have, padding included; None where each has its own."""
+        return None
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return a sample's rotary tables, cosines and sines in turn, each `(t·h·w, channels)`.

@@ -96,22 +96,6 @@ def lora_config(config: AdapterConfig, *, unused: Sequence[str] = ()) -> LoraCon
     )
 
 
-def check_component(path: str, *, component: str) -> None:
-    """Raise BucketingError if LoRA weights are those of a run that trained another transformer of its pipeline.
-
-    Their names do not tell: diffusers gives those of `transformer` and of `transformer_2` the same. The settings of a
-    run do, which lie beside its weights and above its checkpoints.
-    """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    settings = (folder.parent if folder.name.startswith("checkpoint-") else folder) / SETTINGS
-    trained = json.loads(settings.read_text())["trained_component"] if settings.is_file() else component
-    if trained != component:
-        raise BucketingError(
-            f"{path} holds adapters of {trained}, as {settings} says, and this run trains {component}; give "
-            f"`trained_component={trained}`, or other adapters."
-        )
-
-
 def start_adapters(
     pipeline: Any, config: AdapterConfig, *, component: str = "transformer", unused: Sequence[str] = ()
 ) -> AdapterConfig:
@@ -138,6 +122,22 @@ def _check_loads_lora(pipeline: Any) -> None:
     if not hasattr(pipeline, "save_lora_weights"):
         raise BucketingError(
             f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out `lora_rank`)."
+        )
+
+
+def check_component(path: str, *, component: str) -> None:
+    """Raise BucketingError if LoRA weights are those of a run that trained another transformer of its pipeline.
+
+    Their names do not tell: diffusers gives those of `transformer` and of `transformer_2` the same. The settings of a
+    run do, which lie beside its weights and above its checkpoints.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    settings = (folder.parent if folder.name.startswith("checkpoint-") else folder) / SETTINGS
+    trained = json.loads(settings.read_text())["trained_component"] if settings.is_file() else component
+    if trained != component:
+        raise BucketingError(
+            f"{path} holds adapters of {trained}, as {settings} says, and this run trains {component}; give "
+            f"`trained_component={trained}`, or other adapters."
         )
 
 

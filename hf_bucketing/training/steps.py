@@ -179,28 +179,6 @@ def check_frames(recipe: Recipe, data: TrainingData) -> None:
         )
 
 
-def check_cached(recipe: Recipe, data: TrainingData) -> None:
-    """Raise BucketingError if a cache lacks what the model is shown of a sample, such as its first frame.
-
-    All entries of a cache are made by one encoder, so one row is read.
-    """
-    collator, rows = data.loader.collate_fn, np.flatnonzero(data.num_tokens > 0)
-    if not isinstance(collator, CachedCollator) or not len(rows):
-        return
-    batch = collator([data.loader.dataset[int(rows[0])]])
-    latent = batch["latents"][0]
-    if len(latent) != recipe.latent_channels:
-        raise BucketingError(
-            f"The cache holds latents of {len(latent)} channels, but a {recipe.pipeline_class} is trained on "
-            f"{recipe.latent_channels}; run scripts/cache_latents.py again with this pipeline."
-        )
-    if missing := recipe.blank_conditions(latent).keys() - batch.get("conditions", {}).keys():
-        raise BucketingError(
-            f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
-            "scripts/cache_latents.py again with this pipeline."
-        )
-
-
 def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
     """Return `latents`, `(C, f, h, w)` of each sample of a batch of any collator, and its conditions.
 
@@ -234,3 +212,25 @@ def text_of(
         return text
     assert empty is not None, "make_data reads it from the cache"
     return text.replaced(dropped, empty)
+
+
+def check_cached(recipe: Recipe, data: TrainingData) -> None:
+    """Raise BucketingError if a cache lacks what the model is shown of a sample, such as its first frame.
+
+    All entries of a cache are made by one encoder, so one row is read.
+    """
+    collator, rows = data.loader.collate_fn, np.flatnonzero(data.num_tokens > 0)
+    if not isinstance(collator, CachedCollator) or not len(rows):
+        return
+    batch = collator([data.loader.dataset[int(rows[0])]])
+    latent = batch["latents"][0]
+    if len(latent) != recipe.latent_channels:
+        raise BucketingError(
+            f"The cache holds latents of {len(latent)} channels, but a {recipe.pipeline_class} is trained on "
+            f"{recipe.latent_channels}; run scripts/cache_latents.py again with this pipeline."
+        )
+    if missing := recipe.blank_conditions(latent).keys() - batch.get("conditions", {}).keys():
+        raise BucketingError(
+            f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
+            "scripts/cache_latents.py again with this pipeline."
+        )
