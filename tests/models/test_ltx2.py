@@ -17,6 +17,8 @@ from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.adapters import AdapterConfig, start_adapters
+from hf_bucketing.training.memory.components import read_components
+from hf_bucketing.training.memory.trace import TracedStep, trace
 from tests.models.cases import Samples, largest_difference
 from tests.models.families import CASES
 
@@ -97,6 +99,12 @@ def test_audio_is_neither_trained_nor_adapted(recipe: Recipe) -> None:
     adapted = [name for name, one in recipe.transformer.named_parameters() if one.requires_grad]
     assert len(adapted) == 2 * 2 * 8  # A and B, in two blocks, of four projections in self- and cross-attention
     assert not any(map(of_audio, adapted))
+
+
+def test_a_plan_of_memory_counts_what_is_trained(folder: Path, recipe: Recipe) -> None:
+    transformer = read_components(str(folder)).transformer
+    traced = trace(TracedStep(transformer=transformer, latent_sizes=((2, 4, 4),), text_length=8))
+    assert traced.trained == sum(one.numel() for one in recipe.transformer.parameters() if one.requires_grad)
 
 
 @torch.no_grad()
