@@ -218,7 +218,7 @@ class Recipe(ABC):
             if isinstance(component, torch.nn.Module):
                 component.requires_grad_(name == trained and loading.quantization is None)
                 if name == trained:
-                    _freeze(component, cls.family.unused)
+                    cls.family.freeze_unused(component)
         if loading.quantization is not None:
             _let_go_of_files(getattr(pipeline, trained))
         if loading.vae_tiling and pipeline.vae is not None:
@@ -515,12 +515,6 @@ class Recipe(ABC):
     def duration(self, frames: int) -> dict[str, int]:
         """Return the argument of the pipeline's call that sets the number of frames; none for images."""
         return {} if self.family.images_only else {"num_frames": frames}
-
-
-def _freeze(transformer: torch.nn.Module, unused: Sequence[str]) -> None:
-    for name, parameter in transformer.named_parameters():
-        if any(part in name for part in unused):
-            parameter.requires_grad_(False)
 
 
 def _let_go_of_files(transformer: torch.nn.Module) -> None:

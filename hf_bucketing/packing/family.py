@@ -149,6 +149,12 @@ class Family:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text_channels))
 
+    def freeze_unused(self, transformer: Transformer) -> None:
+        """Freeze the parameters that predictions do not depend on, see `unused`."""
+        for name, parameter in transformer.named_parameters():
+            if any(part in name for part in self.unused):
+                parameter.requires_grad_(False)
+
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
         return {}

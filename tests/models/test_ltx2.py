@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_bucketing import PackingError
+from hf_bucketing import BucketingError, PackingError
 from hf_bucketing.caching.fingerprints import text_fingerprint
 from hf_bucketing.models import enable_packing, verify_packing
 from hf_bucketing.models.ltx2 import FAMILY
@@ -17,6 +17,8 @@ from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.adapters import AdapterConfig, start_adapters
+from hf_bucketing.training.memory.components import read_components
+from hf_bucketing.training.memory.trace import TracedStep, trace
 from tests.models.cases import Samples, largest_difference
 from tests.models.families import CASES
 
@@ -97,6 +99,17 @@ def test_audio_is_neither_trained_nor_adapted(recipe: Recipe) -> None:
     adapted = [name for name, one in recipe.transformer.named_parameters() if one.requires_grad]
     assert len(adapted) == 2 * 2 * 8  # A and B, in two blocks, of four projections in self- and cross-attention
     assert not any(map(of_audio, adapted))
+
+
+def test_a_length_that_the_connectors_cannot_fill_up_is_refused(folder: Path) -> None:
+    with pytest.raises(BucketingError, match=r"`max_sequence_length` must be a multiple of 16, .* got 60"):
+        recipe_of(str(folder)).load(str(folder), max_sequence_length=60)
+
+
+def test_a_plan_of_memory_counts_what_is_trained(folder: Path, recipe: Recipe) -> None:
+    transformer = read_components(str(folder)).transformer
+    traced = trace(TracedStep(transformer=transformer, latent_sizes=((2, 4, 4),), text_length=8))
+    assert traced.trained == sum(one.numel() for one in recipe.transformer.parameters() if one.requires_grad)
 
 
 @torch.no_grad()

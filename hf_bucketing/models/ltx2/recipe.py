@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from ...errors import BucketingError
 from ...media.sample import frame_rates
 from ..first_frame import FirstFrameRecipe
 from ..ltx.recipe import LTXRecipe
-from ..recipe import Samples, TextEmbeddings
+from ..recipe import Loading, Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, modulates_text
 
 
@@ -24,6 +25,26 @@ class LTX2Recipe(LTXRecipe):
     default_sequence_length = 1024
     native_sizes = ((512, 768), (1024, 1536))
     """The pipeline's default, and twice that, the second stage of the model's own pipelines."""
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str,
+        *,
+        max_sequence_length: int | None = None,
+        trained: str = "transformer",
+        loading: Loading | None = None,
+    ) -> Recipe:
+        """Load a pipeline, see [`Recipe.load`]; refuse a length of texts that its connectors cannot fill up."""
+        recipe = super().load(name_or_path, max_sequence_length=max_sequence_length, trained=trained, loading=loading)
+        connectors, length = recipe.pipeline.connectors, recipe.max_sequence_length
+        registers = None if connectors is None else connectors.config.video_connector_num_learnable_registers
+        if registers and length % registers:
+            raise BucketingError(
+                f"`max_sequence_length` must be a multiple of {registers}, the number of registers with which this "
+                f"model's connectors fill up a text, got {length}."
+            )
+        return recipe
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
