@@ -185,7 +185,7 @@ def test_denoising_targets_are_those_of_the_prediction_type(prediction_type: str
 def test_an_unknown_pipeline_is_refused_with_the_names_of_those_known(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "MochiPipeline"}))
     with pytest.raises(
-        BucketingError, match="MochiPipeline; there are training recipes for LTXPipeline, LattePipeline, WanPipeline"
+        BucketingError, match=r"MochiPipeline; there are training recipes for .*LTXPipeline, .*WanPipeline"
     ):
         recipe_of(str(tmp_path))
     with pytest.raises(BucketingError, match="no diffusers pipeline"):
