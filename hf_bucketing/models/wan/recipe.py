@@ -46,7 +46,7 @@ class WanRecipe(Recipe):
 
     def sigmas(self) -> tuple[float, float]:
         """Return the trained transformer's side of the boundary."""
-        boundary = self.pipeline.config.boundary_ratio
+        boundary = self.pipeline.config.get("boundary_ratio")
         if boundary is None:
             return 0.0, 1.0
         return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
@@ -106,7 +106,7 @@ class WanImageToVideoRecipe(WanRecipe):
 
     @property
     def _keeps_first_frame(self) -> bool:
-        return bool(self.pipeline.config.expand_timesteps)
+        return bool(self.pipeline.config.get("expand_timesteps"))
 
     @property
     def _embeds_images(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from diffusers import ChronoEditTransformer3DModel
 
 from tests.models import cases, cross_models
+from tests.models.families.wan import IMAGE_TO_VIDEO
 
 
 def make(**config: Any) -> ChronoEditTransformer3DModel:
@@ -27,3 +28,4 @@ CASES = {
         sizes=((2, 4, 6), (1, 8, 4), (5, 6, 6), (1, 2, 2), (2, 10, 6), (3, 4, 6)),  # two frames: an edit
     )
 }
+RECIPES = {"chronoedit": replace(IMAGE_TO_VIDEO, tiny="chronoedit")}

@@ -10,6 +10,8 @@ import torch
 from diffusers import SkyReelsV2Transformer3DModel
 
 from tests.models import cases, cross_models
+from tests.models.families.wan import IMAGE_TO_VIDEO, RENDER, text_to_video_loss
+from tests.models.recipe_cases import RecipeCase
 
 
 def make(**config: Any) -> SkyReelsV2Transformer3DModel:
@@ -40,4 +42,10 @@ CASES = {
         make=partial(make, in_channels=6, image_dim=8, added_kv_proj_dim=24),
         alone=cross_models.wan_image_alone,
     ),
+}
+RECIPES = {
+    "skyreels-v2": RecipeCase(
+        tiny="skyreels-v2", loss=text_to_video_loss, render={**RENDER, "max_sequence_length": 64}
+    ),
+    "skyreels-v2-i2v": replace(IMAGE_TO_VIDEO, tiny="skyreels-v2-i2v"),
 }

@@ -35,7 +35,7 @@ def noisy_latent(drawn: Drawn, clean: torch.Tensor) -> torch.Tensor:
 def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     clean = clean_latent(pipeline, drawn.pixels)
     timestep = drawn.timestep[None]
-    if pipeline.config.expand_timesteps:  # as the pipeline's call does, the same for all tokens
+    if pipeline.config.get("expand_timesteps"):  # as the pipeline's call does, the same for all tokens
         _, frames, height, width = clean[0].shape
         timestep = timestep.expand(1, frames * (height // 2) * (width // 2))
     output = pipeline.transformer(
@@ -57,11 +57,11 @@ def image_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     _, frames, height, width = pixels.shape
     options = {"num_channels_latents": 4, "height": height, "width": width, "num_frames": frames}
     noisy = noisy_latent(drawn, clean)
-    made = pipeline.prepare_latents(
-        pixels[None, :, 0], 1, **options, dtype=torch.float32, latents=noisy.clone(), last_image=last
-    )
+    given = {} if last is None else {"last_image": last}
+    options |= {"dtype": torch.float32, "device": torch.device("cpu"), "latents": noisy.clone()}
+    made = pipeline.prepare_latents(pixels[None, :, 0], 1, **options, **given)
     embeds = prompt_embeds(pipeline, drawn)
-    if pipeline.config.expand_timesteps:
+    if pipeline.config.get("expand_timesteps"):
         _, condition, mask = made
         if frames == 1:  # text-to-image
             mask = torch.ones_like(mask)
