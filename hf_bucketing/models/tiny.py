@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     ByT5Tokenizer,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    PreTrainedTokenizerFast,
     T5EncoderModel,
     UMT5EncoderModel,
 )
@@ -52,6 +55,20 @@ def clip_tokenizer() -> CLIPTokenizer:
         Path(folder, "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
         Path(folder, "merges.txt").write_text("#version: 0.2\n")
         return CLIPTokenizer.from_pretrained(folder, model_max_length=77)
+
+
+def template_tokenizer(prefix: str, count: int, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes that makes `count` tokens of what a pipeline's template puts before a prompt.
+
+    Pipelines crop that many tokens. All of them but the first are single characters.
+    """
+    letters = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(prefix[: len(prefix) - count + 1], normalized=False)])
+    options = {"chat_template": chat_template, "pad_token": "<|pad|>", "padding_side": "right"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,9 +11,6 @@ from ..objectives import Shift
 from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
 from ..shift import scheduler_shift
 from .packing import BLOCK, FAMILY
-
-_GUIDANCE = 1.0
-"""Distilled guidance in training: the default of diffusers' scripts (`train_dreambooth_flux.py`)."""
 
 
 class FluxRecipe(Recipe):
@@ -24,6 +21,8 @@ class FluxRecipe(Recipe):
     image_vae = True
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
+    guidance: ClassVar[float] = 1.0
+    """Distilled guidance in training: the default of diffusers' script, here of `train_dreambooth_flux.py`."""
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -31,7 +30,7 @@ class FluxRecipe(Recipe):
         return image_spec(name_or_path, side=BLOCK)
 
     def shift(self) -> Shift:
-        """Return the scheduler's shift: of [dev] by the number of tokens, of [schnell] the same for all."""
+        """Return the scheduler's shift: by the number of tokens, except for [schnell]."""
         return scheduler_shift(self.pipeline.scheduler.config, patch=self.spec.patch)
 
     @torch.no_grad()
@@ -45,10 +44,10 @@ class FluxRecipe(Recipe):
         return TextEmbeddings(values, others={"pooled_projections": pooled})
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the pooled text, and the guidance where the model embeds one."""
+        """Return any pooled text, and the guidance where the model embeds one."""
         given = super().conditioning(samples)
-        if self.transformer.config.guidance_embeds:
-            given["guidance"] = torch.full_like(samples.fps, _GUIDANCE)
+        if self.transformer.config.get("guidance_embeds"):
+            given["guidance"] = torch.full_like(samples.fps, self.guidance)
         return given
 
 
