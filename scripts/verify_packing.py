@@ -5,7 +5,6 @@ python scripts/verify_packing.py Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sizes 5,8,12
 
 import argparse
 import sys
-from typing import Any
 
 import torch
 from diffusers import AutoModel

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ...buckets.sizes import LatentSpec
-from ..flux.packing import BLOCK
-from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
+from ..flux.recipe import FluxRecipe
+from ..recipe import Samples, TextEmbeddings
 from .packing import FAMILY
 
 
-class ChromaRecipe(Recipe):
-    """Recipe of `ChromaPipeline`; see [`Recipe`]."""
+class ChromaRecipe(FluxRecipe):
+    """Recipe of `ChromaPipeline`; see [`Recipe`][hf_bucketing.models.recipe.Recipe]."""
 
     pipeline_class = "ChromaPipeline"
     family = FAMILY
-    image_vae = True
-    default_sequence_length = 512
-    native_sizes = ((1024, 1024),)
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the VAE's stride; a token is a block of latent pixels."""
-        return image_spec(name_or_path, side=BLOCK)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

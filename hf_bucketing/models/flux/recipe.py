@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...buckets.sizes import LatentSpec
 from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
 from .packing import BLOCK, FAMILY
-
-_GUIDANCE = 1.0
-"""Distilled guidance in training: the default of diffusers' scripts (`train_dreambooth_flux.py`)."""
 
 
 class FluxRecipe(Recipe):
@@ -22,6 +19,8 @@ class FluxRecipe(Recipe):
     image_vae = True
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
+    guidance: ClassVar[float] = 1.0
+    """Distilled guidance in training: the default of diffusers' script, here of `train_dreambooth_flux.py`."""
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -39,10 +38,10 @@ class FluxRecipe(Recipe):
         return TextEmbeddings(values, others={"pooled_projections": pooled})
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the pooled text, and the guidance where the model embeds one."""
+        """Return any pooled text, and the guidance where the model embeds one."""
         given = super().conditioning(samples)
-        if self.transformer.config.guidance_embeds:
-            given["guidance"] = torch.full_like(samples.fps, _GUIDANCE)
+        if self.transformer.config.get("guidance_embeds"):
+            given["guidance"] = torch.full_like(samples.fps, self.guidance)
         return given
 
 

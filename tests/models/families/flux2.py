@@ -8,6 +8,7 @@ import torch
 from diffusers import Flux2Pipeline, Flux2Transformer2DModel
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
+from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
 
 
 def make_flux2(**config: Any) -> Flux2Transformer2DModel:
@@ -43,6 +44,16 @@ def flux2_alone(
     return flux2_call(model, latent[None, :, 0], timestep[None], text[None], **given)[0][:, None]
 
 
+def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    blocks = pipeline._encode_vae_image(drawn.pixels[None, :, 0], generator=None)
+    clean, noise, sigma = pipeline._unpatchify_latents(blocks), drawn.noise[None, :, 0], drawn.timestep / 1000
+    embeds, _ = pipeline.encode_prompt(drawn.caption, max_sequence_length=drawn.max_sequence_length)
+    guidance = {"guidance": torch.tensor([3.5])} if isinstance(pipeline, Flux2Pipeline) else {}
+    noisy = (1 - sigma) * clean + sigma * noise
+    velocity = flux2_call(pipeline.transformer, noisy, drawn.timestep[None], embeds, **guidance)
+    return (velocity - (noise - clean)).square().mean()
+
+
 CASES = {
     "flux.2": FamilyCase(
         make=make_flux2,
@@ -50,4 +61,9 @@ CASES = {
         sizes=IMAGE_SIZES,
         conditioning=lambda draw, count: {"guidance": 4 + draw(count)},
     )
+}
+RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64}
+RECIPES = {
+    tiny: RecipeCase(tiny=tiny, loss=text_to_image_loss, sizes=IMAGES, render=RENDER)
+    for tiny in ("flux2", "flux2-klein")
 }
