@@ -11,6 +11,7 @@ import torch
 from diffusers import HunyuanImageTransformer2DModel
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
+from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
 
 
 def make(**config: Any) -> HunyuanImageTransformer2DModel:
@@ -52,3 +53,31 @@ CASES["hunyuan-image distilled"] = replace(
     make=partial(make, text_embed_2_dim=None, guidance_embeds=True, use_meanflow=True, patch_size=(2, 2)),
     conditioning=lambda draw, count: {"guidance": 1000 * (3 + draw(count)), "timestep_r": 100 + 10 * draw(count)},
 )
+
+
+@torch.no_grad()
+def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    latent = pipeline.vae.encode(drawn.pixels[None, :, 0]).latent_dist.mode()
+    clean, noise, sigma = latent * pipeline.vae.config.scaling_factor, drawn.noise[None, :, 0], drawn.timestep / 1000
+    pipeline.tokenizer_max_length = drawn.max_sequence_length
+    embeds, mask, glyph_embeds, glyph_mask = pipeline.encode_prompt(drawn.caption)
+    output = pipeline.transformer(
+        hidden_states=(1 - sigma) * clean + sigma * noise,
+        timestep=drawn.timestep[None],
+        guidance=torch.tensor([1000.0]),
+        encoder_hidden_states=embeds,
+        encoder_attention_mask=mask,
+        encoder_hidden_states_2=glyph_embeds,
+        encoder_attention_mask_2=glyph_mask,
+    ).sample
+    return (output - (noise - clean)).square().mean()
+
+
+RECIPES = {
+    "hunyuan-image": RecipeCase(
+        tiny="hunyuan-image",
+        loss=text_to_image_loss,
+        sizes=IMAGES,
+        render={"num_inference_steps": 2},
+    )
+}
