@@ -44,7 +44,7 @@ from .checkpoint import (
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
-from .memory.estimate import describe, describe_memory, fill_max_tokens, model_width, out_of_memory
+from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
 from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
@@ -131,7 +131,8 @@ class Trainer:
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            self.data = make_data(self.config, spec, width=model_width(self.recipe.transformer))
+            width = self.recipe.family.width(self.recipe.transformer)
+            self.data = make_data(self.config, spec, width=width)
         self.step.empty_text = self.data.empty_text
         check_positions(self.step, self.data, spec)
         self._prepare()
