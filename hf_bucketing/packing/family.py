@@ -145,6 +145,10 @@ class Family:
         per_patch = math.prod(self.patch(transformer)) if self.latents_as == "tokens" else 1
         return int(transformer.config.in_channels) // per_patch
 
+    def width(self, transformer: Transformer) -> int:
+        """Return the channels of a token between the blocks."""
+        return int(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
+
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text_channels))

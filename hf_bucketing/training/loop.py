@@ -44,7 +44,7 @@ from .checkpoint import (
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
-from .memory.estimate import describe, describe_memory, fill_max_tokens, model_width, out_of_memory
+from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
 from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
@@ -141,7 +141,7 @@ class Trainer:
             self.data = make_data(
                 self.config,
                 spec,
-                width=model_width(self.recipe.transformer),
+                width=self.recipe.family.width(self.recipe.transformer),
                 text_tokens=self.recipe.text_tokens(self.recipe.max_sequence_length),
             )
         self.step.empty_text = self.data.empty_text

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, image_spec
-from ..shift import ShiftLaw, shift_of_scheduler
+from ..shift import ShiftLaw, ShiftOfLatents, shift_of_scheduler
 from .packing import FAMILY, TEXT_MULTIPLE
 
 
@@ -55,11 +55,11 @@ class CogView4Recipe(Recipe):
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with; the timesteps are those before the pipeline's shift."""
         given, shift = super().model_inputs(samples), self.shift()
+        of_size = ShiftOfLatents(shift, self.spec) if callable(shift) else lambda size: shift
         steps = float(self.pipeline.scheduler.config.num_train_timesteps)
-        sizes = [tuple(latent.shape[1:]) for latent in samples.noised.latents]
-        shifts = torch.tensor([shift(size) if callable(shift) else shift for size in sizes], dtype=torch.float64)
+        shifts = [of_size(tuple(latent.shape[1:])) for latent in samples.noised.latents]
         levels = samples.noised.timesteps.double() / steps
-        shifts = shifts.to(levels.device)
+        shifts = levels.new_tensor(shifts)
         before = levels / (shifts - (shifts - 1) * levels)
         return replace(given, timesteps=(before * steps).float())
 

@@ -121,6 +121,10 @@ class Kandinsky5Family(JointFamily):
         channels = int(transformer.config.in_visual_dim)
         return 2 * channels + 1 if transformer.config.visual_cond else channels
 
+    def width(self, transformer: Transformer) -> int:
+        """Return the channels of a token."""
+        return int(transformer.config.model_dim)
+
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the pooled text embeddings and the scale of positions, drawn as for 480p."""
         width = transformer.config.in_text_dim2

@@ -16,7 +16,7 @@ from .packing import FAMILY, SCALE
 class Kandinsky5Recipe(Recipe):
     """Recipe of `Kandinsky5T2VPipeline`; see [`Recipe`].
 
-    The transformer attends to all text that it gets, so a stack holds captions of one length; packs have no such limit.
+    The transformer attends to all text that it gets, so a stack holds captions of one length; packs may mix them.
     """
 
     pipeline_class = "Kandinsky5T2VPipeline"

@@ -52,6 +52,10 @@ class Lumina2Family(RefinedFamily):
     latents_as = "images"
     attention_kwargs = "attention_kwargs"
 
+    def width(self, transformer: Transformer) -> int:
+        """Return the channels of a token."""
+        return int(transformer.config.hidden_size)
+
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse also empty texts, for which the stock model has no attention."""
         super().check_layout(transformer, layout)

@@ -82,6 +82,10 @@ class ZImageFamily(RefinedFamily):
         """Return the patch with which the pipeline calls the model."""
         return FRAMES_OF_PATCH, PATCH, PATCH
 
+    def width(self, transformer: Transformer) -> int:
+        """Return the channels of a token."""
+        return int(transformer.config.dim)
+
     def longest_strip(self, transformer: Transformer) -> int:
         """Return no limit: the model sees the positions of samples, never those of strips."""
         return UNLIMITED
