@@ -11,6 +11,7 @@ from hf_bucketing.models import enable_packing, verify_packing
 from hf_bucketing.packing import packed_forward
 from tests.conftest import run_script_here
 from tests.models.cases import CASES, FamilyCase, Samples, each_family, largest_difference
+from tests.models.families import CASES as FAMILIES
 
 peft = pytest.importorskip("peft")
 LORA = peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
@@ -57,6 +58,12 @@ def test_adapters_of_peft_and_of_diffusers_pass() -> None:
     for model in (adapted, peft.get_peft_model(case.model(), LORA)):
         report = verify(model, samples)
         assert report.passed, str(report)
+
+
+def test_the_script_verifies_a_family_with_a_control_video(tmp_path) -> None:
+    FAMILIES["wan-vace"].model().save_pretrained(tmp_path / "transformer")
+    result = run_script_here("verify_packing.py", tmp_path, "--text_length", 5, "--strip_length", 4)
+    assert result.stdout.count(" ok") == 7
 
 
 def test_the_script_verifies_a_family_with_conditioning_and_other_sizes(tmp_path) -> None:
