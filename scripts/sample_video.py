@@ -6,7 +6,7 @@ python scripts/sample_video.py trained-i2v --image first.png --prompt "it moves 
 
 import argparse
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import diffusers
 import torch
@@ -20,7 +20,7 @@ from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_writable
 from hf_bucketing.hub import from_hub
 from hf_bucketing.media import MediaSource, load_first_frame, write_image, write_video
-from hf_bucketing.models.recipe import IMAGES, dtypes, tile
+from hf_bucketing.models.recipe import IMAGES, dtypes, read_config, tile
 from hf_bucketing.models.registry import recipes
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -134,14 +134,21 @@ def images_of(
     for name in given:
         if name not in parameters:
             raise FlagError(f"Omit --{name}: a {class_name} takes none.")
-    if class_name in recipes():  # some pipelines that need an image have a default of None
-        needs_image = recipes()[class_name].takes_image
-    else:
-        needs_image = "image" in parameters and parameters["image"].default is inspect.Parameter.empty
-    if needs_image and "image" not in given:
-        raise FlagError(f"A {class_name} begins with an image; give --image.")
+    for name in images_needed(args, parameters, class_name):
+        if name not in given:
+            raise FlagError(f"A {class_name} begins with an image, and some end with one; give --{name}.")
     size = Size(1, args.height, args.width)
     return {name: load_first_frame(MediaSource.from_cell(file), size) for name, file in given.items()}
+
+
+def images_needed(
+    args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter], class_name: str
+) -> Sequence[str]:
+    """Return the arguments of the pipeline's call for the images without which it cannot run."""
+    if class_name in recipes():  # some pipelines that need an image have a default of None
+        recipe = recipes()[class_name]
+        return IMAGES[: recipe.num_images(read_config(args.pipeline, "transformer"))] if recipe.takes_image else ()
+    return [name for name in IMAGES if name in parameters and parameters[name].default is inspect.Parameter.empty]
 
 
 if __name__ == "__main__":

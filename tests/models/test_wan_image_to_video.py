@@ -119,6 +119,19 @@ def test_captions_of_another_length_are_refused_where_the_model_divides_them_fro
     assert load(folder("wan-2.2-i2v"), max_sequence_length=64).max_sequence_length == 64
 
 
+def test_a_text_to_video_pipeline_with_timesteps_per_token_becomes_image_to_video_when_saved_as_such(
+    folder, tmp_path: Path
+) -> None:
+    from diffusers import WanImageToVideoPipeline
+
+    assert recipe_of(folder("wan-2.2-t2v-5b")).takes_image is False
+    WanImageToVideoPipeline.from_pretrained(folder("wan-2.2-t2v-5b")).save_pretrained(tmp_path)
+    recipe = load(str(tmp_path))
+    assert recipe.takes_image
+    inputs = recipe.model_inputs(samples_of(recipe, torch.ones(1, 4, 2, 4, 4), fps=[8.0]))
+    assert inputs.timesteps[0].tolist() == [0.0, 7.0]
+
+
 def test_the_second_transformer_is_trained_at_low_noise(folder) -> None:
     recipe = load(folder("wan-2.2-i2v"), trained="transformer_2", loading=Loading(parts=("trained", "vae")))
     assert recipe.pipeline.transformer is None
@@ -213,7 +226,8 @@ def test_the_script_samples_with_an_image_and_refuses_what_does_not_fit(folder, 
     run_script_here("sample_video.py", folder("wan"), "--output", png, *size, "--max_sequence_length", 64)
     assert Image.open(png).size == (64, 64)
     for name, flags, message in (
-        ("wan-2.2-ti2v", (), "begins with an image; give --image"),
+        ("wan-2.2-ti2v", (), "begins with an image, and some end with one; give --image"),
+        ("wan-flf2v", ("--image", image), "give --last_image"),
         ("wan", ("--image", image), "Omit --image: a WanPipeline takes none"),
         ("wan", ("--num_frames", 5), "holds one frame, not 5"),
     ):

@@ -57,9 +57,8 @@ class CogView4Recipe(Recipe):
         given, shift = super().model_inputs(samples), self.shift()
         of_size = ShiftOfLatents(shift, self.spec) if callable(shift) else lambda size: shift
         steps = float(self.pipeline.scheduler.config.num_train_timesteps)
-        shifts = [of_size(tuple(latent.shape[1:])) for latent in samples.noised.latents]
         levels = samples.noised.timesteps.double() / steps
-        shifts = levels.new_tensor(shifts)
+        shifts = levels.new_tensor([of_size(tuple(latent.shape[1:])) for latent in samples.noised.latents])
         before = levels / (shifts - (shifts - 1) * levels)
         return replace(given, timesteps=(before * steps).float())
 

@@ -10,9 +10,8 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...packing.context import bind_checkpoints
-from ..objectives import Objective, Shift
+from ..objectives import Objective
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
-from ..shift import scheduler_shift
 from .packing import FAMILY, GLYPH_MASK, GLYPHS
 
 GUIDANCE = 1000.0
@@ -47,10 +46,6 @@ class HunyuanImageRecipe(Recipe):
                 "no objective; train the model that it was distilled from."
             )
         return super().objective(**settings)
-
-    def shift(self) -> Shift:
-        """Return the scheduler's shift."""
-        return scheduler_shift(self.pipeline.scheduler.config, patch=self.spec.patch)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
