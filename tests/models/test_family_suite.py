@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._pytree import tree_map_only
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
@@ -44,10 +45,10 @@ def alone(name: str) -> Alone:
     return Alone(model, samples, [output.detach() for output in outputs], float(loss.detach()), values)
 
 
-def assert_equal(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+def assert_equal(expected: list[torch.Tensor], outputs: list[torch.Tensor], *, limit: float = OUTPUTS) -> None:
     for one, other in zip(expected, outputs, strict=True):
         difference, scale = float((one - other).detach().abs().max()), float(one.abs().max())
-        assert difference <= OUTPUTS * max(1.0, scale)
+        assert difference <= limit * max(1.0, scale)
 
 
 def test_every_family_has_a_case() -> None:
@@ -171,10 +172,9 @@ def test_conditioning_can_be_drawn_to_try_a_model_out(name: str) -> None:
     needed, grids = samples.conditioning, samples.pack(packing).layout.grids
     drawn = packing.family.draw_conditioning(model, grids)
     assert drawn.keys() == needed.keys()
-    samples.conditioning = {
-        name: values.double() if torch.is_tensor(values) and values.is_floating_point() else values
-        for name, values in drawn.items()
-    }
+    samples.conditioning = tree_map_only(
+        torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, drawn
+    )
     assert torch.isfinite(packed_forward(model, samples.pack(packing))).all()
 
 
@@ -208,7 +208,8 @@ def test_a_copy_and_a_saved_model_run_the_same_packs(name: str, tmp_path: Path) 
     assert {name: one.shape for name, one in loaded.state_dict().items()} == {
         name: one.shape for name, one in model.state_dict().items()
     }
-    assert_equal(samples.alone(loaded), packed_outputs(loaded, samples, strip_length=7))
+    # Mochi rounds sums to float32 inside, here and there to a neighbour where another order of terms is near a tie.
+    assert_equal(samples.alone(loaded), packed_outputs(loaded, samples, strip_length=7), limit=1e-6)
 
 
 @each_family

@@ -10,13 +10,8 @@ from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.attachment import unwrap
 from tests.conftest import run_script_here
-<<<<<<< HEAD
 from tests.models.cases import Samples, largest_difference
 from tests.models.families import CASES
-=======
-from tests.models.cases import CASES, FamilyCase, Samples, each_family, largest_difference
-from tests.models.families import CASES as FAMILIES
->>>>>>> wan
 
 peft = pytest.importorskip("peft")
 LORA = peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
@@ -74,25 +69,14 @@ def test_adapters_of_peft_and_of_diffusers_pass() -> None:
         assert report.passed, str(report)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("name", "checks", "grids"), [
     ("pixart conditioned", 7, "(1, 4, 6), (1, 8, 4), (1, 3, 3), (1, 1, 1)"),
     ("cogvideox-learned", 7, "(3, 5, 6), (1, 5, 6), (5, 5, 6), (1, 5, 6)"),
     ("wan image", 8, "(3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1)"),
+    ("wan-vace", 7, "(3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1)"),
 ])  # fmt: skip
 def test_the_script_verifies_a_model_at_sizes_and_with_texts_that_it_takes(name, checks, grids, tmp_path) -> None:
     CASES[name].model().save_pretrained(tmp_path / "transformer")
-=======
-def test_the_script_verifies_a_family_with_a_control_video(tmp_path) -> None:
-    FAMILIES["wan-vace"].model().save_pretrained(tmp_path / "transformer")
-    result = run_script_here("verify_packing.py", tmp_path, "--text_length", 5, "--strip_length", 4)
-    assert result.stdout.count(" ok") == 7
-
-
-def test_the_script_verifies_a_family_with_conditioning_and_other_sizes(tmp_path) -> None:
-    model = CASES["pixart conditioned"].model()
-    model.save_pretrained(tmp_path / "transformer")
->>>>>>> wan
     result = run_script_here("verify_packing.py", tmp_path, "--text_length", 5, "--strip_length", 4)
     assert result.stdout.count(" ok") == checks
     assert grids in result.stdout
