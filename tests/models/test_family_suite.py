@@ -172,7 +172,8 @@ def test_conditioning_can_be_drawn_to_try_a_model_out(name: str) -> None:
     needed, grids = samples.conditioning, samples.pack(packing).layout.grids
     drawn = packing.family.draw_conditioning(model, grids)
     assert drawn.keys() == needed.keys()
-    samples.conditioning = tree_map_only(
+    in_float64 = lambda one: one.double() if one.is_floating_point() else one  # noqa: E731
+    samples.conditioning = tree_map_only(torch.Tensor, in_float64, drawn)
         torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, drawn
     )
     assert torch.isfinite(packed_forward(model, samples.pack(packing))).all()
