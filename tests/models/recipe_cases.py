@@ -51,6 +51,7 @@ class RecipeCase:
         max_tokens: Tokens of a training run's packs.
         captions: One per sample.
         components: Components with which diffusers loads the pipeline.
+        one_size: Whether the model runs a single height and width, which files in packs do not have.
     """
 
     tiny: str
@@ -63,6 +64,7 @@ class RecipeCase:
     max_tokens: int = 640
     captions: tuple[str, str, str] = ('a square that says "red"', "x", "a large blue circle on grey")
     components: dict[str, Any] = field(default_factory=dict)
+    one_size: bool = False
 
 
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))

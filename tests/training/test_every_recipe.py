@@ -10,6 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
+from hf_bucketing import BucketingError
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.testing import make_tiny_pipeline
 from tests.conftest import run_script_here
@@ -40,6 +41,10 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, media_
     pack = {"batching": "pack", "max_tokens": case.max_tokens, "strip_length": 8, "train_batch_size": 1}
     adapters = {"lora_rank": 2} if hasattr(recipe.pipeline_type(), "load_lora_weights") else {}
     runs = {"bucket": (prepared, {}), "pack": (tmp_path / "cached", {**pack, **adapters})}
+    if case.one_size:
+        data, settings = runs.pop("pack")
+        with pytest.raises(BucketingError, match="cannot run other sizes"):
+            run(in_process(pipeline, data, tmp_path / "refused", **common, **settings))
     for name, (data, settings) in runs.items():
         out = tmp_path / name
         losses = run(in_process(pipeline, data, out, **common, **settings))

@@ -69,6 +69,10 @@ RECIPES = {
     "cogvideox-1.5": PAIRS,
     "cogvideox-i2v": replace(PAIRS, tiny="cogvideox-i2v"),
     "cogvideox-5b-i2v": replace(
-        COGVIDEOX, tiny="cogvideox-5b-i2v", sizes=((5, 32, 48), (1, 32, 48), (9, 32, 48)), buckets="32,48"
+        COGVIDEOX,
+        tiny="cogvideox-5b-i2v",
+        sizes=((5, 32, 48), (1, 32, 48), (9, 32, 48)),
+        buckets="32,48",
+        one_size=True,
     ),
 }
