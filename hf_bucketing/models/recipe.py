@@ -275,7 +275,7 @@ class Recipe(ABC):
         weighting_scheme: WeightingScheme | None,
         snr_gamma: float | None,
         seed: int,
-        shift: float | str | None = None,
+        shift: float | str | ShiftLaw | None = None,
     ) -> Objective:
         """Return the training objective that fits the pipeline's scheduler.
 
@@ -284,8 +284,8 @@ class Recipe(ABC):
                 matching.
             snr_gamma (`float`, *optional*): Gamma of min-SNR weights, for denoising.
             seed (`int`): Seed of noise and timesteps.
-            shift (`float` or `str`, *optional*): Shift of noise levels, for flow matching, as
-                [`read_shift`][hf_bucketing.models.shift.read_shift] takes it; by default that of [`shift`].
+            shift (`float`, `str` or `ShiftLaw`, *optional*): Shift of noise levels, for flow matching: a law, or what
+                [`read_shift`][hf_bucketing.models.shift.read_shift] takes; by default that of [`shift`].
 
         Raises:
             BucketingError: If a setting does not apply to this model's objective.
