@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLWan
-from transformers import ByT5Tokenizer, T5EncoderModel, UMT5EncoderModel
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    ByT5Tokenizer,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    T5EncoderModel,
+    UMT5EncoderModel,
+)
 
 CHANNELS = 4
 """Channels of a latent."""
 TEXT_DIM = 32
 """Channels of a text embedding."""
+CLIP_DIM = 16
+"""Channels of an embedding of CLIP, pooled or not."""
 
 
 def t5_components(encoder: type[T5EncoderModel | UMT5EncoderModel]) -> dict[str, Any]:
@@ -22,13 +41,80 @@ def t5_components(encoder: type[T5EncoderModel | UMT5EncoderModel]) -> dict[str,
     return {"tokenizer": tokenizer, "text_encoder": encoder(config).eval()}
 
 
-def wan_vae() -> AutoencoderKLWan:
-    """Return a VAE of Wan 2.1 whose latents have mean 0 and deviation 1, as those of the trained one."""
+def clip_components(encoder: type[CLIPTextModel | CLIPTextModelWithProjection]) -> dict[str, Any]:
+    """Return a tokenizer of CLIP that knows single letters, and a text encoder of two layers for 77 tokens."""
+    tokenizer, shape = clip_tokenizer(), {"hidden_size": CLIP_DIM, "projection_dim": CLIP_DIM, "intermediate_size": 32}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    depth = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = encoder.config_class(vocab_size=len(tokenizer), **depth, **shape, **ends)
+    return {"tokenizer": tokenizer, "text_encoder": encoder(config).eval()}
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Return a tokenizer whose vocabulary are the letters, inside and at the end of a word, without merges."""
+    letters = sorted(ByteLevel.alphabet())
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    with tempfile.TemporaryDirectory() as folder:  # releases of transformers differ in what the class itself takes
+        Path(folder, "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+        Path(folder, "merges.txt").write_text("#version: 0.2\n")
+        return CLIPTokenizer.from_pretrained(folder, model_max_length=77)
+
+
+def template_tokenizer(prefix: str, count: int, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes that makes `count` tokens of what a pipeline's template puts before a prompt.
+
+    Pipelines crop that many tokens. All of them but the first are single characters.
+    """
+    letters = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(prefix[: len(prefix) - count + 1], normalized=False)])
+    options = {"chat_template": chat_template, "pad_token": "<|pad|>", "padding_side": "right"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def qwen_components(pipeline: Any) -> dict[str, Any]:
+    """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers."""
+    made = pipeline(**dict.fromkeys(signature(pipeline).parameters))
+    template = getattr(made, "prompt_template_encode", None) or made.prompt_template
+    prefix, _, _ = template.partition("{}")
+    tokenizer = template_tokenizer(prefix, made.prompt_template_encode_start_idx)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            **{"vocab_size": len(tokenizer), "hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM},
+            "fullatt_block_indexes": [0],
+        },
+    )
+    return {"tokenizer": tokenizer, "text_encoder": Qwen2_5_VLForConditionalGeneration(config).eval()}
+
+
+def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return components under the names that a pipeline gives its second or third text encoder and tokenizer."""
+    return {f"{name}_{number}": component for name, component in components.items()}
+
+
+def wan_vae(**config: Any) -> AutoencoderKLWan:
+    """Return a VAE of Wan, by default of 2.1, whose latents have mean 0 and deviation 1, as those of a trained one."""
     settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     ones = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
-    vae = AutoencoderKLWan(**settings, **ones).eval()
+    vae = AutoencoderKLWan(**settings, **ones, **config).eval()
     latents = latents_of_smooth_clips(vae)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
+    return vae
+
+
+def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
+    """Return a VAE of HunyuanVideo whose latents have deviation 1, once scaled."""
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+    ).eval()
+    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
     return vae
 
 

@@ -6,7 +6,7 @@ the other families; the model gets a thousandth of them, as from its pipeline.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ from ...packing.family import Transformer
 from ...packing.layout import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
+from ...packing.texts import TextRule
 from ..joint import JointFamily, hook_text_modulation
 
 BLOCK = 2
@@ -26,16 +27,17 @@ class FluxFamily(JointFamily):
     """Packing of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "FluxTransformer2DModel"
-    tested_forwards = ("0bde5c7179d8", "53dba489fdb2", "9951f6ffc64f")
-    stock_processors = ("FluxAttnProcessor",)
+    tested_forwards: ClassVar[tuple[str, ...]] = ("0bde5c7179d8", "53dba489fdb2", "9951f6ffc64f")
+    stock_processors: ClassVar[tuple[str, ...]] = ("FluxAttnProcessor",)
     processors_read_fusion = True
     text_channels = "joint_attention_dim"
-    text_rule = "encoded_padding"
+    text_rule: ClassVar[TextRule] = "encoded_padding"
     interpolates = True
     images_only = True
     latents_as = "tokens"
     attention_kwargs = "joint_attention_kwargs"
     position_module = "pos_embed"
+    rotates_text = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse channel counts that are not a block of four latent pixels."""
@@ -52,9 +54,13 @@ class FluxFamily(JointFamily):
         return 1, BLOCK, BLOCK
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Number tokens by row and column. Text has position zero, which does not rotate: the processor skips it."""
+        """Number tokens by row and column."""
         # module.forward instead of module(…), which would call the hook again
-        return tuple(module.forward(_ids(grid, base_size, device=device)))
+        return tuple(module.forward(token_ids(grid, base_size, device=device)))
+
+    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
+        """Place text at zero, which turns nothing but rounds to float32, as in the stock model."""
+        return tuple(module.forward(torch.zeros(length, len(module.axes_dim), device=device)))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the norms, to modulate text by its own sample's timestep."""
@@ -65,12 +71,12 @@ class FluxFamily(JointFamily):
         return {
             **super().inputs(rows),
             "timestep": rows.timesteps / 1000,
-            "img_ids": _ids(rows.grid, None, device=rows.latents.device),
+            "img_ids": token_ids(rows.grid, None, device=rows.latents.device),
             "txt_ids": rows.text.new_zeros(rows.text.shape[1], 3),
         }
 
 
-def _ids(grid: Grid, base_size: Grid | None, *, device: torch.device | str) -> torch.Tensor:
+def token_ids(grid: Grid, base_size: Grid | None, *, device: torch.device | str) -> torch.Tensor:
     """Return the position of each token as the pipelines number it: `(h·w, 3)` of zero, row and column."""
     return torch.stack(over_grid(axis_coordinates(grid, base_size, device=device)), 1)
 

@@ -6,7 +6,7 @@ import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, Samples, TextEmbeddings, read_configs
+from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
 from .packing import FAMILY
 
 _TOKENS = 120
@@ -26,11 +26,7 @@ class LatteRecipe(Recipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the VAE's stride from its number of blocks, and the transformer's patch; frames are not merged."""
-        vae, transformer = read_configs(name_or_path)
-        side = transformer["patch_size"]
-        return LatentSpec(
-            temporal_stride=1, spatial_stride=2 ** (len(vae["block_out_channels"]) - 1), patch=(1, side, side)
-        )
+        return image_spec(name_or_path)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -45,9 +45,10 @@ class PixArtFamily(Family):
         return [hook_patch_embed(transformer.pos_embed, sincos_table)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Pass the conditions of images as one argument."""
+        """Add the mask of the text, and pass the conditions of images as one argument."""
         added = {"resolution": None, "aspect_ratio": None, **rows.conditioning}
-        return {**super().inputs(replace(rows, conditioning={})), "added_cond_kwargs": added}
+        inputs = super().inputs(replace(rows, conditioning={}))
+        return {**inputs, "encoder_attention_mask": rows.text_mask, "added_cond_kwargs": added}
 
 
 FAMILY = PixArtFamily()

@@ -1,0 +1,48 @@
+"""How Flux is trained: flow matching, shifted by size; text with its padding, and the pooled text of CLIP."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from ...buckets.sizes import LatentSpec
+from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
+from .packing import BLOCK, FAMILY
+
+
+class FluxRecipe(Recipe):
+    """Recipe of `FluxPipeline`, for FLUX.1 [dev] and [schnell]; see [`Recipe`]."""
+
+    pipeline_class = "FluxPipeline"
+    family = FAMILY
+    image_vae = True
+    default_sequence_length = 512
+    native_sizes = ((1024, 1024),)
+    guidance: ClassVar[float] = 1.0
+    """Distilled guidance in training: the default of diffusers' script, here of `train_dreambooth_flux.py`."""
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the VAE's stride; a token is a block of latent pixels, whatever the transformer's `patch_size`."""
+        return image_spec(name_or_path, side=BLOCK)
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions by T5, and by CLIP to one pooled embedding each."""
+        values, pooled, _ = self.pipeline.encode_prompt(
+            captions,
+            max_sequence_length=self.max_sequence_length,
+            device=self.pipeline.text_encoder.device,
+        )
+        return TextEmbeddings(values, others={"pooled_projections": pooled})
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return any pooled text, and the guidance where the model embeds one."""
+        given = super().conditioning(samples)
+        if self.transformer.config.get("guidance_embeds"):
+            given["guidance"] = torch.full_like(samples.fps, self.guidance)
+        return given
+
+
+RECIPES = (FluxRecipe,)

@@ -1,0 +1,131 @@
+"""How Flux.2 is packed: images in 2×2 blocks, positions on four axes, of text too; modulation shared by all blocks.
+
+The pipelines mask no text: pass the embeddings with their padding. The model computes rotary tables of whatever
+positions it is given, so a pack gives it those of all its tokens and texts. The latent of a sample is that of the VAE,
+normalised as its blocks are (see the recipe), not yet cut into blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...packing.attention.dispatch import Backend
+from ...packing.batch import Rows
+from ...packing.context import active_layout
+from ...packing.family import Transformer
+from ...packing.layout import Grid
+from ...packing.processors import PackedJointAttnProcessor, Rotary
+from ..flux.packing import FluxFamily, token_ids
+from ..joint import JointFamily, of_text
+
+
+class PackedFlux2AttnProcessor(PackedJointAttnProcessor):
+    """Attention of `Flux2Attention` over the strips of a pack."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend inside each sample, given cosines and sines of all text slots and then of all tokens."""
+        assert image_rotary_emb is not None, "the model always makes them"
+        joint = active_layout().joint
+        words = joint.strips * joint.text_slots
+        sides = [(table[words:], table[:words]) for table in image_rotary_emb]  # tokens, text
+        rotary = tuple(side.unflatten(0, (joint.strips, -1)) for pair in zip(*sides, strict=True) for side in pair)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary)
+
+
+class PackedFlux2ParallelSelfAttnProcessor(PackedFlux2AttnProcessor):
+    """Attention of `Flux2ParallelSelfAttention`, whose projections are also those of the feed-forward part."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor:
+        """Attend inside each sample; text slots precede the tokens of each strip."""
+        projected = attn.to_qkv_mlp_proj(hidden_states)
+        states, inner = projected.split([3 * attn.inner_dim, projected.shape[-1] - 3 * attn.inner_dim], -1)
+        attention = SimpleNamespace(
+            heads=attn.heads, norm_q=attn.norm_q, norm_k=attn.norm_k, fused_projections=True, to_qkv=_unchanged
+        )
+        attended: Any = super().__call__(attention, states, image_rotary_emb=image_rotary_emb)
+        projected_back: torch.Tensor = attn.to_out(torch.cat([attended, attn.mlp_act_fn(inner)], -1))
+        return projected_back
+
+
+def _unchanged(states: torch.Tensor) -> torch.Tensor:
+    return states
+
+
+class Flux2Family(FluxFamily):
+    """Packing of `Flux2Transformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
+
+    transformer_class = "Flux2Transformer2DModel"
+    tested_forwards = ("f8c4f809f3a8",)
+    stock_processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
+    guidance = 4.0
+
+    def processor(self, name: str, backend: Backend) -> PackedFlux2AttnProcessor:
+        """Return the processor of single blocks, or of the others."""
+        single = name.startswith("single_")
+        return (PackedFlux2ParallelSelfAttnProcessor if single else PackedFlux2AttnProcessor)(backend)
+
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
+        """Return the positions of a sample's tokens themselves, `(h·w, 4)`: zero, row, column and zero."""
+        return (F.pad(token_ids(grid, base_size, device=device), (0, 1)),)
+
+    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
+        """Return the positions of text, `(length, 4)`: its tokens are numbered on the last axis."""
+        return (F.pad(torch.arange(length, device=device, dtype=torch.float32)[:, None], (3, 0)),)
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Pass the positions of the pack, and make modulation of text that of its own sample."""
+        number = partial(_number, self.joint_tables(base_size))
+        return [
+            transformer.register_forward_pre_hook(number, with_kwargs=True),
+            transformer.double_stream_modulation_txt.register_forward_hook(_modulate_text),
+            transformer.single_stream_modulation.register_forward_hook(_modulate_rows),
+        ]
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Scale the timestep, but pass no positions, which a hook provides in a pack."""
+        return {**JointFamily.inputs(self, rows), "timestep": rows.timesteps / 1000}
+
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Number tokens and text as the pipelines do."""
+        device, length = rows.latents.device, rows.text.shape[1]
+        (tokens,) = self.positions(None, rows.grid, None, device=device)
+        (words,) = self.text_positions(None, rows.grid, length, device=device)
+        return {"img_ids": tokens, "txt_ids": words}
+
+
+def _number(tables: Callable[[Any], Rotary], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tokens, words = tables(module)
+    return args, {**kwargs, "img_ids": tokens.flatten(0, 1), "txt_ids": words.flatten(0, 1)}
+
+
+def _modulate_text(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return of_text(output)
+
+
+def _modulate_rows(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Return modulation for each text slot and token of the strips, `(strips, text_slots + strip_length, …)`."""
+    layout = active_layout()
+    sides = (of_text(output), layout.text_slots), (output, layout.strip_length)
+    return torch.cat([values[:, None].expand(-1, count, -1) for values, count in sides], 1)
+
+
+FAMILY = Flux2Family()

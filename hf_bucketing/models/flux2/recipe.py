@@ -1,0 +1,48 @@
+"""How Flux.2 is trained: flow matching, shifted by size; latents normalised by block; text with its padding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..flux.packing import BLOCK
+from ..flux.recipe import FluxRecipe
+from ..recipe import TextEmbeddings
+from .packing import FAMILY
+
+
+class Flux2Recipe(FluxRecipe):
+    """Recipe of `Flux2Pipeline`, for FLUX.2 [dev]; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
+
+    Text follows a system message in the chat that the text encoder reads, and both count as text tokens.
+    """
+
+    pipeline_class = "Flux2Pipeline"
+    family = FAMILY
+    guidance = 3.5
+
+    @torch.no_grad()
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode images `(B, 3, 1, H, W)` in [−1, 1], normalised by the statistics of the channels of a block."""
+        vae = self.pipeline.vae
+        raw = vae.encode(pixel_values[:, :, 0].to(vae.dtype)).latent_dist.mode()
+        mean, variance = (one.view(1, -1, 1, 1) for one in (vae.bn.running_mean, vae.bn.running_var))
+        normalised = (F.pixel_unshuffle(raw, BLOCK) - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+        return F.pixel_shuffle(normalised, BLOCK)[:, :, None]
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions as the pipeline does."""
+        values, _ = self.pipeline.encode_prompt(
+            captions, max_sequence_length=self.max_sequence_length, device=self.pipeline.text_encoder.device
+        )
+        return TextEmbeddings(values)
+
+
+class Flux2KleinRecipe(Flux2Recipe):
+    """Recipe of `Flux2KleinPipeline`, for FLUX.2 [klein]; see [`Recipe`][hf_bucketing.models.recipe.Recipe]."""
+
+    pipeline_class = "Flux2KleinPipeline"
+
+
+RECIPES = (Flux2Recipe, Flux2KleinRecipe)

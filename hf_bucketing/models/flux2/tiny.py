@@ -1,0 +1,91 @@
+"""Pipelines of Flux.2 with small random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+)
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ..flux.packing import BLOCK
+from ..tiny import CHANNELS, latents_of_smooth_clips, template_tokenizer
+
+_WIDTH = 16
+"""Channels of the text encoder; the pipelines take those of three of its layers."""
+_BEGIN = "<|im_start|>"
+_DECODER = {
+    **{"hidden_size": _WIDTH, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "head_dim": 8,
+}
+
+
+def _pipeline(pipeline: type[DiffusionPipeline], *, guidance: bool, **components: Any) -> DiffusionPipeline:
+    return pipeline(
+        **components,
+        vae=_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        transformer=Flux2Transformer2DModel(
+            in_channels=CHANNELS * BLOCK**2,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=24,
+            num_attention_heads=4,
+            joint_attention_dim=3 * _WIDTH,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 8, 8, 4),
+            guidance_embeds=guidance,
+        ),
+    )
+
+
+def _vae() -> AutoencoderKLFlux2:
+    """Return a VAE with the statistics of its latents by block, as the trained one has."""
+    blocks = {
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "block_out_channels": (8,) * 4,
+    }
+    vae = AutoencoderKLFlux2(**blocks, latent_channels=CHANNELS, norm_num_groups=4).eval()
+    latents = latents_of_smooth_clips(vae, images=True)
+    for statistic, values in (("running_mean", latents.mean(1)), ("running_var", latents.var(1))):
+        spread = 1 + 0.1 * torch.rand(CHANNELS * BLOCK**2)
+        getattr(vae.bn, statistic).copy_(values.repeat_interleave(BLOCK**2) * spread)
+    return vae
+
+
+def _klein() -> DiffusionPipeline:
+    template = "{% for message in messages %}" + _BEGIN + "{{ message.content }}{% endfor %}"
+    tokenizer = template_tokenizer(_BEGIN, 1, chat_template=template)
+    encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=27, **_DECODER))
+    return _pipeline(Flux2KleinPipeline, guidance=False, tokenizer=tokenizer, text_encoder=encoder.eval())
+
+
+def _dev() -> DiffusionPipeline:
+    # Each letter of the system message would be a token, so the template leaves it away. A processor for images, which
+    # the published pipeline has in the tokenizer's place, needs torchvision.
+    template = (
+        "{% for message in messages %}{% if message.role == 'user' %}"
+        + _BEGIN
+        + "{{ message.content[0].text }}{% endif %}{% endfor %}"
+    )
+    tokenizer = template_tokenizer(_BEGIN, 1, chat_template=template)
+    text = {"model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 30, **_DECODER}
+    images = {"model_type": "pixtral", "num_hidden_layers": 1, "image_size": 32, **_DECODER}
+    encoder = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=images))
+    return _pipeline(Flux2Pipeline, guidance=True, tokenizer=tokenizer, text_encoder=encoder.eval())
+
+
+TINY = {"flux2": _dev, "flux2-klein": _klein}

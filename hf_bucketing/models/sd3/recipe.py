@@ -1,0 +1,54 @@
+"""How Stable Diffusion 3 and 3.5 are trained: flow matching; text of two CLIPs and T5 with its padding."""
+
+from __future__ import annotations
+
+import torch
+
+from ...buckets.sizes import LatentSpec
+from ...errors import BucketingError
+from ..recipe import Recipe, TextEmbeddings, image_spec
+from .packing import FAMILY
+
+
+class SD3Recipe(Recipe):
+    """Recipe of `StableDiffusion3Pipeline`; see [`Recipe`].
+
+    A caption has the tokens of CLIP, usually 77, and after them `max_sequence_length` of T5: zeros where the pipeline
+    comes without it (`text_encoder_3`).
+    """
+
+    pipeline_class = "StableDiffusion3Pipeline"
+    family = FAMILY
+    image_vae = True
+    default_sequence_length = 256
+    native_sizes = ((1024, 1024),)
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the VAE's stride and the transformer's patch."""
+        return image_spec(name_or_path)
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions as the pipeline does, to a sequence and a pooled embedding each.
+
+        Raises:
+            BucketingError: If the pipeline lacks one of the CLIPs, without which its own call fails too.
+        """
+        for name in ("text_encoder", "text_encoder_2"):
+            if getattr(self.pipeline, name) is None:
+                raise BucketingError(
+                    f"This {self.pipeline_class} has no {name}; only text_encoder_3, the T5, may be absent."
+                )
+        values, _, pooled, _ = self.pipeline.encode_prompt(
+            captions,
+            prompt_2=None,
+            prompt_3=None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=self.pipeline.text_encoder.device,
+        )
+        return TextEmbeddings(values, others={"pooled_projections": pooled})
+
+
+RECIPES = (SD3Recipe,)
