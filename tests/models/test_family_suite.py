@@ -164,6 +164,10 @@ def test_dropped_tokens_are_missing_and_the_others_keep_their_positions(name: st
     assert float((together[0] - outputs[0])[:, ~dropped].abs().max()) > 1e-4
 
 
+def in_float64(values: torch.Tensor) -> torch.Tensor:
+    return values.double() if values.is_floating_point() else values
+
+
 @each_family
 @torch.no_grad()
 def test_conditioning_can_be_drawn_to_try_a_model_out(name: str) -> None:
@@ -172,10 +176,7 @@ def test_conditioning_can_be_drawn_to_try_a_model_out(name: str) -> None:
     needed, grids = samples.conditioning, samples.pack(packing).layout.grids
     drawn = packing.family.draw_conditioning(model, grids)
     assert drawn.keys() == needed.keys()
-    in_float64 = lambda one: one.double() if one.is_floating_point() else one  # noqa: E731
     samples.conditioning = tree_map_only(torch.Tensor, in_float64, drawn)
-        torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, drawn
-    )
     assert torch.isfinite(packed_forward(model, samples.pack(packing))).all()
 
 
