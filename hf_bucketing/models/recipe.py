@@ -172,6 +172,8 @@ class Recipe(ABC):
     """Whether the model is trained by denoising on a discrete schedule; else by flow matching."""
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
+    added_text_tokens: ClassVar[int] = 0
+    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
@@ -272,7 +274,9 @@ class Recipe(ABC):
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         """
-        return (max_sequence_length or cls.default_sequence_length) if cls.family.text_in_sequence else 0
+        if not cls.family.text_in_sequence:
+            return 0
+        return (max_sequence_length or cls.default_sequence_length) + cls.added_text_tokens
 
     @property
     def transformer(self) -> Any:
@@ -313,7 +317,7 @@ class Recipe(ABC):
         weighting_scheme: WeightingScheme | None,
         snr_gamma: float | None,
         seed: int,
-        shift: float | str | None = None,
+        shift: float | str | ShiftLaw | None = None,
     ) -> Objective:
         """Return the training objective that fits the pipeline's scheduler.
 
@@ -322,8 +326,8 @@ class Recipe(ABC):
                 matching.
             snr_gamma (`float`, *optional*): Gamma of min-SNR weights, for denoising.
             seed (`int`): Seed of noise and timesteps.
-            shift (`float` or `str`, *optional*): Shift of noise levels, for flow matching, as
-                [`read_shift`][hf_bucketing.models.shift.read_shift] takes it; by default that of [`shift`].
+            shift (`float`, `str` or `ShiftLaw`, *optional*): Shift of noise levels, for flow matching: a law, or what
+                [`read_shift`][hf_bucketing.models.shift.read_shift] takes; by default that of [`shift`].
 
         Raises:
             BucketingError: If a setting does not apply to this model's objective.

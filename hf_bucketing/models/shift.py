@@ -189,12 +189,12 @@ def shift_of_scheduler(config: Mapping[str, Any], *, by_root: bool = False) -> f
 
 
 def chosen_shift(
-    setting: float | str, *, own: float | ShiftLaw, resolutions: tuple[tuple[int, int, float], ...] = ()
+    setting: float | str | ShiftLaw, *, own: float | ShiftLaw, resolutions: tuple[tuple[int, int, float], ...] = ()
 ) -> float | ShiftLaw:
     """Return the shift that a setting names for a model.
 
     Args:
-        setting (`float` or `str`): A number; or one of the laws that [`read_shift`] lists.
+        setting (`float`, `str` or `ShiftLaw`): A number, a law, or the name of one that [`read_shift`] lists.
         own (`float` or `ShiftLaw`): Shift of the model's scheduler.
         resolutions (`tuple`, *optional*): Shifts by resolution that the model's authors name, as
             [`ShiftByResolution`] takes them.
@@ -202,6 +202,8 @@ def chosen_shift(
     Raises:
         BucketingError: If the setting is impossible, or the model has no such law.
     """
+    if not isinstance(setting, (int, float, str)):
+        return setting
     chosen = read_shift(setting)
     if chosen == "tokens":
         return own if isinstance(own, ShiftByTokens) else ShiftByTokens()

@@ -139,7 +139,7 @@ def verify_packing(
         with _checkpointing(model):
             _, _, again = _packed(model, packing, samples)
             check("gradients, checkpointing, relative", _largest_relative(gradients, again), gradient_limit)
-        if packing.family.timestep_per_token:
+        if packing.family.takes_token_timesteps(model):
             check("outputs, a timestep per frame", _by_frame(model, packing, samples) / scale)
     longer = min(2 * strip_length, family_of(model).longest_strip(model))
     with _packing(model, longer, backend) as packing:

@@ -184,6 +184,10 @@ class Family:
         ]
         return list(zip(*sides, strict=True))
 
+    def takes_token_timesteps(self, transformer: Transformer) -> bool:
+        """Return whether a pack of several samples may have timesteps per token in this configuration of the model."""
+        return self.timestep_per_token
+
     def text_length(self, transformer: Transformer) -> int | None:
         """Return the one length that texts must have, padding included; None where each has its own."""
         return None

@@ -13,6 +13,7 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.models.objectives import Denoising, Objective, sample_generator
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.packing import PackedBatch, packed_forward
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.families import RECIPES
@@ -58,7 +59,7 @@ def drawn_noise(objective: Objective, index: int, shape: torch.Size) -> torch.Te
 @each_recipe
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 @torch.no_grad()
-def test_the_loss_is_the_one_by_hand(case: RecipeCase, batching: str, folder_of) -> None:
+def test_the_loss_is_the_one_by_hand(case: RecipeCase, batching: str, folder_of, monkeypatch) -> None:
     folder = folder_of(case)
     recipe: Recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
     recipe.transformer.eval()
@@ -84,8 +85,23 @@ def test_the_loss_is_the_one_by_hand(case: RecipeCase, batching: str, folder_of)
     if batching == "pack":
         packing = enable_packing(recipe.transformer, strip_length=8)
         step = PackStep(recipe=recipe, objective=objective, packing=packing)
+        lengths = record_text_lengths(monkeypatch)
     losses = step(recipe.transformer, batch, epoch=1).values
     assert losses.tolist() == pytest.approx([float(loss) for loss in by_hand], abs=1e-6, rel=1e-6)
+    if batching == "pack" and recipe.family.text_in_sequence:
+        assert max(lengths) <= recipe.text_tokens(recipe.max_sequence_length), "max_tokens counts the text"
+
+
+def record_text_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the tokens that stand beside each sample of a pack in its sequence."""
+    lengths: list[int] = []
+
+    def record(transformer: Any, pack: PackedBatch) -> torch.Tensor:
+        lengths.extend(pack.layout.text_lengths)
+        return packed_forward(transformer, pack)
+
+    monkeypatch.setattr("hf_bucketing.training.steps.packed_forward", record)
+    return lengths
 
 
 def test_every_recipe_has_a_case(folder_of) -> None:

@@ -91,6 +91,7 @@ def test_large_samples_of_a_batch_get_more_noise_than_small_ones() -> None:
 def test_a_setting_chooses_the_law() -> None:
     own = ShiftByTokens(max_tokens=8192, max_shift=0.9)
     assert chosen_shift(2, own=own) == 2.0
+    assert chosen_shift(ShiftByRoot(factor=2.0), own=own) == ShiftByRoot(factor=2.0)
     assert chosen_shift("tokens", own=own) is own
     assert chosen_shift("tokens", own=3.0) == ShiftByTokens()
     assert chosen_shift("pixels", own=3.0) == ShiftByRoot()

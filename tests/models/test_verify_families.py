@@ -41,7 +41,7 @@ def test_every_family_passes(name: str) -> None:
     report = verify(model, 0, 3)
     assert report.passed, str(report)
     by_frame = [check.name for check in report.checks if check.name == "outputs, a timestep per frame"]
-    assert (len(report.checks), bool(by_frame)) == ((8, True) if family_of(model).timestep_per_token else (7, False))
+    assert (len(report.checks), len(by_frame)) == ((8, 1) if family_of(model).takes_token_timesteps(model) else (7, 0))
 
 
 @pytest.mark.parametrize("name", ["wan", "sd3"])

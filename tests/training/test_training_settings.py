@@ -195,6 +195,10 @@ def test_the_shift_reaches_the_objective_of_flow_models_alone(pipeline_dirs, pre
     for name, law in (("wan", "pixels"), ("wan", "tokens"), ("ltx", None), ("ltx", "unbounded")):
         assert (levels(name, *small, shift=law) < levels(name, *large, shift=law)).all(), law
     assert (levels("ltx", *large, shift="unbounded") > levels("ltx", *large)).all()
+    paths = ("--pretrained_model_name_or_path", "m", "--dataset_dir", "d", "--output_dir", "o")
+    for text, value in (("3", 3.0), ("pixels", "pixels"), ("480x832:2,720x1280:5", "480x832:2,720x1280:5")):
+        flags = FlagParser(None, TrainingConfig).parse_args([*paths, "--shift", text])
+        assert from_flags(TrainingConfig, flags).objective.shift == value
     with pytest.raises(BucketingError, match="`shift` is about the noise levels of a flow"):
         levels("latte", *small, shift=3.0)
 

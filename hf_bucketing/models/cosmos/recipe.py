@@ -17,7 +17,7 @@ from ...errors import BucketingError
 from ..first_frame import with_clean_first_frame
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
 from ..recipe import ModelInputs, Recipe, Samples, read_configs
-from ..shift import ShiftOfLatents, chosen_shift
+from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from .packing import FAMILY
 
 CONDITION_SIGMA = 1e-4
@@ -51,7 +51,7 @@ class CosmosRecipe(Recipe):
         """Return 1: the schedulers have levels of their own; see [`shift_of`] for what training draws."""
         return 1.0
 
-    def shift_of(self, setting: float | str | None) -> Shift:
+    def shift_of(self, setting: float | str | ShiftLaw | None) -> Shift:
         """Return the factor of a sample's noise levels that a setting names; by default the root of its frames."""
         if setting is None:
             return _root_of_frames
@@ -107,7 +107,7 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
         weighting_scheme: WeightingScheme | None,
         snr_gamma: float | None,
         seed: int,
-        shift: float | str | None = None,
+        shift: float | str | ShiftLaw | None = None,
     ) -> Objective:
         """Return EDM's objective with the deviation and the sign of the pipeline's scheduler.
 
@@ -182,7 +182,7 @@ class Cosmos2Recipe(CosmosRecipe):
             patch=tuple(transformer["patch_size"]),
         )
 
-    def objective(self, *, shift: float | str | None = None, **options: Any) -> Objective:
+    def objective(self, *, shift: float | str | ShiftLaw | None = None, **options: Any) -> Objective:
         """Return flow matching with timesteps from 0 to 1; see [`Recipe.objective`]."""
         objective = super().objective(**options)
         assert isinstance(objective, FlowMatching)

@@ -25,6 +25,8 @@ class HunyuanImageRecipe(Recipe):
     family = FAMILY
     image_vae = True
     default_sequence_length = 1000
+    added_text_tokens = 128
+    """Those of glyphs."""
     native_sizes = ((2048, 2048), (1536, 2560), (2560, 1536), (1792, 2304), (2304, 1792))
 
     @classmethod

@@ -26,6 +26,8 @@ class HunyuanVideo15Recipe(Recipe):
     pipeline_class = "HunyuanVideo15Pipeline"
     family = FAMILY
     default_sequence_length = 1000
+    added_text_tokens = 256 + 729
+    """Those of glyphs, and of an image: where there is none, the pipeline passes as many zeros."""
     native_sizes = ((480, 848), (720, 1280))
 
     @classmethod

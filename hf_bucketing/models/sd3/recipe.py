@@ -21,6 +21,8 @@ class SD3Recipe(Recipe):
     family = FAMILY
     image_vae = True
     default_sequence_length = 256
+    added_text_tokens = 77
+    """Those of CLIP."""
     native_sizes = ((1024, 1024),)
 
     @classmethod

@@ -40,6 +40,10 @@ class SkyReelsV2Family(WanFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
+    def takes_token_timesteps(self, transformer: Transformer) -> bool:
+        """Return False for models that embed the frame rate, see [`inputs`]."""
+        return not transformer.config.inject_sample_info
+
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return also the number of the frame rate, for models that embed it."""
         draws = super().conditioning(transformer)
