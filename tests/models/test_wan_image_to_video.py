@@ -163,7 +163,7 @@ def test_a_clip_with_a_clean_first_frame_begins_with_the_image_as_the_vae_return
     image = Image.open(tmp_path / "first.png")
     options = {"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64}
     rendered = recipe.render("red", Size(5, 64, 96), image=image, **options)
-    pixels = torch.from_numpy(np.asarray(image)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
     vae = recipe.pipeline.vae
     decoded = vae.decode(vae.encode(pixels).latent_dist.mode()).sample[0, :, 0]
     expected = (decoded.clamp(-1, 1) / 2 + 0.5).permute(1, 2, 0).numpy()
