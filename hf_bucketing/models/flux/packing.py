@@ -6,7 +6,7 @@ the other families; the model gets a thousandth of them, as from its pipeline.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ from ...packing.family import Transformer
 from ...packing.layout import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
+from ...packing.texts import TextRule
 from ..joint import JointFamily, hook_text_modulation
 
 BLOCK = 2
@@ -26,11 +27,11 @@ class FluxFamily(JointFamily):
     """Packing of `FluxTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "FluxTransformer2DModel"
-    tested_forwards = ("0bde5c7179d8", "53dba489fdb2", "9951f6ffc64f")
-    stock_processors = ("FluxAttnProcessor",)
+    tested_forwards: ClassVar[tuple[str, ...]] = ("0bde5c7179d8", "53dba489fdb2", "9951f6ffc64f")
+    stock_processors: ClassVar[tuple[str, ...]] = ("FluxAttnProcessor",)
     processors_read_fusion = True
     text_channels = "joint_attention_dim"
-    text_rule = "encoded_padding"
+    text_rule: ClassVar[TextRule] = "encoded_padding"
     interpolates = True
     images_only = True
     latents_as = "tokens"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class PixArtAlphaRecipe(Recipe):
     denoises = True
     image_vae = True
     default_sequence_length = 120
-    native_sizes = ((512, 512), (1024, 1024))
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 512), (1024, 1024))
     """Of the two models, in 512 and in 1024 pixels; the pipeline has 32 sizes of other shapes for each."""
 
     @classmethod
