@@ -183,6 +183,14 @@ def numbers_by_id(
     return dict(sorted(plain))
 
 
+def number_or_text(text: str) -> float | str:
+    """Return the value of a flag that is a number or a text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def check_at_least(smallest: int, config: Any, *names: str, error: type[BucketingError] = BucketingError) -> None:
     """Raise an error if a named field is neither None nor at least `smallest`."""
     for name in names:

@@ -37,7 +37,8 @@ def main(args: argparse.Namespace) -> None:
     rows = plan_options(args.pretrained_model_name_or_path, config, gpu_memory=args.gpu_memory)
     plan = rows[0].plan
     shape = plan.shape
-    print(f"{shape.samples} x {shape.size} per process and step: {shape.tokens} tokens")
+    text = f", and {shape.text_tokens} of text" if shape.text_tokens else ""
+    print(f"{shape.samples} x {shape.size} per process and step: {shape.tokens} tokens{text}")
     for phase, parts in plan.phases.items():
         print(f"  as given, {phase}: {parts}")
     print(format_options(rows, gpu_memory=args.gpu_memory))

@@ -15,8 +15,6 @@ from hf_bucketing.hub import from_hub
 from hf_bucketing.models import verify_packing
 from hf_bucketing.models.registry import family_of
 
-SIZES = ((3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1))
-
 
 def grid(text: str) -> tuple[int, int, int]:
     t, h, w = map(int, text.split(","))
@@ -28,9 +26,11 @@ def make_parser() -> FlagParser:
     parser.add_argument("pipeline", help="Pipeline with a transformer, on the hub or in a folder.")
     parser.add_argument("--subfolder", default="transformer", help="Subfolder of the transformer in the pipeline.")
     parser.add_argument("--sizes", type=grid, nargs="+",
-                        help=f"Token grids of the samples as frames,rows,columns (default: {SIZES}, cut to the "
-                             "positions that the model has).")  # fmt: skip
-    parser.add_argument("--text_length", type=int, default=64, help="Text tokens of a sample.")
+                        help="Token grids of the samples as frames,rows,columns (default: four small ones that the "
+                             "model takes).")  # fmt: skip
+    parser.add_argument("--text_length", type=int, default=64,
+                        help="Text tokens of the first sample; each further one has a quarter of the one before. "
+                             "Models that take one length alone get that (default: 64).")  # fmt: skip
     parser.add_argument("--strip_length", type=int, default=16, help="Tokens per strip.")
     parser.add_argument("--backend", default="auto", help="Backend of packed attention.")
     parser.add_argument(
@@ -51,17 +51,15 @@ def main(args: argparse.Namespace) -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(args.device, dtype)
 
-    limits = family.limits(transformer)
-    grids = args.sizes or [tuple(map(min, size, limits)) for size in SIZES]
+    grids = args.sizes or family.trial_grids(transformer)
+    fixed = family.text_length(transformer)
+    lengths = [fixed or max(1, args.text_length >> 2 * sample) for sample in range(len(grids))]
     sides = [[side * part for side, part in zip(size, family.patch(transformer), strict=True)] for size in grids]
-    torch.manual_seed(args.seed)
-    conditioning = family.draw_conditioning(transformer, grids)
     report = verify_packing(
         transformer,
         [draw(channels, *size) for size in sides],
         timesteps=torch.rand(len(sides), generator=generator).to(args.device) * 1000,
-        text=[draw(args.text_length, text_dim) for _ in sides],
-        conditioning={name: values.to(args.device, dtype) for name, values in conditioning.items()},
+        text=[draw(length, text_dim) for length in lengths],
         strip_length=args.strip_length,
         backend=args.backend,
     )

@@ -21,7 +21,7 @@ from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
 from ..plans.rows import column_of
-from ..settings import plain_number
+from ..settings import check_at_least, plain_number
 from .planned import PlannedBatchSampler, warn_of_rejected
 
 
@@ -43,6 +43,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             `longest_first`; an open table has its own.
         cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost` and
             `longest_first`.
+        text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
+            sample's own.
         remainder (`str`): What happens to a bucket's samples that do not fill a step on all processes.
             `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
             steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
@@ -91,6 +93,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         max_samples: int | None = None,
         spec: LatentSpec | None = None,
         cost_model: CostModel | None = None,
+        text_tokens: int = 0,
         remainder: Remainder = "short",
         lockstep: bool = True,
         weights: npt.ArrayLike | Mapping[int, float] | None = None,
@@ -125,6 +128,8 @@ class BucketBatchSampler(PlannedBatchSampler):
         self.bucket_ids = ids.astype(np.int32)
         self.table = table
         self.cost_model = cost_model
+        self.text_tokens = plain_number(text_tokens, "text_tokens", whole=True, error=PlanError)
+        check_at_least(0, self, "text_tokens", error=PlanError)
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
         warn_of_rejected(bucket_ids, has_bucket(ids), rejection=rejection, process_index=self.process_index)
         given = {"max_tokens": max_tokens, "max_cost": max_cost, "max_samples": max_samples}
@@ -180,9 +185,9 @@ class BucketBatchSampler(PlannedBatchSampler):
         return base
 
     def _tokens(self, bucket_ids: IntArray) -> IntArray:
-        """Return the tokens of a sample of each bucket."""
+        """Return the tokens of a sample of each bucket and its text."""
         assert self.spec is not None, "_check_limits checks it"
-        return self.table.num_tokens(bucket_ids, spec=self.spec)
+        return self.table.num_tokens(bucket_ids, spec=self.spec) + self.text_tokens
 
     def _batch_sizes(self, limits: Mapping[str, float | None], base: int | None) -> dict[int, int]:
         """Return how many samples of each bucket fit within the limits."""

@@ -27,6 +27,7 @@ class JointFamily(Family):
     """
 
     processor_class = PackedJointAttnProcessor
+    text_in_sequence = True
     guidance: ClassVar[float] = 3.5
     rotates_text: ClassVar[bool] = False
 

@@ -23,7 +23,8 @@ from ..losses.variational import GaussianPosterior
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family
 from ..packing.strips import token_grid
-from .objectives import Denoising, FlowMatching, Noised, Objective, Shift, WeightingScheme
+from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
+from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
 
 
 class TextEmbeddings(NamedTuple):
@@ -162,6 +163,8 @@ class Recipe(ABC):
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
+    shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
+    """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
     """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
 
@@ -230,6 +233,15 @@ class Recipe(ABC):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read strides and patch from the configurations alone, without loading weights."""
 
+    @classmethod
+    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
+        """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
+
+        Args:
+            max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+        """
+        return (max_sequence_length or cls.default_sequence_length) if cls.family.text_in_sequence else 0
+
     @property
     def transformer(self) -> Any:
         """The model to train."""
@@ -259,7 +271,14 @@ class Recipe(ABC):
             self.to("cpu", *parts)
             clear_device_cache()
 
-    def objective(self, *, weighting_scheme: WeightingScheme | None, snr_gamma: float | None, seed: int) -> Objective:
+    def objective(
+        self,
+        *,
+        weighting_scheme: WeightingScheme | None,
+        snr_gamma: float | None,
+        seed: int,
+        shift: float | str | None = None,
+    ) -> Objective:
         """Return the training objective that fits the pipeline's scheduler.
 
         Args:
@@ -267,33 +286,39 @@ class Recipe(ABC):
                 matching.
             snr_gamma (`float`, *optional*): Gamma of min-SNR weights, for denoising.
             seed (`int`): Seed of noise and timesteps.
+            shift (`float` or `str`, *optional*): Shift of noise levels, for flow matching, as
+                [`read_shift`][hf_bucketing.models.shift.read_shift] takes it; by default that of [`shift`].
 
         Raises:
             BucketingError: If a setting does not apply to this model's objective.
         """
         scheduler = self.pipeline.scheduler
         if self.denoises:
-            if weighting_scheme is not None:
-                raise BucketingError(
-                    f"`weighting_scheme` draws the noise levels of a flow, but a {self.pipeline_class} is trained by "
-                    "denoising at uniformly drawn timesteps; omit it."
-                )
+            for name, value in (("weighting_scheme", weighting_scheme), ("shift", shift)):
+                if value is not None:
+                    raise BucketingError(
+                        f"`{name}` is about the noise levels of a flow, but a {self.pipeline_class} is trained by "
+                        "denoising at uniformly drawn timesteps; omit it."
+                    )
             return Denoising(posterior=GaussianPosterior.from_scheduler(scheduler), snr_gamma=snr_gamma, seed=seed)
         if snr_gamma is not None:
             raise BucketingError(
                 f"`snr_gamma` weights denoising losses; a {self.pipeline_class} is trained by flow matching; omit it."
             )
+        law = self.shift()
+        if shift is not None:
+            law = chosen_shift(shift, own=law, resolutions=self.shifts_by_resolution)
         return FlowMatching(
             num_train_timesteps=int(scheduler.config.num_train_timesteps),
-            shift=self.shift(),
+            shift=law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec),
             weighting_scheme=weighting_scheme or "logit_normal",
             sigmas=self.sigmas(),
             seed=seed,
         )
 
-    def shift(self) -> Shift:
-        """Return the scheduler's shift of noise levels, for flow matching."""
-        return 1.0
+    def shift(self) -> float | ShiftLaw:
+        """Return the shift of noise levels, for flow matching: by default that of the scheduler."""
+        return shift_of_scheduler(self.pipeline.scheduler.config)
 
     def sigmas(self) -> tuple[float, float]:
         """Return the lowest and the highest noise level at which the pipeline calls the trained transformer."""
@@ -371,12 +396,7 @@ class Recipe(ABC):
 
     def refusal(self, samples: Samples) -> str | None:
         """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""
-        frames = samples.noised.latents[0].shape[1]
-        if not self.family.images_only or frames == 1:
-            return None
-        return (
-            f"A {self.pipeline_class} makes images, not {frames} frames; prepare the data set with --bucket_frames 1."
-        )
+        return None
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
         """Run a stack of samples of one size.

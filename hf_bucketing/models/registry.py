@@ -21,6 +21,7 @@ import torch
 from ..errors import BucketingError, HubError, PackingError
 from ..hub import from_hub
 from ..packing.family import Family
+from .unpackable import UNPACKABLE
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -57,13 +58,18 @@ def family_of(transformer: torch.nn.Module) -> Family:
     """Return the model family of a diffusers transformer, or of a subclass that keeps the stock `forward`.
 
     Raises:
-        PackingError: If no family claims the class, or a subclass or the model has a `forward` of its own, which may
-            do across tokens what packing does not see.
+        PackingError: If no family claims the class (with the reason, where there is one), or a subclass or the model
+            has a `forward` of its own, which may do across tokens what packing does not see.
     """
     cls = type(transformer)
     name = f"{cls.__module__}.{cls.__qualname__}"
-    stock: Any = next((base for base in cls.__mro__ if _is_stock(base)), None)
+    stock: Any = next((base for base in cls.__mro__ if base.__name__ in families() and _is_stock(base)), None)
     if stock is None:
+        for base in cls.__mro__:
+            if base.__name__ in UNPACKABLE and _is_stock(base):
+                raise PackingError(
+                    f"{name} cannot be packed: {UNPACKABLE[base.__name__]}. Train this model with bucketed batches."
+                )
         known = ", ".join(sorted(families()))
         disguised = (
             f" (diffusers has a {cls.__name__}, but this is another class)" if cls.__name__ in families() else ""
@@ -92,8 +98,8 @@ def _innermost(forward: Any) -> Any:
 
 
 def _is_stock(cls: type[Any]) -> bool:
-    """Return whether a class is the one of that name in diffusers, and a model family claims it."""
-    return cls.__name__ in families() and cls is getattr(importlib.import_module("diffusers"), cls.__name__)
+    """Return whether a class is the one of that name in diffusers."""
+    return cls is getattr(importlib.import_module("diffusers"), cls.__name__, None)
 
 
 def recipe_of(name_or_path: str) -> type[Recipe]:

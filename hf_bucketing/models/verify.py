@@ -13,7 +13,8 @@ from ..losses.masked import masked_mse
 from ..packing.attachment import unwrap
 from ..packing.losses import packed_mse
 from ..packing.pack import PackedBatch, Packing, packed_forward
-from .enable import disable_packing, enable_packing
+from ..packing.strips import token_grid
+from .enable import disable_packing, enable_packing, packing_disabled
 from .registry import family_of
 
 _LIMITS = {torch.float64: (1e-10, 1e-6), torch.float32: (1e-5, 1e-4)}
@@ -57,20 +58,24 @@ class VerificationReport(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class _Samples:
     latents: tuple[torch.Tensor, ...]
-    timesteps: torch.Tensor
+    timesteps: torch.Tensor | Sequence[torch.Tensor]
     text: tuple[torch.Tensor, ...]
-    conditioning: Mapping[str, torch.Tensor]
+    conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
     def ordered(self, order: Sequence[int]) -> _Samples:
         return _Samples(
-            latents=tuple(self.latents[sample] for sample in order),
-            timesteps=self.timesteps[list(order)],
-            text=tuple(self.text[sample] for sample in order),
-            conditioning={name: values[list(order)] for name, values in self.conditioning.items()},
+            latents=_chosen(self.latents, order),
+            timesteps=_chosen(self.timesteps, order),
+            text=_chosen(self.text, order),
+            conditioning={name: _chosen(values, order) for name, values in self.conditioning.items()},
         )
 
     def pack(self, packing: Packing) -> PackedBatch:
         return packing.pack(self.latents, timesteps=self.timesteps, text=self.text, conditioning=self.conditioning)
+
+
+def _chosen(values: Any, order: Sequence[int]) -> Any:
+    return values[list(order)] if isinstance(values, torch.Tensor) else tuple(values[sample] for sample in order)
 
 
 def verify_packing(
@@ -79,11 +84,13 @@ def verify_packing(
     *,
     timesteps: torch.Tensor,
     text: Sequence[torch.Tensor] | torch.Tensor,
-    conditioning: Mapping[str, torch.Tensor] | None = None,
+    conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] | None = None,
     strip_length: int = 64,
     backend: str = "auto",
 ) -> VerificationReport:
     """Compare packed with one-by-one runs of a transformer: outputs, loss, gradients, leaks, order, strips.
+
+    Where the model takes a timestep per token, outputs are also compared with one per frame, 0 for the first.
 
     The model is left unchanged: packing is switched off again, and no `.grad` is written. The loss is the mean squared
     error against the latents with their channels rolled by one, over the channels that outputs and latents share:
@@ -95,7 +102,8 @@ def verify_packing(
             sizes.
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
         text (sequence of `(length, text_dim)` or `torch.Tensor` of shape `(n, length, text_dim)`): One per sample.
-        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): See `Packing.pack`.
+        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): See `Packing.pack`; by default
+            what the model needs is drawn.
         strip_length (`int`): Tokens per strip; a second run uses twice as many.
         backend (`str`): Backend of attention, see [`enable_packing`].
 
@@ -106,9 +114,8 @@ def verify_packing(
         PackingError: If no model family claims the class, packing is enabled already, or the inputs make no pack.
     """
     model = unwrap(transformer)
-    samples = _Samples(
-        latents=tuple(latents), timesteps=timesteps, text=tuple(text), conditioning=dict(conditioning or {})
-    )
+    given = _draw_conditioning(model, latents) if conditioning is None else conditioning
+    samples = _Samples(latents=tuple(latents), timesteps=timesteps, text=tuple(text), conditioning=given)
     output_limit, gradient_limit = _LIMITS.get(samples.latents[0].dtype, _HALF_LIMITS)
     with _packing(model, strip_length, backend) as packing:
         samples.pack(packing)  # refuses what cannot be packed before running the samples alone
@@ -132,19 +139,38 @@ def verify_packing(
         with _checkpointing(model):
             _, _, again = _packed(model, packing, samples)
             check("gradients, checkpointing, relative", _largest_relative(gradients, again), gradient_limit)
+        if packing.family.timestep_per_token:
+            check("outputs, a timestep per frame", _by_frame(model, packing, samples) / scale)
     longer = min(2 * strip_length, family_of(model).longest_strip(model))
     with _packing(model, longer, backend) as packing:
         check(f"outputs, strips of {longer}", _largest(outputs, _outputs(model, packing, samples)) / scale)
     return VerificationReport(tuple(checks))
 
 
+def _draw_conditioning(model: Any, latents: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Draw what the model needs of samples beside their texts, the same each time."""
+    family = family_of(model)
+    grids = [token_grid(latent, family.patch(model), sample=sample) for sample, latent in enumerate(latents)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = family.draw_conditioning(model, grids)
+
+    def like_latents(values: torch.Tensor) -> torch.Tensor:
+        return values.to(latents[0].device, latents[0].dtype if values.is_floating_point() else None)
+
+    return {
+        name: like_latents(values) if isinstance(values, torch.Tensor) else [like_latents(one) for one in values]
+        for name, values in drawn.items()
+    }
+
+
 def _targets(latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [latent.roll(1, 0) for latent in latents]
 
 
-def _one_by_one(model: Any, samples: _Samples) -> tuple[list[torch.Tensor], float, list[torch.Tensor]]:
+def _alone(model: Any, samples: _Samples) -> list[torch.Tensor]:
     family = family_of(model)
-    outputs = [
+    return [
         family.run_alone(
             model,
             latent,
@@ -154,6 +180,10 @@ def _one_by_one(model: Any, samples: _Samples) -> tuple[list[torch.Tensor], floa
         )
         for sample, latent in enumerate(samples.latents)
     ]
+
+
+def _one_by_one(model: Any, samples: _Samples) -> tuple[list[torch.Tensor], float, list[torch.Tensor]]:
+    outputs = _alone(model, samples)
     channels = min(len(outputs[0]), len(samples.latents[0]))
     pairs = zip(outputs, _targets(samples.latents), strict=True)
     losses = [masked_mse(output[None, :channels], target[None, :channels]) for output, target in pairs]
@@ -176,6 +206,20 @@ def _packed(
 def _outputs(model: torch.nn.Module, packing: Packing, samples: _Samples) -> list[torch.Tensor]:
     batch = samples.pack(packing)
     return batch.unpack(packed_forward(model, batch))
+
+
+@torch.no_grad()
+def _by_frame(model: torch.nn.Module, packing: Packing, samples: _Samples) -> float:
+    """Return the largest difference of outputs with timesteps that rise from 0 over the frames of each sample."""
+    grids = samples.pack(packing).layout.grids
+    rising = [
+        timestep * torch.linspace(0, 1, grid[0], device=timestep.device)
+        for timestep, grid in zip(samples.timesteps, grids, strict=True)
+    ]
+    samples = replace(samples, timesteps=rising)
+    packed = _outputs(model, packing, samples)
+    with packing_disabled(model):
+        return _largest(_alone(model, samples), packed)
 
 
 def _leak(model: torch.nn.Module, packing: Packing, samples: _Samples, poison: float) -> float:

@@ -23,8 +23,11 @@ from .texts import TextRule
 Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
 
-Draw: TypeAlias = Callable[[Sequence[Grid]], torch.Tensor]
-"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`."""
+Draw: TypeAlias = Callable[[Sequence[Grid]], Any]
+"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`.
+
+Of `latent_conditioning` it draws a list with a tensor per sample.
+"""
 
 UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
@@ -48,6 +51,7 @@ class Family:
         text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
+        text_in_sequence (`bool`): Whether text attends in one sequence with the tokens, so that it counts as they do.
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
             and attention depends on positions, not on which tokens there are.
@@ -81,6 +85,7 @@ class Family:
     processors_read_fusion: ClassVar[bool] = False
     text_channels: ClassVar[str] = "caption_channels"
     text_rule: ClassVar[TextRule] = "masked"
+    text_in_sequence: ClassVar[bool] = False
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
     images_only: ClassVar[bool] = False
@@ -139,13 +144,26 @@ class Family:
         """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
         return {}
 
-    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+    def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, Any]:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
         return {name: draw(grids) for name, draw in self.conditioning(transformer).items()}
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
         return self.processor_class(backend)
+
+    def trial_grids(self, transformer: Transformer) -> list[Grid]:
+        """Return token grids of samples that the model takes, for trying it out: of mixed sizes, and of one token."""
+        limits = self.limits(transformer)
+        frames, rows, columns = zip((3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1), strict=True)
+        sides = [
+            [min(side, limit) for side in axis] for axis, limit in zip((frames, rows, columns), limits, strict=True)
+        ]
+        return list(zip(*sides, strict=True))
+
+    def text_length(self, transformer: Transformer) -> int | None:
+        """Return the one length that texts must have, padding included; None where each has its own."""
+        return None
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return a sample's rotary tables, cosines and sines in turn, each `(t·h·w, channels)`.

@@ -50,7 +50,8 @@ class StrategyReport:
             [`Rejection`][hf_bucketing.Rejection], or `remainder` for those that fill no step.
         num_steps (`int`): Steps of the epoch, on each process.
         mixed_steps (`int`): Bucketing: steps whose processes hold several buckets. 0 for the others.
-        real_tokens (`int`): Tokens of the kept samples at the sizes that they are trained at.
+        real_tokens (`int`): Tokens of the kept samples, at the sizes that they are trained at, and of their texts
+            where these sit in the same sequence.
         computed_tokens (`int`): Tokens that the model computes, padding included.
         cropped_area (`float`): Mean over the kept samples of the share of a frame that cover-resize and crop remove.
         cropped_frames (`float`): Mean over the kept samples of the share of the frames that is cut off.
@@ -176,7 +177,7 @@ def _padding(subject: Subject) -> _Epoch:
     plan = plan_batches(np.where(has_bucket(targets.bucket_id), 0, REJECTED_BUCKET), config)
     largest = (np.maximum.reduceat(side[plan.indices], plan.offsets[:-1]) for side in targets.sizes)
     table = open_table(subject.spec)
-    padded = table.num_tokens(table.assign(*largest).bucket_id, spec=subject.spec)
+    padded = table.num_tokens(table.assign(*largest).bucket_id, spec=subject.spec) + config.text_tokens
     counts = np.diff(plan.offsets)
     return _Epoch("padding", targets, plan, padded * counts, config.costs.cost(padded) * counts)
 
@@ -185,7 +186,7 @@ def _bucketing(subject: Subject) -> _Epoch:
     """Plan `batch_size` samples of one bucket, at the bucket's size."""
     targets, config = subject.bucketed, subject.config
     plan = plan_batches(targets.bucket_id.astype(np.int64), config)
-    tokens = targets.num_tokens[plan.indices]
+    tokens = targets.num_tokens[plan.indices] + config.text_tokens
     return _Epoch("bucketing", targets, plan, tokens, config.costs.pack_cost(tokens, plan.offsets))
 
 
@@ -200,8 +201,10 @@ def _packing(subject: Subject) -> _Epoch:
         plan = empty_plan(targets.num_tokens > 0, config)
     else:
         packs = PackPlanConfig(max_tokens=max_tokens, strip_length=config.strip_length, seed=config.seed)
-        plan = plan_packs(targets.num_tokens, packs, epoch=0, num_processes=config.num_processes)
-    tokens = strip_tokens(targets.num_tokens[plan.indices], config.strip_length)
+        plan = plan_packs(
+            targets.num_tokens, packs, epoch=0, num_processes=config.num_processes, text_tokens=config.text_tokens
+        )
+    tokens = strip_tokens(targets.num_tokens[plan.indices], config.strip_length) + config.text_tokens
     return _Epoch("packing", targets, plan, tokens, config.costs.pack_cost(tokens, plan.offsets), max_tokens)
 
 
@@ -210,7 +213,8 @@ def _default_max_tokens(targets: Targets, config: ReportConfig) -> int:
     tokens = targets.num_tokens[targets.num_tokens > 0]
     if not len(tokens):
         return 0
-    return max(int(np.median(tokens)) * config.batch_size, int(strip_tokens(tokens, config.strip_length).max()))
+    largest = int(strip_tokens(tokens, config.strip_length).max())
+    return max(int(np.median(tokens) + config.text_tokens) * config.batch_size, largest + config.text_tokens)
 
 
 def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
@@ -218,8 +222,9 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
     by_step = epoch.costs.reshape(plan.num_steps, plan.num_processes)
     slowest = by_step.max(axis=1)
     remainder = {reason: count for reason, count in plan.drop_reasons.items() if reason != "rejected"}
-    useful = float(subject.config.costs.cost(targets.num_tokens[rows]).sum())
-    real, computed = int(targets.num_tokens[rows].sum()), int(epoch.computed.sum())
+    lengths = targets.num_tokens[rows] + subject.config.text_tokens
+    useful = float(subject.config.costs.cost(lengths).sum())
+    real, computed = int(lengths.sum()), int(epoch.computed.sum())
     return StrategyReport(
         name=epoch.name,
         kept=plan.kept,

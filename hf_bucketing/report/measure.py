@@ -48,6 +48,8 @@ class ReportConfig:
         max_tokens (`int`, *optional*): Tokens per process and step, for packing. Defaults to `batch_size` samples of
             median tokens, or the largest sample where that is more.
         strip_length (`int`): Tokens per strip of a pack; each sample takes whole strips.
+        text_tokens (`int`): Tokens of each caption, for models whose text sits in one sequence with its sample; they
+            count for `max_tokens` and cost as the sample's own.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of assigning a sample to a bucket.
         max_area (`int`, *optional*): Largest frame, in pixels, at which padding and packing take a sample; a larger
             one is shrunk to it. By default they take every sample at its own size.
@@ -64,6 +66,7 @@ class ReportConfig:
     num_processes: int = 8
     max_tokens: int | None = None
     strip_length: int = 64
+    text_tokens: int = 0
     rule: AssignmentRule = field(default_factory=AssignmentRule)
     max_area: int | None = None
     width: int = 1536
@@ -72,6 +75,7 @@ class ReportConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width")
+        check_at_least(0, self, "text_tokens")
         if self.seed < 0:
             raise BucketingError(f"`seed` must not be negative, got {self.seed}.")
         if self.cost_model is not None and not_default(self, "width"):
@@ -362,7 +366,7 @@ def _uses(subject: Subject, plan: EpochPlan) -> tuple[BucketUse, ...]:
     tokens = table.num_tokens(np.arange(len(table)), spec=subject.spec)
     columns = {
         "num_tokens": tokens,
-        "cost": config.costs.cost(tokens),
+        "cost": config.costs.cost(tokens + config.text_tokens),
         "num_samples": num_samples,
         **{name: mean_of(getattr(targets, name)) for name in ("kept_area", "kept_frames", "scale")},
         "enlarged": count(ids[targets.scale[rows] > 1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,9 @@ logger = get_logger(__name__)
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 """File that diffusers' `load_lora_weights` looks for in a folder."""
+
+SETTINGS = "training_config.json"
+"""File in the output folder of a run that holds its settings."""
 
 _DOWN = ".lora_A.weight"
 
@@ -94,6 +98,8 @@ def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "tr
     Raises:
         BucketingError: If adapters cannot be added, or do not fit the file that they start from.
     """
+    if config.init_from_adapters is not None:
+        check_component(config.init_from_adapters, component=component)
     start = None if config.init_from_adapters is None else read_lora(pipeline, config.init_from_adapters)
     config = replace(config, lora_alpha=config.lora_alpha or (config.lora_rank if start is None else start.alpha))
     add_lora(pipeline, config, component=component)
@@ -107,6 +113,22 @@ def _check_loads_lora(pipeline: Any) -> None:
     if not hasattr(pipeline, "save_lora_weights"):
         raise BucketingError(
             f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out `lora_rank`)."
+        )
+
+
+def check_component(path: str, *, component: str) -> None:
+    """Raise BucketingError if LoRA weights are those of a run that trained another transformer of its pipeline.
+
+    Their names do not tell: diffusers gives those of `transformer` and of `transformer_2` the same. The settings of a
+    run do, which lie beside its weights and above its checkpoints.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    settings = (folder.parent if folder.name.startswith("checkpoint-") else folder) / SETTINGS
+    trained = json.loads(settings.read_text())["trained_component"] if settings.is_file() else component
+    if trained != component:
+        raise BucketingError(
+            f"{path} holds adapters of {trained}, as {settings} says, and this run trains {component}; give "
+            f"`trained_component={trained}`, or other adapters."
         )
 
 

@@ -10,13 +10,23 @@ from ..errors import BucketingError, quoted
 from ..loaders.faults import FaultRule
 from ..losses.reduction import Reduction
 from ..media.views import ViewRule
+from ..models.shift import read_shift
 from ..packing.attention import Backend
 from ..packing.token_drop import Mode as TokenDropMode
 from ..packing.token_drop import TokenDrop
 from ..plans.bin_packing import PackStrategy
 from ..plans.deal import Remainder
 from ..plans.packs import Balance
-from ..settings import build, check_at_least, check_literals, check_shares, explains_names, flatten, not_default
+from ..settings import (
+    build,
+    check_at_least,
+    check_literals,
+    check_shares,
+    explains_names,
+    flatten,
+    not_default,
+    number_or_text,
+)
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .memory.config import MemoryConfig
@@ -38,8 +48,9 @@ class BatchConfig:
     Args:
         batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs of samples of any sizes.
         train_batch_size (`int`): Samples per process and step, for buckets without `max_tokens`.
-        max_tokens (`int` or `"auto"`, *optional*): Tokens per process and step, which packs need. With `"auto"`, the
-            run finds the largest number that fits in memory.
+        max_tokens (`int` or `"auto"`, *optional*): Tokens per process and step, which packs need. Where text sits in
+            one sequence with its sample, the `max_sequence_length` tokens of each caption count too. With `"auto"`,
+            the run finds the largest number that fits in memory.
         remainder (`"short"`, `"drop"`, `"repeat"` or `"catch_all"`): Treatment of the samples of a bucket that do not
             fill a step on all processes: a smaller step, none, a step filled up with samples seen before, or batches
             shared by all buckets.
@@ -141,6 +152,12 @@ class ObjectiveConfig:
     Args:
         weighting_scheme (`"logit_normal"` or `"uniform"`, *optional*): Distribution of noise levels in flow matching;
             by default `"logit_normal"`. Denoising models such as Latte have none.
+        shift (`float` or `str`, *optional*): Shift of noise levels towards noise in flow matching; by default that of
+            the pipeline's scheduler, which for some models grows with a sample's tokens, up to the most that its
+            configuration names. A number is one shift for all samples. `"tokens"` grows with the tokens as Flux's,
+            `"pixels"` with the square root of the pixels as in Stable Diffusion 3, 3 at 1024×1024. `"resolution"` is
+            what the model's authors name for some resolutions, and `480x832:2,720x1280:5` names them: height, width
+            and shift. `"unbounded"` is the scheduler's, also beyond the most tokens that it names.
         snr_gamma (`float`, *optional*): Gamma of min-SNR loss weighting, such as 5.0, for denoising models such as
             Latte.
         loss_reduction (`"sample"` or `"token"`): Unit of equal weight in the loss: every sample, or every token.
@@ -151,6 +168,7 @@ class ObjectiveConfig:
     """
 
     weighting_scheme: Literal["logit_normal", "uniform"] | None = None
+    shift: float | str | None = field(default=None, metadata={"parse": number_or_text})
     snr_gamma: float | None = None
     loss_reduction: Reduction = "sample"
     caption_dropout: float = 0.0
@@ -158,6 +176,8 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         check_literals(self)
         check_shares(self, "caption_dropout")
+        if self.shift is not None:
+            read_shift(self.shift)
 
 
 @explains_names

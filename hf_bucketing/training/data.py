@@ -49,7 +49,8 @@ class TrainingData:
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's.
-        cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens.
+        text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
+        cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
         empty_text ([`TextEmbeddings`], *optional*): Empty caption, where captions are dropped and come from a cache.
     """
@@ -59,6 +60,7 @@ class TrainingData:
     bucket_ids: npt.NDArray[np.int64]
     table: BucketTable | OpenTable
     num_tokens: npt.NDArray[np.int64]
+    text_tokens: int
     cost_model: CostModel
     reduction: Reduction
     empty_text: TextEmbeddings | None
@@ -69,6 +71,10 @@ class TrainingData:
             return self.sampler.tokens_in(epoch)[rows]
         return self.num_tokens[rows]
 
+    def lengths_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of rows and of the text in their sequence, `(n,)`: what a step of them takes."""
+        return self.tokens_of(rows, epoch=epoch) + self.text_tokens
+
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
         """Return the weights of the losses of rows, `(n,)`."""
         return reduction_weights(torch.from_numpy(self.tokens_of(rows, epoch=epoch)), self.reduction)
@@ -78,10 +84,12 @@ class TrainingData:
         return [self.table.size(int(self.bucket_ids[row])) for row in rows]
 
 
-def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> TrainingData:
+def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_tokens: int = 0) -> TrainingData:
     """Read the prepared data set and make its loader.
 
     The width of the model, the channels of its tokens, decides the cost of attention relative to all else.
+    `text_tokens` are those that a caption adds to the sequence of its sample, as a
+    [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them too.
 
     Raises:
         BucketingError: If the data set was prepared for another model, or holds no usable row.
@@ -91,6 +99,11 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         raise BucketingError(
             f"{config.dataset_dir} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
             f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
+        )
+    if prepared.caption_column is None:
+        raise BucketingError(
+            f"The rows of {config.dataset_dir} have no captions, which the model needs; prepare the data set with "
+            "--caption_column, or with captions beside its files."
         )
     batches = config.batches
     dataset = prepared.dataset
@@ -109,6 +122,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
     sampler: PlannedBatchSampler
     common: dict[str, Any] = {
         "rejection": dataset["rejection"],
+        "text_tokens": text_tokens,
         "longest_first": batches.longest_first,
         "seed": config.seed,
     }
@@ -156,6 +170,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int) -> Traini
         bucket_ids=bucket_ids,
         table=table,
         num_tokens=num_tokens,
+        text_tokens=text_tokens,
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
         empty_text=empty_text,

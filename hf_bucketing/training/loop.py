@@ -30,7 +30,7 @@ from ..models.enable import disable_packing
 from ..models.recipe import PARTS, pipeline_folder
 from ..models.registry import recipe_of
 from ..settings import changed
-from .adapters import checkpoint_adapters_only, save_lora, start_adapters
+from .adapters import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
 from .checkpoint import (
     Progress,
     find_checkpoint,
@@ -62,7 +62,7 @@ from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
-from .steps import StepLosses, check_positions, make_step
+from .steps import StepLosses, check_cached, check_positions, make_step
 from .validation import Validation, parse_sizes
 
 logger = get_logger(__name__)
@@ -131,9 +131,15 @@ class Trainer:
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            self.data = make_data(self.config, spec, width=model_width(self.recipe.transformer))
+            self.data = make_data(
+                self.config,
+                spec,
+                width=model_width(self.recipe.transformer),
+                text_tokens=self.recipe.text_tokens(self.recipe.max_sequence_length),
+            )
         self.step.empty_text = self.data.empty_text
         check_positions(self.step, self.data, spec)
+        check_cached(self.recipe, self.data)
         self._prepare()
         self.global_step = 0
 
@@ -213,7 +219,7 @@ class Trainer:
         if accelerator.is_main_process:
             if self.checkpoint is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
-            (self.folder / "training_config.json").write_text(json.dumps(self.config.flat(), indent=2) + "\n")
+            (self.folder / SETTINGS).write_text(json.dumps(self.config.flat(), indent=2) + "\n")
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
         for line in self.describe():
@@ -271,7 +277,7 @@ class Trainer:
             start = time.perf_counter()
             step = self.loader.step - 1
             rows = self.loader.rows_of_step(step)
-            tokens = self.data.tokens_of(rows, epoch=epoch)
+            tokens = self.data.lengths_of(rows, epoch=epoch)
             whole = self.data.loss_weights(self.loader.rows_in_window, epoch=epoch).sum()
             weights = (self.data.loss_weights(rows, epoch=epoch) / whole).to(self.accelerator.device)
             with self.accelerator.accumulate(self.transformer):

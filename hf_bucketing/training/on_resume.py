@@ -33,7 +33,15 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
     # state does not know the sizes that random_resize draws: it holds the tokens of one epoch.
     "equal": (
         *("batching", "trained_component", "mixed_precision", "lora_rank", "lora_alpha", "lora_targets", "ema_decay"),
-        *("optimizer", "weighting_scheme", "snr_gamma", "loss_reduction", "max_sequence_length", "random_resize"),
+        *(
+            "optimizer",
+            "weighting_scheme",
+            "shift",
+            "snr_gamma",
+            "loss_reduction",
+            "max_sequence_length",
+            "random_resize",
+        ),
         *("positions", "base_size", "token_drop_rate", "token_drop_mode", "trained_dtype", "quantize_base"),
     ),
     # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.

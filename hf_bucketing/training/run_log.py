@@ -153,7 +153,7 @@ class StepMetrics:
             values (`torch.Tensor` of shape `(n,)`): Losses of the samples.
             noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
             weights (`torch.Tensor` of shape `(n,)`): Weight of each sample in the loss of the step over all processes.
-            tokens (array of `int`, shape `(n,)`): Tokens of each sample.
+            tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
             cost (`float`): Cost of the samples, in any unit.
             seconds (`float`): Time from the arrival of the batch to the end of its work on the device.
         """

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..buckets.sizes import LatentSpec
+from ..caching.collator import CachedCollator
 from ..errors import BucketingError, PackingError
 from ..media.sample import frame_rates
 from ..models.enable import enable_packing, packing_disabled
@@ -121,6 +122,7 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     objective = recipe.objective(
         weighting_scheme=config.objective.weighting_scheme,
         snr_gamma=config.objective.snr_gamma,
+        shift=config.objective.shift,
         seed=config.seed,
     )
     common: dict[str, Any] = {
@@ -149,14 +151,14 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
 
 
 def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
-    """Raise BucketingError if a sample of a pack lies beyond the positions that the model has."""
-    if not isinstance(step, PackStep) or step.packing.base_size is not None:
-        return  # samples of one size fit, and stretched positions fit any
+    """Raise BucketingError if a sample lies beyond the positions that the model has, such as a video for images."""
+    if isinstance(step, PackStep) and step.packing.base_size is not None:
+        return  # stretched positions fit any sample
     ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
     for bucket_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
         size = data.table.size(bucket_id)
         try:
-            step.packing.family.check_grids(step.recipe.transformer, [spec.grid(size)])
+            step.recipe.family.check_grids(step.recipe.transformer, [spec.grid(size)])
         except PackingError as error:
             raise BucketingError(
                 f"The model cannot take the {count} samples of {size}: {error} --max_frames of "
@@ -197,3 +199,25 @@ def text_of(
         return text
     assert empty is not None, "make_data reads it from the cache"
     return text.replaced(dropped, empty)
+
+
+def check_cached(recipe: Recipe, data: TrainingData) -> None:
+    """Raise BucketingError if a cache lacks what the model is shown of a sample, such as its first frame.
+
+    All entries of a cache are made by one encoder, so one row is read.
+    """
+    collator, rows = data.loader.collate_fn, np.flatnonzero(data.num_tokens > 0)
+    if not isinstance(collator, CachedCollator) or not len(rows):
+        return
+    batch = collator([data.loader.dataset[int(rows[0])]])
+    latent = batch["latents"][0]
+    if len(latent) != recipe.latent_channels:
+        raise BucketingError(
+            f"The cache holds latents of {len(latent)} channels, but a {recipe.pipeline_class} is trained on "
+            f"{recipe.latent_channels}; run scripts/cache_latents.py again with this pipeline."
+        )
+    if missing := recipe.blank_conditions(latent).keys() - batch.get("conditions", {}).keys():
+        raise BucketingError(
+            f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
+            "scripts/cache_latents.py again with this pipeline."
+        )

@@ -56,6 +56,7 @@ VARIANTS = {
         {"remainder": "catch_all", "lockstep": False}, {"weights": WEIGHTS}, {"weights": {0: 0.5}},
         {"batch_size": None, "max_tokens": 200, "spec": WAN},
         {"batch_size": None, "max_tokens": 200, "spec": WAN, "max_samples": 4},
+        {"batch_size": None, "max_tokens": 200, "spec": WAN, "text_tokens": 5},
         {"batch_size": None, "max_cost": 5000.0, "spec": WAN, "cost_model": COST},
         {"batch_size": None, "max_cost": 5000.0, "spec": WAN, "cost_model": COST, "max_tokens": 128},
         {"shuffle": False},

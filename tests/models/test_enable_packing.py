@@ -6,6 +6,7 @@ import inspect
 import sys
 from functools import partial
 
+import diffusers
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -14,6 +15,7 @@ from peft import LoraConfig
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing, stock
 from hf_bucketing.models.registry import families, family_of
+from hf_bucketing.models.unpackable import UNPACKABLE
 from hf_bucketing.models.wan import WanFamily
 from hf_bucketing.packing import packed_forward
 from tests.models.cases import CASES, TIMESTEPS, Samples, largest_difference, make_model
@@ -132,11 +134,24 @@ def test_packing_is_enabled_once_on_known_models_and_needed_for_packs() -> None:
         "unknown attention backend 'fast'": lambda: enable_packing(model, backend="fast"),
         "strip_length must be at least 1": lambda: enable_packing(model, strip_length=0),
         "exceeds the 64 positions": lambda: enable_packing(model, strip_length=65),
+        r"SanaTransformer2DModel cannot be packed: its attention is linear.* bucketed": lambda: enable_packing(
+            diffusers.SanaTransformer2DModel(num_layers=1, num_attention_heads=1, num_cross_attention_heads=1,
+                                             attention_head_dim=4, cross_attention_head_dim=4, cross_attention_dim=4,
+                                             caption_channels=4, sample_size=4)),
         r"does not know torch\.nn.*Linear; it knows .*WanTransf": lambda: enable_packing(torch.nn.Linear(1, 1)),
     }  # fmt: skip
     for message, call in cases.items():
         with pytest.raises(PackingError, match=f"(?i){message}"):
             call()
+
+
+def test_models_that_strips_cannot_carry_are_classes_of_diffusers_that_no_family_claims() -> None:
+    assert not UNPACKABLE.keys() & families().keys()
+    for name in UNPACKABLE:
+        model = torch.nn.Module()
+        model.__class__ = type(f"My{name}", (getattr(diffusers, name),), {})
+        with pytest.raises(PackingError, match=f"My{name} cannot be packed: .*Train this model with bucketed batches"):
+            family_of(model)
 
 
 def test_a_subclass_that_keeps_the_stock_forward_is_packed_as_its_base() -> None:

@@ -28,8 +28,8 @@ def verify(model=None, dtype: torch.dtype = torch.float32, **options) -> Verific
 def test_a_sound_model_passes_every_check(dtype: torch.dtype) -> None:
     report = verify(dtype=dtype)
     assert report.passed, str(report)
-    assert len(report.checks) == 7
-    assert str(report).count(" ok") == 7
+    assert len(report.checks) == 8
+    assert str(report).count(" ok") == 8
 
 
 def test_backends_that_mask_are_verified_with_a_finite_poison() -> None:
@@ -52,11 +52,17 @@ def test_the_model_is_left_as_it_was() -> None:
         verify(model)
 
 
-def test_missing_conditioning_is_refused_by_name() -> None:
-    case = CASES["ltx"]
+def test_conditioning_is_drawn_the_same_each_time_unless_it_is_given() -> None:
+    case = CASES["sd3"]
     samples, model = Samples(case=case), case.model()
-    with pytest.raises(PackingError, match=r"needs conditioning \['rope_interpolation_scale'\]"):
-        verify_packing(model, samples.latents, timesteps=samples.timesteps, text=samples.text, strip_length=4)
+    options = {"timesteps": samples.timesteps, "text": samples.text, "strip_length": 4}
+    before = torch.get_rng_state()
+    drawn, again = (str(verify_packing(model, samples.latents, **options)) for _ in range(2))
+    assert drawn == again
+    assert torch.equal(torch.get_rng_state(), before)
+    assert drawn != str(verify_packing(model, samples.latents, conditioning=samples.conditioning, **options))
+    with pytest.raises(PackingError, match=r"needs conditioning \['pooled_projections'\]"):
+        verify_packing(model, samples.latents, conditioning={}, **options)
     samples.alone(model)
 
 
@@ -99,6 +105,19 @@ def test_a_timestep_of_another_sample_fails(monkeypatch) -> None:
     assert {"outputs", "loss", "gradients"} <= failed(verify())
 
 
+def test_timesteps_of_another_frame_fail_their_own_check_alone(monkeypatch) -> None:
+    original = WanFamily.forward_kwargs
+
+    def swapped(self, batch):
+        kwargs = original(self, batch)
+        by_token = kwargs["timestep"].ndim == 2
+        return {**kwargs, "timestep": kwargs["timestep"].flip(0)} if by_token else kwargs
+
+    monkeypatch.setattr(WanFamily, "forward_kwargs", swapped)
+    failures = [check.name for check in verify().checks if not check.holds]
+    assert failures == ["outputs, a timestep per frame"]
+
+
 def test_frozen_parts_and_learned_variance_are_allowed() -> None:
     model = make_model(out_channels=8)
     model.patch_embedding.requires_grad_(False)
@@ -107,7 +126,7 @@ def test_frozen_parts_and_learned_variance_are_allowed() -> None:
 
 def test_the_script_prints_the_table_and_its_exit_code_is_the_verdict(pipeline_dir) -> None:
     result = run_script_here("verify_packing.py", pipeline_dir, "--sizes", "3,2,4", "1,5,2", "--strip_length", 4)
-    assert result.stdout.count(" ok") == 7
+    assert result.stdout.count(" ok") == 8
     result = run_script_here("verify_packing.py", pipeline_dir, "--strip_length", 500, check=False)
     assert result.returncode == 1
     assert "exceeds the 128 positions" in result.stderr.strip().splitlines()[-1]

@@ -95,6 +95,23 @@ def test_packing_computes_whole_strips_up_to_max_tokens() -> None:
     assert packing.max_tokens == 64, "the largest sample, as five of median tokens have 40"
 
 
+def test_text_in_the_sequence_counts_and_costs_as_the_samples_tokens_do() -> None:
+    samples = [(1, 32, 64)] * 4  # 8 tokens each, and 3 of text
+    found = strategies(samples, batch_size=2, num_processes=1, text_tokens=3, strip_length=16, max_tokens=38)
+    cost = [24 * length + 4 * length**2 for length in (8 + 3, 16 + 3)]
+    assert {name: (one.real_tokens, one.computed_tokens) for name, one in found.items() if name != "padding"} == {
+        "bucketing": (4 * 11, 4 * 11), "packing": (4 * 11, 4 * 19)
+    }  # fmt: skip
+    assert (found["bucketing"].epoch_cost, found["packing"].epoch_cost) == (4 * cost[0], 4 * cost[1])
+    assert (found["bucketing"].efficiency, found["packing"].efficiency) == (1, pytest.approx(cost[0] / cost[1]))
+    assert found["packing"].num_steps == 2
+    by_default = strategies(samples, batch_size=2, num_processes=1, text_tokens=3, strip_length=16)
+    assert by_default["packing"].max_tokens == 22
+    columns = SizeColumns(*zip(*samples, strict=True))
+    config = ReportConfig(num_processes=1, text_tokens=3, width=1)
+    assert make_report(columns, TABLE, spec=SPEC, config=config).buckets.buckets[1].cost == cost[0]
+
+
 def test_bucketing_computes_real_tokens_alone_and_names_what_it_drops() -> None:
     samples = [(1, 32, 64), (1, 32, 64), (1, 64, 64), (1, 64, 64), (5, 32, 32), (1, 40, 70)]
     bucketing = strategies(samples, batch_size=5, num_processes=1)["bucketing"]
@@ -210,7 +227,8 @@ def test_histograms_count_in_bins_of_equal_ratio() -> None:
 
 @pytest.mark.parametrize("change", [
     {"batch_size": 3}, {"num_processes": 3}, {"max_tokens": 80}, {"strip_length": 8}, {"seed": 1}, {"width": 2},
-    {"max_area": 1000}, {"rule": AssignmentRule(max_upscale=2)}, {"rule": AssignmentRule(max_aspect_error=0.1)},
+    {"max_area": 1000}, {"text_tokens": 5}, {"rule": AssignmentRule(max_upscale=2)},
+    {"rule": AssignmentRule(max_aspect_error=0.1)},
 ], ids=str)  # fmt: skip
 def test_every_setting_changes_the_report(change) -> None:
     before, after = (
@@ -222,6 +240,7 @@ def test_every_setting_changes_the_report(change) -> None:
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: ReportConfig(batch_size=0), "`batch_size` must be at least 1, got 0"),
     (lambda: ReportConfig(max_tokens=0), "`max_tokens` must be at least 1"),
+    (lambda: ReportConfig(text_tokens=-1), "`text_tokens` must be at least 0"),
     (lambda: ReportConfig(seed=-1), "`seed` must not be negative"),
     (lambda: make_report(SizeColumns([], [], []), TABLE, spec=SPEC), "empty"),
     (lambda: make_report(SizeColumns([1], [64, 64], [64, 64]), TABLE, spec=SPEC), "equally long"),

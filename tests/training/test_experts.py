@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline, WanPipeline
 from hf_bucketing import BucketingError
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.wan.recipe import WanRecipe
+from hf_bucketing.training.adapters import AdapterConfig, check_component, start_adapters
 from tests.training.training_cases import in_process, run
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
@@ -81,6 +82,16 @@ def test_adapters_of_the_second_transformer_load_into_it(expert_dir, prepared_di
     pipeline.load_lora_weights(str(tmp_path), load_into_transformer_2=True)
     adapted = {name for name in EXPERTS if getattr(getattr(pipeline, name), "peft_config", {})}
     assert adapted == {"transformer_2"}
+
+
+def test_adapters_of_another_transformer_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "training_config.json").write_text('{"trained_component": "transformer_2"}')
+    (tmp_path / "checkpoint-3").mkdir()
+    for path in (tmp_path, tmp_path / "pytorch_lora_weights.safetensors", tmp_path / "checkpoint-3"):
+        config = AdapterConfig(lora_rank=2, init_from_adapters=str(path))
+        with pytest.raises(BucketingError, match=r"holds adapters of transformer_2, .* this run trains transformer;"):
+            start_adapters(None, config, component="transformer")
+        check_component(str(path), component="transformer_2")
 
 
 def test_a_pipeline_without_a_second_transformer_and_levels_that_do_not_rise_are_refused(pipeline_dir: Path) -> None:

@@ -138,6 +138,7 @@ PACKED = {"batching": "pack", "max_tokens": 640}
     ({}, {"optimizer": "adamw_8bit"}, "optimizer was adamw and is adamw_8bit"),
     ({}, {"trained_component": "transformer_2"}, "trained_component was transformer and is transformer_2"),
     ({}, {"weighting_scheme": "uniform"}, "weighting_scheme was not given and is uniform"),
+    ({"shift": 3.0}, {"shift": "pixels"}, "shift was 3.0 and is pixels"),
     ({}, {"snr_gamma": 5.0}, "snr_gamma was not given and is 5.0"),
     ({}, {"loss_reduction": "token"}, "loss_reduction was sample and is token"),
     ({}, {"max_sequence_length": 16}, "max_sequence_length was 32 and is 16"),

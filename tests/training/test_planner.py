@@ -141,6 +141,18 @@ def test_the_largest_number_of_tokens_is_the_last_that_fits(configs) -> None:
     assert largest_tokens(components, CPU, memory=MIB) == 0
 
 
+def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monkeypatch) -> None:
+    components = read_components(str(configs["wan"]))
+    config = dataclasses.replace(CPU, max_tokens=200)  # samples of 48 tokens, and 16 of text
+    apart = plan_components(components, config)
+    assert (apart.shape.samples, apart.shape.length) == (4, 4 * 48)
+    alone = largest_tokens(components, CPU, memory=apart.total, at_most=480)
+    monkeypatch.setattr(type(components.recipe.family), "text_in_sequence", True)
+    joint = plan_components(components, config).shape
+    assert (joint.samples, joint.tokens, joint.text_tokens, joint.length) == (3, 3 * 48, 3 * 16, 3 * 64)
+    assert (alone, largest_tokens(components, CPU, memory=apart.total, at_most=480)) == (4 * 48, 4 * 64)
+
+
 def test_a_step_of_samples_of_several_sizes_is_planned_by_its_tokens(configs) -> None:
     components = read_components(str(configs["wan"]))
     packs = dataclasses.replace(CPU, batching="pack", cached="nothing")

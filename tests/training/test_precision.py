@@ -47,6 +47,20 @@ def unreadable(pipeline: Path, copy: Path, *components: str) -> Path:
     return copy
 
 
+def test_a_cache_of_another_models_latents_is_refused_before_training(
+    cached_dirs, pipeline_dir, tmp_path: Path, monkeypatch
+) -> None:
+    config = in_process(pipeline_dir, cached_dirs["bucket"], tmp_path)
+    recipe = recipe_of(str(pipeline_dir))
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "blank_conditions", lambda self, latent: {"first_frame": latent})
+        with pytest.raises(BucketingError, match="A WanPipeline is also shown first_frame, which the cache lacks"):
+            Trainer(config)
+    monkeypatch.setattr(recipe, "latent_channels", 16)
+    with pytest.raises(BucketingError, match="holds latents of 4 channels, but a WanPipeline is trained on 16"):
+        Trainer(config)
+
+
 @pytest.mark.parametrize("batching", BATCHES)
 def test_with_caches_a_run_opens_neither_text_encoder_nor_vae(
     batching: str, pipeline_dir, cached_dirs, prepared_dir, tmp_path: Path

@@ -19,7 +19,7 @@ from hf_bucketing import BucketingError, CostModel, Size
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.media import ViewRule
-from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
@@ -49,6 +49,47 @@ def test_a_bucket_batch_has_the_given_samples_or_tokens(data) -> None:
         assert max(np.diff(plan.offsets)) == size
     assert 150 < max(tokens_per_batch(data(max_tokens=300))) <= 300
     assert max(tokens_per_batch(data(max_tokens=600))) > 300
+
+
+def test_max_tokens_holds_the_text_where_it_sits_in_the_sequence(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    spec = PreparedDataset.load(prepared_dir).spec
+    for batching in ({}, {**PACKED, "strip_length": 1}):
+        config = in_process(pipeline_dir, prepared_dir, tmp_path, **{**batching, "max_tokens": 300})
+        apart, joint = (make_data(config, spec, width=96, text_tokens=tokens) for tokens in (0, 50))
+        plan, longest = joint.sampler.plan(0), []
+        for data in (apart, joint):
+            lengths = joint.lengths_of(data.sampler.plan(0).indices, epoch=0)
+            longest.append(max(np.add.reduceat(lengths, data.sampler.plan(0).offsets[:-1])))
+        assert 200 < longest[1] <= 300 < longest[0], "the text of the longest batch, counted or not"
+        assert joint.lengths_of(plan.indices, epoch=0).tolist() == [n + 50 for n in joint.num_tokens[plan.indices]]
+        weights = [data.loss_weights(plan.indices, epoch=0).tolist() for data in (apart, joint)]
+        assert weights[0] == weights[1], "a loss has no tokens of text"
+        with pytest.raises(BucketingError, match="exceeds `max_tokens=300`"):
+            make_data(config, spec, width=96, text_tokens=300)
+
+
+def test_a_run_counts_the_text_that_its_family_says_is_in_the_sequence(
+    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
+) -> None:
+    from hf_bucketing.training.memory import estimate as memory
+
+    wan, flux = (families()[f"{name}Transformer{dims}DModel"] for name, dims in (("Wan", 3), ("Flux", 2)))
+    assert (wan.text_in_sequence, flux.text_in_sequence) == (False, True)
+    config = in_process(pipeline_dir, prepared_dir, tmp_path, max_train_steps=1, batching="pack", max_tokens=400)
+    assert Trainer(config).data.text_tokens == 0
+    monkeypatch.setattr(type(wan), "text_in_sequence", True)
+    recipe = recipe_of(str(pipeline_dir))
+    assert (recipe.text_tokens(), recipe.text_tokens(32)) == (512, 32)
+    trainer = Trainer(config)
+    assert trainer.data.text_tokens == 32
+    shape = memory.plan_of_run(trainer.config, trainer.data, accelerator=trainer.accelerator).shape
+    assert shape.text_tokens == 32 * shape.samples
+    assert shape.length == shape.tokens + shape.text_tokens <= 400
+    trainer.run()
+    (entry,) = [json.loads(line) for line in (tmp_path / "logs" / "losses.jsonl").read_text().splitlines()]
+    rows = trainer.data.sampler.plan(0).batch(0)
+    assert entry["tokens"] == int(trainer.data.num_tokens[rows].sum()) + 32 * len(rows)
+    assert 0 < entry["fill"] <= 1
 
 
 def test_each_remainder_policy_treats_the_samples_that_fill_no_batch_in_its_own_way(data) -> None:
@@ -134,6 +175,28 @@ def test_snr_weighting_reaches_the_objective_of_denoising_models_alone(
         else:
             with pytest.raises(BucketingError, match=message):
                 make_step(config, recipe)
+
+
+def test_the_shift_reaches_the_objective_of_flow_models_alone(pipeline_dirs, prepared_dir, tmp_path: Path) -> None:
+    recipes = {name: recipe_of(str(folder)).load(str(folder)) for name, folder in pipeline_dirs.items()}
+
+    def levels(name: str, height: int, width: int, **settings: Any) -> torch.Tensor:
+        config = in_process(pipeline_dirs[name], prepared_dir, tmp_path, **settings)
+        latents = [torch.zeros(1, 1, height, width)] * 20
+        return make_step(config, recipes[name]).objective(latents, indices=range(20), epoch=0).timesteps / 1000
+
+    small, large = (4, 4), (60, 104)
+    fixed = levels("wan", *small)
+    assert torch.equal(fixed, levels("wan", *large))
+    assert torch.equal(fixed, levels("wan", *small, shift=3.0))
+    assert torch.equal(fixed, levels("wan", *large, shift="resolution"))
+    lower = levels("wan", *large, shift="480x832:2,720x1280:5")
+    assert torch.allclose(fixed / (1 - fixed) / 3, lower / (1 - lower) / 2, rtol=1e-3)
+    for name, law in (("wan", "pixels"), ("wan", "tokens"), ("ltx", None), ("ltx", "unbounded")):
+        assert (levels(name, *small, shift=law) < levels(name, *large, shift=law)).all(), law
+    assert (levels("ltx", *large, shift="unbounded") > levels("ltx", *large)).all()
+    with pytest.raises(BucketingError, match="`shift` is about the noise levels of a flow"):
+        levels("latte", *small, shift=3.0)
 
 
 class Enabled(NamedTuple):
@@ -371,6 +434,20 @@ def test_samples_beyond_the_models_positions_are_refused_before_training(
     assert len(run(config)) == 3
 
 
+@pytest.mark.parametrize("batching", [{}, PACKED], ids=["bucket", "pack"])
+def test_videos_and_missing_captions_are_refused_before_training(
+    batching, pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
+) -> None:
+    config = in_process(pipeline_dir, prepared_dir, tmp_path / "out", **batching)
+    monkeypatch.setattr(type(recipe_of(str(pipeline_dir)).family), "limits", lambda *args: (1, 999, 999))
+    with pytest.raises(BucketingError, match=r"cannot take the \d+ samples of \d+×.* 1 positions for frames"):
+        Trainer(config)
+    prepared = PreparedDataset.load(prepared_dir)
+    dataclasses.replace(prepared, caption_column=None).save(tmp_path / "silent")
+    with pytest.raises(BucketingError, match="have no captions, which the model needs"):
+        make_data(changed(config, dataset_dir=str(tmp_path / "silent")), prepared.spec, width=96)
+
+
 def test_running_out_of_memory_names_the_samples_and_what_to_lower(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
 ) -> None:
@@ -389,7 +466,7 @@ def test_running_out_of_memory_names_the_samples_and_what_to_lower(
     {"max_tokens": "much"}, {"max_tokens": 0}, {"caption_dropout": 2.0}, {"lora_alpha": 4}, {"balance": "cost"},
     {"remainder": "drop", "batching": "pack", "max_tokens": 9},
     {"optimizer": "sgd"}, {"seed": -1}, {"dataloader_num_workers": -1}, {"lr_warmup_steps": 5},
-    {"video_decoder": "ffmpeg"},
+    {"video_decoder": "ffmpeg"}, {"shift": "large"}, {"shift": 0.0},
 ])  # fmt: skip
 def test_impossible_settings_are_errors(change) -> None:
     with pytest.raises(BucketingError):

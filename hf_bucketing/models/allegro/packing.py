@@ -30,6 +30,10 @@ class AllegroFamily(Family):
         if strip_length == 1:
             raise PackingError("Allegro's blocks do not run strips of one token; use a strip_length of at least 2.")
 
+    def trial_grids(self, transformer: Transformer) -> list[Grid]:
+        """Return no grid of one token, which the stock model cannot run: its blocks squeeze that axis away."""
+        return [(1, 1, 2) if grid == (1, 1, 1) else grid for grid in super().trial_grids(transformer)]
+
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables of frames, rows and columns that its pipeline would pass, a third of a head's each."""
         axes = axis_coordinates(grid, base_size, device=device)

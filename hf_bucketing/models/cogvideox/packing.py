@@ -71,14 +71,25 @@ class CogVideoXFamily(JointFamily):
         """Return no limit, because no positions are looked up for a strip."""
         return UNLIMITED
 
+    def trial_grids(self, transformer: Transformer) -> list[Grid]:
+        """Return grids of the one size of learned positions, where the model has these."""
+        grids = super().trial_grids(transformer)
+        if not transformer.config.use_learned_positional_embeddings:
+            return grids
+        return [(frames, *base_grid(transformer)) for frames, _, _ in grids]
+
+    def text_length(self, transformer: Transformer) -> int | None:
+        """Return the length of the table of positions, where text is part of it."""
+        return int(transformer.config.max_text_seq_length) if _has_table(transformer) else None
+
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""
         return {"ofs": lambda grids: torch.full((len(grids),), 2.0)} if transformer.config.ofs_embed_dim else {}
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
         """Refuse texts that do not have the length of the table of positions."""
-        length = transformer.config.max_text_seq_length
-        if _has_table(transformer) and set(layout.text_lengths) != {length}:
+        length = self.text_length(transformer)
+        if length is not None and set(layout.text_lengths) != {length}:
             raise PackingError(
                 f"This CogVideoX transformer takes texts of {length} tokens, padding included "
                 f"(max_text_seq_length); got {layout.text_lengths}."

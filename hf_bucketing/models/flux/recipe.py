@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
-from ..shift import scheduler_shift
 from .packing import BLOCK, FAMILY
 
 
@@ -28,10 +26,6 @@ class FluxRecipe(Recipe):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the VAE's stride; a token is a block of latent pixels, whatever the transformer's `patch_size`."""
         return image_spec(name_or_path, side=BLOCK)
-
-    def shift(self) -> Shift:
-        """Return the scheduler's shift: by the number of tokens, except for [schnell]."""
-        return scheduler_shift(self.pipeline.scheduler.config, patch=self.spec.patch)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

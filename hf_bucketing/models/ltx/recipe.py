@@ -8,9 +8,7 @@ import torch
 
 from ...buckets.sizes import LatentSpec
 from ...media.sample import frame_rates
-from ..objectives import Shift
 from ..recipe import Recipe, Samples, read_configs
-from ..shift import scheduler_shift
 from .packing import FAMILY, SCALES
 
 
@@ -35,10 +33,6 @@ class LTXRecipe(Recipe):
             spatial_stride=spatial or vae["patch_size"] * 2**halvings,
             patch=(transformer["patch_size_t"], side, side),
         )
-
-    def shift(self) -> Shift:
-        """Return the scheduler's shift, which may depend on the number of tokens of each sample."""
-        return scheduler_shift(self.pipeline.scheduler.config)
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return the statistics that the VAE's weights hold."""

@@ -6,16 +6,17 @@ import torch
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
-from ..objectives import Shift
 from ..recipe import Recipe, TextEmbeddings, image_spec
-from ..shift import scheduler_shift
 from .packing import FAMILY
+
+_CLIP_TOKENS = 77
+"""Text tokens that CLIP makes of every caption."""
 
 
 class SD3Recipe(Recipe):
     """Recipe of `StableDiffusion3Pipeline`; see [`Recipe`].
 
-    A caption has the tokens of CLIP, usually 77, and after them `max_sequence_length` of T5: zeros where the pipeline
+    A caption has the 77 tokens of CLIP, and after them `max_sequence_length` of T5: zeros where the pipeline
     comes without it (`text_encoder_3`).
     """
 
@@ -30,9 +31,10 @@ class SD3Recipe(Recipe):
         """Read the VAE's stride and the transformer's patch."""
         return image_spec(name_or_path)
 
-    def shift(self) -> Shift:
-        """Return the scheduler's shift."""
-        return scheduler_shift(self.pipeline.scheduler.config, patch=self.spec.patch)
+    @classmethod
+    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
+        """Return the tokens of a caption: those of CLIP, and after them those of T5."""
+        return _CLIP_TOKENS + super().text_tokens(max_sequence_length)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...buckets.sizes import LatentSpec
-from ..objectives import Shift
 from ..recipe import Recipe, read_configs
 from .packing import FAMILY
 
@@ -21,6 +20,10 @@ class WanRecipe(Recipe):
     native_sizes = ((480, 832), (720, 1280))
     """480p and 720p; Wan 2.2 5B, whose sides are multiples of 32, rounds the latter down to its own 704×1280."""
 
+    shifts_by_resolution = ((480, 832, 3.0), (720, 1280, 5.0))
+    """Those of the examples of diffusers' Wan pipelines; for training at 480p, the model's authors advise 2
+    (Wan-Video/Wan2.1, issue 291)."""
+
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
@@ -30,11 +33,6 @@ class WanRecipe(Recipe):
             spatial_stride=vae.get("scale_factor_spatial", 8),
             patch=tuple(transformer["patch_size"]),
         )
-
-    def shift(self) -> Shift:
-        """Return the one shift of the pipeline's scheduler."""
-        config = self.pipeline.scheduler.config
-        return float(config.get("flow_shift") or config.get("shift") or 1.0)
 
     def sigmas(self) -> tuple[float, float]:
         """Return the trained transformer's side of the boundary."""

@@ -55,7 +55,7 @@ def describe(
     if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
         epoch += 1
         plan = data.sampler.plan(epoch)
-    of_samples = data.tokens_of(plan.indices, epoch=epoch)
+    of_samples = data.lengths_of(plan.indices, epoch=epoch)
     tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
     costs = data.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
     degree = config.memory.context_parallel_degree
@@ -106,10 +106,12 @@ def plan_of_run(config: TrainingConfig, data: TrainingData, *, accelerator: Acce
         BucketingError: As [`config_of_run`].
     """
     plan = data.sampler.plan()
-    of_samples = data.tokens_of(plan.indices, epoch=data.sampler.epoch)
-    tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
-    most = int(tokens.argmax())
-    shape = StepShape.of(data.sizes(plan.batch(most)), tokens=int(tokens[most]))
+    of_samples = data.lengths_of(plan.indices, epoch=data.sampler.epoch)
+    lengths = np.add.reduceat(of_samples, plan.offsets[:-1])
+    most = int(lengths.argmax())
+    sizes = data.sizes(plan.batch(most))
+    text_tokens = data.text_tokens * len(sizes)
+    shape = StepShape.of(sizes, tokens=int(lengths[most]) - text_tokens, text_tokens=text_tokens)
     components = read_components(config.pretrained_model_name_or_path, trained=config.trained_component)
     return plan_components(components, config_of_run(config, accelerator), shape)
 
@@ -186,19 +188,20 @@ def fill_max_tokens(
     searched = changed(config, random_resize=None)  # samples at their own size are the largest that are drawn
     transformer = step.recipe.transformer
     width = model_width(transformer)
+    text_tokens = step.recipe.text_tokens(step.recipe.max_sequence_length)
     transformer.to(accelerator.device)
-    whole = make_data(changed(searched, max_tokens=2**40), spec, width=width)
+    whole = make_data(changed(searched, max_tokens=2**40), spec, width=width, text_tokens=text_tokens)
     tokens = whole.num_tokens
     strip_length = config.batches.strip_length
-    smallest = int(-(-tokens.max() // strip_length) * strip_length)
-    share = -(-int(tokens.sum()) // accelerator.num_processes)
+    smallest = int(-(-tokens.max() // strip_length) * strip_length) + text_tokens
+    share = -(-int(tokens.sum() + text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     (size,) = whole.sizes(np.array([tokens.argmax()]))
     largest = _planned_tokens(config, size, at_most=share, accelerator=accelerator, transformer=transformer)
 
     def try_step(max_tokens: int) -> None:
-        data = make_data(changed(searched, max_tokens=max_tokens), spec, width=width)
+        data = make_data(changed(searched, max_tokens=max_tokens), spec, width=width, text_tokens=text_tokens)
         plan = data.sampler.plan(0)
-        costs = data.cost_model.pack_cost(data.num_tokens[plan.indices], plan.offsets)
+        costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         sizes = data.sizes(plan.batch(int(costs.argmax())))
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.0)
@@ -264,7 +267,7 @@ def _free_bytes(accelerator: Accelerator) -> int:
 def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, data: TrainingData) -> dict[str, Any]:
     """Return a batch of the run's kind with random media or, where the run reads a cache, random latents."""
     batch: dict[str, Any] = {
-        "caption": [""] * len(sizes),
+        "caption": ["a " * data.text_tokens] * len(sizes),  # as long as a caption can be where its length matters
         "index": list(range(len(sizes))),
         "fps": [0.0] * len(sizes),
         "size": sizes,
@@ -279,7 +282,7 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
         blank = [recipe.blank_conditions(latent) for latent in media]
         batch["conditions"] = {condition: [one[condition] for one in blank] for condition in blank[0]}
     if not recipe.modules("text_encoders"):
-        shape = len(sizes), recipe.max_sequence_length
+        shape = len(sizes), recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = torch.ones(shape, device=device) if family.text_rule == "masked" else None
         drawn = family.draw_conditioning(transformer, [recipe.spec.grid(size) for size in sizes])

@@ -39,7 +39,8 @@ class PlanConfig:
         sample_size (`list` of `int`, *optional*): Frames, height and width of the samples, in pixels; by default 81
             frames, or as many as the model takes, at the model's own smallest size.
         train_batch_size (`int`): Samples per process and step.
-        max_tokens (`int`, *optional*): Tokens per process and step instead: as many samples as fit, at least one.
+        max_tokens (`int`, *optional*): Tokens per process and step instead, those of text in the sequence of its
+            sample included: as many samples as fit, at least one.
         batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs, which the VAE encodes one by one.
         cached (`"nothing"`, `"latents"` or `"all"`): What scripts/cache_latents.py has encoded: with `"latents"` the
             VAE is not loaded, with `"all"` no text encoder either.
@@ -215,19 +216,31 @@ class StepShape:
         size ([`Size`][hf_bucketing.Size]): Frames, height and width of the largest sample.
         samples (`int`): Number of samples.
         tokens (`int`): Tokens of all samples.
+        text_tokens (`int`): Tokens of the texts in their sequences.
         pixels (`int`): Pixels of all samples, frames times height times width.
     """
 
     size: Size
     samples: int
     tokens: int
+    text_tokens: int
     pixels: int
 
     @classmethod
-    def of(cls, sizes: Sequence[Size], *, tokens: int) -> StepShape:
+    def of(cls, sizes: Sequence[Size], *, tokens: int, text_tokens: int = 0) -> StepShape:
         """Return the shape of a step of samples of these sizes."""
-        pixels = [math.prod(size) for size in sizes]
-        return cls(size=max(sizes, key=math.prod), samples=len(sizes), tokens=tokens, pixels=sum(pixels))
+        return cls(
+            size=max(sizes, key=math.prod),
+            samples=len(sizes),
+            tokens=tokens,
+            text_tokens=text_tokens,
+            pixels=sum(math.prod(size) for size in sizes),
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens that count for `max_tokens`: those of the samples and of the texts in their sequences."""
+        return self.tokens + self.text_tokens
 
 
 def plan_components(components: Components, config: PlanConfig, shape: StepShape | None = None) -> MemoryPlan:
@@ -259,20 +272,24 @@ def _shape(components: Components, config: PlanConfig) -> StepShape:
     else:
         size = Size(*config.sample_size)
     per_sample = spec.num_tokens(size)  # raises if it does not divide into tokens
-    samples = config.train_batch_size if config.max_tokens is None else max(1, config.max_tokens // per_sample)
-    return StepShape.of([size] * samples, tokens=samples * per_sample)
+    text = components.recipe.text_tokens(config.max_sequence_length)
+    samples = config.train_batch_size
+    if config.max_tokens is not None:
+        samples = max(1, config.max_tokens // (per_sample + text))
+    return StepShape.of([size] * samples, tokens=samples * per_sample, text_tokens=samples * text)
 
 
 def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:
     memory, spec = config.memory, components.spec
     latents = spec.latent_size(shape.size)
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
+    recipe, length = components.recipe, config.max_sequence_length
     if tokens != spec.num_tokens(shape.size):
         latents = _grid_of(tokens, spec, frames=latents[0])
     return TracedStep(
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,
-        text_length=config.max_sequence_length or components.recipe.default_sequence_length,
+        text_length=recipe.text_tokens(length) or length or recipe.default_sequence_length,
         mixed_precision=config.mixed_precision,
         trained_dtype=memory.trained_dtype,
         adapters=replace(config.adapters, lora_alpha=None, init_from_adapters=None),
@@ -412,7 +429,7 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
         at_most (`int`, *optional*): Tokens beyond which nothing is gained.
 
     Returns:
-        `int`: Tokens; 0 if not even the weights fit.
+        `int`: Tokens, as `max_tokens` counts them; 0 if not even the weights fit.
     """
 
     def plan(samples: int) -> MemoryPlan:
@@ -426,9 +443,9 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
         counts.append(1 + room / per_sample if per_sample > 0 else (float("inf") if room >= 0 else 0.0))
     samples = min(counts)
     if at_most is not None:
-        samples = min(samples, at_most / one.shape.tokens)
+        samples = min(samples, at_most / one.shape.length)
     if 2 < samples < float("inf"):
         samples = math.floor(samples)
         while (over := plan(samples).total - memory) > 0:
             samples -= math.ceil(over / max(two.total - one.total, over / samples))
-    return max(0, math.floor(samples * one.shape.tokens)) if samples < float("inf") else 0
+    return max(0, math.floor(samples * one.shape.length)) if samples < float("inf") else 0

@@ -1,0 +1,53 @@
+"""Transformers of diffusers that strips cannot carry: each does something across the tokens of a batch row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+UNPACKABLE: Mapping[str, str] = MappingProxyType(
+    {
+        "AnyFlowFARTransformer3DModel": (
+            "it cuts a batch row into chunks of frames, the older ones in larger patches, and attends from chunk "
+            "to chunk by a mask over the row"
+        ),
+        "HeliosTransformer3DModel": (
+            "it puts earlier frames, in patches of three sizes, in front of the tokens of a batch row"
+        ),
+        "HiDreamImageTransformer2DModel": (
+            "each of its blocks brings a text of its own, a layer of Llama, into the sequence of a batch row"
+        ),
+        "HunyuanVideoFramepackTransformer3DModel": (
+            "it puts earlier frames, in patches of three sizes, in front of the tokens of a batch row"
+        ),
+        "Kandinsky6SRTransformer3DModel": (
+            "its attention is sparse: a batch row chooses, by the means of its blocks of 64 tokens, which blocks "
+            "attend to which"
+        ),
+        "NucleusMoEImageTransformer2DModel": (
+            "its experts choose the tokens that fit them best among those of a batch row, so that a token's "
+            "output depends on the others in its row"
+        ),
+        "SanaTransformer2DModel": (
+            "its attention is linear, a sum over all keys of a batch row, and its feed-forward convolves over the "
+            "grid of the row"
+        ),
+        "SanaVideoTransformer3DModel": (
+            "its attention is linear, a sum over all keys of a batch row, and its feed-forward convolves over the "
+            "grid and the frames of the row"
+        ),
+        "SanaWMTransformer3DModel": (
+            "its attention is a recurrence over the frames of a batch row, and it convolves over their grid"
+        ),
+        "WanAnimate2Transformer3DModel": (
+            "it runs twice per step, with keys and values of a reference kept in between for the tokens of a batch row"
+        ),
+        "WanAnimateTransformer3DModel": (
+            "its attention to faces cuts each batch row into as many equal parts as there are frames of the face"
+        ),
+    }
+)
+"""Why packing refuses a transformer, by the name of its class in diffusers 0.42.1.
+
+Its pipeline trains in buckets if a recipe claims it.
+"""
