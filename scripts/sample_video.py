@@ -1,34 +1,45 @@
-r"""Sample a clip from a fine-tuned pipeline, with stock diffusers alone, and write it as mp4.
+r"""Sample a clip or an image from a fine-tuned pipeline, with stock diffusers alone, and write it as mp4 or png.
 
 python scripts/sample_video.py trained --prompt "a red circle moving left" --output clip.mp4
+python scripts/sample_video.py trained-i2v --image first.png --prompt "it moves left" --output clip.mp4
 """
 
 import argparse
 import inspect
+from collections.abc import Mapping, Sequence
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 
+from hf_bucketing.buckets import Size
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_writable
 from hf_bucketing.hub import from_hub
-from hf_bucketing.media import write_video
-from hf_bucketing.models.recipe import dtypes, tile
+from hf_bucketing.media import MediaSource, load_first_frame, write_image, write_video
+from hf_bucketing.models.recipe import IMAGES, dtypes, read_config, tile
+from hf_bucketing.models.registry import recipes
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("pipeline", help="Text-to-video pipeline, on the hub or in a folder.")
+    parser.add_argument("pipeline", help="Pipeline, on the hub or in a folder.")
     parser.add_argument("--lora_weights", help="Folder of LoRA weights trained on this pipeline (default: none).")
-    parser.add_argument("--output", required=True, help="File to write (mp4).")
+    parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
+    parser.add_argument(
+        "--image",
+        help="Image, or video whose first frame counts, to begin the clip with, where the pipeline takes it.",
+    )
+    parser.add_argument("--last_image", help="The same to end the clip with.")
     parser.add_argument("--prompt", default="a red circle moving left on a dark background", help="Prompt to render.")
     parser.add_argument("--height", type=int, default=64, help="Height in pixels.")
     parser.add_argument("--width", type=int, default=112, help="Width in pixels.")
-    parser.add_argument("--num_frames", type=int, default=17, help="Number of frames.")
+    parser.add_argument("--num_frames", type=int, help="Number of frames (default: 17; 1 of pipelines of images).")
     parser.add_argument("--fps", type=int, default=8, help="Frame rate of the file.")
     parser.add_argument("--num_inference_steps", type=int, default=20, help="Scheduler steps.")
     parser.add_argument(
@@ -64,6 +75,12 @@ def main(args: argparse.Namespace) -> None:
     if args.offload != "none" and not torch.accelerator.is_available():
         raise FlagError("Omit --offload: this machine has no accelerator, so that everything is on the CPU already.")
     with from_hub(args.pipeline):
+        pipeline_class = getattr(diffusers, DiffusionPipeline.load_config(args.pipeline)["_class_name"])
+    parameters = inspect.signature(pipeline_class.__call__).parameters
+    given = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
+    if args.max_sequence_length:
+        given["max_sequence_length"] = args.max_sequence_length
+    with from_hub(args.pipeline):
         pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(DTYPES[args.dtype]))
     if args.lora_weights:
         with from_hub(args.lora_weights):
@@ -76,23 +93,62 @@ def main(args: argparse.Namespace) -> None:
         pipeline.enable_sequential_cpu_offload()
     else:
         pipeline.to(torch.accelerator.current_accelerator() or "cpu")
-    parameters = inspect.signature(pipeline.__call__).parameters
-    duration = {"num_frames" if "num_frames" in parameters else "video_length": args.num_frames}
-    text = {"max_sequence_length": args.max_sequence_length} if args.max_sequence_length else {}
-    frames = pipeline(
-        args.prompt,
+    result = pipeline(
+        prompt=args.prompt,
         height=args.height,
         width=args.width,
         num_inference_steps=args.num_inference_steps,
         guidance_scale=args.guidance_scale,
         generator=torch.Generator().manual_seed(args.seed),
         output_type="np",
-        **duration,
-        **text,
-    ).frames[0]
-
-    write_video(args.output, (frames * 255).round().astype("uint8"), fps=args.fps)
+        **given,
+    )
+    frames = result.images if "images" in result else result.frames[0]
+    levels = (frames * 255).round().astype("uint8")
+    if args.output.endswith(".png"):
+        write_image(args.output, levels[0])
+    else:
+        write_video(args.output, levels, fps=args.fps)
     print(f"Wrote {len(frames)} frames of {args.width}×{args.height} pixels to {args.output}")
+
+
+def duration_of(args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter]) -> dict[str, int]:
+    """Return the argument of the pipeline's call for the number of frames, if it has one."""
+    name = next((name for name in ("num_frames", "video_length") if name in parameters), None)
+    is_png = args.output.endswith(".png")
+    if name is None:
+        if args.num_frames not in (None, 1):
+            raise FlagError(f"Omit --num_frames: {args.pipeline} makes images.")
+        return {}
+    frames = (1 if is_png else 17) if args.num_frames is None else args.num_frames
+    if is_png and frames > 1:
+        raise FlagError(f"--output {args.output} holds one frame, not {frames}; name an mp4, or omit --num_frames.")
+    return {name: frames}
+
+
+def images_of(
+    args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter], class_name: str
+) -> dict[str, Image.Image]:
+    """Return the images given, cropped to the size of the clip, as arguments of the pipeline's call."""
+    given = {name: getattr(args, name) for name in IMAGES if getattr(args, name) is not None}
+    for name in given:
+        if name not in parameters:
+            raise FlagError(f"Omit --{name}: a {class_name} takes none.")
+    for name in images_needed(args, parameters, class_name):
+        if name not in given:
+            raise FlagError(f"A {class_name} begins with an image, and some end with one; give --{name}.")
+    size = Size(1, args.height, args.width)
+    return {name: load_first_frame(MediaSource.from_cell(file), size) for name, file in given.items()}
+
+
+def images_needed(
+    args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter], class_name: str
+) -> Sequence[str]:
+    """Return the arguments of the pipeline's call for the images without which it cannot run."""
+    if class_name in recipes():  # some pipelines that need an image have a default of None
+        recipe = recipes()[class_name]
+        return IMAGES[: recipe.num_images(read_config(args.pipeline, "transformer"))] if recipe.takes_image else ()
+    return [name for name in IMAGES if name in parameters and parameters[name].default is inspect.Parameter.empty]
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ class LatentSpec:
             the first frame alone, so valid frame counts are `k * temporal_stride + 1`.
         spatial_stride (`int`): Pixels per latent pixel, along height and width.
         patch (`tuple[int, int, int]`): Latent frames, rows and columns per token.
+        repeats_first (`bool`): Whether the first latent frame is repeated until it fills a patch, as in CogVideoX 1.5:
+            valid frame counts are then `k * temporal_stride * patch[0] + 1`, images included.
 
     Raises:
         BucketingError: If a stride or a patch side is below 1.
@@ -90,16 +92,30 @@ class LatentSpec:
         >>> wan = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
         >>> wan.grid(Size(81, 480, 832)), wan.num_tokens(Size(81, 480, 832))
         ((21, 30, 52), 32760)
+        >>> pairs = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(2, 2, 2), repeats_first=True)
+        >>> pairs.latent_size(Size(81, 480, 832)), pairs.grid(Size(81, 480, 832))
+        ((22, 60, 104), (11, 30, 52))
     """
 
     temporal_stride: int
     spatial_stride: int
     patch: tuple[int, int, int] = (1, 1, 1)
+    repeats_first: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(int(side) for side in self.patch))
         if len(self.patch) != 3 or min(self.temporal_stride, self.spatial_stride, *self.patch) < 1:
             raise BucketingError(f"Strides and the three patch sides must be at least 1, got {self}.")
+
+    def __repr__(self) -> str:
+        """Write `repeats_first` only where it is true: fingerprints of prepared folders are made of this text."""
+        strides = f"temporal_stride={self.temporal_stride}, spatial_stride={self.spatial_stride}"
+        return f"LatentSpec({strides}, patch={self.patch}{', repeats_first=True' if self.repeats_first else ''})"
+
+    @property
+    def num_repeats(self) -> int:
+        """Latent frames that repeat the first one."""
+        return self.patch[0] - 1 if self.repeats_first else 0
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -141,7 +157,8 @@ class LatentSpec:
         """
         step_height, step_width = self.multiples
         period = self.temporal_stride * self.patch[0]
-        shift = self.temporal_stride - 1  # frames = temporal_stride * (latent_frames - 1) + 1
+        # frames = temporal_stride * (latent_frames - num_repeats - 1) + 1
+        shift = self.temporal_stride * (1 + self.num_repeats) - 1
         whole = round_to_multiple(np.asarray(frames, np.int64) + shift, period, mode=frames_mode)
         return (
             whole - shift,
@@ -179,12 +196,14 @@ class LatentSpec:
     def size_of(self, t: int, h: int, w: int) -> Size:
         """Return the valid size with the token grid `(t, h, w)`."""
         step_height, step_width = self.multiples
-        return Size((t * self.patch[0] - 1) * self.temporal_stride + 1, h * step_height, w * step_width)
+        first_to_last = t * self.patch[0] - self.num_repeats - 1
+        return Size(first_to_last * self.temporal_stride + 1, h * step_height, w * step_width)
 
     def _latent(
         self, frames: IntOrArray, height: IntOrArray, width: IntOrArray
     ) -> tuple[IntOrArray, IntOrArray, IntOrArray]:
-        return (frames - 1) // self.temporal_stride + 1, height // self.spatial_stride, width // self.spatial_stride
+        latent_frames = (frames - 1) // self.temporal_stride + 1 + self.num_repeats
+        return latent_frames, height // self.spatial_stride, width // self.spatial_stride
 
     def num_tokens(self, size: Size) -> int:
         """Return the number of tokens of a valid size: the product of its grid.

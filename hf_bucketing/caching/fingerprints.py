@@ -24,6 +24,10 @@ class Encoder(Protocol):
     def max_sequence_length(self) -> int:
         """Text tokens per caption."""
 
+    @property
+    def media_rule(self) -> str:
+        """What `encode_media` depends on beside these models, if anything."""
+
     def encode_media(self, pixel_values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Encode `(B, 3, F, H, W)` in [−1, 1], on the VAE's device, to `latents` `(B, C, f, h, w)` and conditions."""
 
@@ -38,6 +42,8 @@ def latents_fingerprint(encoder: Encoder) -> str:
     """
     vae, images = encoder.pipeline.vae, getattr(encoder.pipeline, "image_encoder", None)
     more = ["tiled"] if getattr(vae, "use_tiling", False) else []
+    if encoder.media_rule:
+        more.append(encoder.media_rule)
     if images is not None:
         more.append(_digest("image_encoder", images))
     return _digest(type(encoder).__name__, vae, *more)
@@ -46,15 +52,15 @@ def latents_fingerprint(encoder: Encoder) -> str:
 def text_fingerprint(encoder: Encoder) -> str:
     """Return sixteen hex digits that change with all that embeddings of captions depend on.
 
-    These are the text encoder's class, configuration, weights and their dtype, the tokenizer, the encoder's class and
-    the number of text tokens.
+    These are the text encoder's class, configuration, weights and their dtype, those of connectors behind it, the
+    tokenizer, the encoder's class and the number of text tokens.
     """
     parts = encoder.pipeline.components
     rules = _tokenizer_rules(encoder.pipeline.tokenizer) | {"max_sequence_length": encoder.max_sequence_length}
     more = [
         _tokenizer_rules(part) if name.startswith("tokenizer") else _digest(name, part)
         for name, part in sorted(parts.items())
-        if name.startswith(("tokenizer_", "text_encoder_")) and part is not None
+        if name.startswith(("tokenizer_", "text_encoder_", "connectors")) and part is not None
     ]
     return _digest(type(encoder).__name__, encoder.pipeline.text_encoder, rules, *more)
 

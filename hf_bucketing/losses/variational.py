@@ -25,13 +25,15 @@ class GaussianPosterior:
     """`q(x_{t−1} | x_t, x_0)` of a discrete noise schedule, in float64.
 
     Args:
-        betas (`torch.Tensor` of shape `(T,)`): Variance of the noise that each step adds, between 0 and 1.
+        betas (`torch.Tensor` of shape `(T,)`): Variance of the noise that each step adds, between 0 and 1; that of the
+            last step may be 1, which leaves pure noise (Lin et al., 2024, "zero terminal SNR").
         prediction_type (`"epsilon"`, `"v_prediction"` or `"sample"`): What the first half of the channels predicts.
         variance_type (`"learned_range"` or `"learned"`): Whether the second half interpolates between the smallest and
             the largest log-variance, or is the log-variance itself.
 
     Raises:
-        BucketingError: If a type is unknown, or a beta lies outside of (0, 1).
+        BucketingError: If a type is unknown, a beta lies outside of its range, or the last one is 1 and noise is
+            predicted, from which no `x_0` follows there.
     """
 
     betas: torch.Tensor
@@ -44,8 +46,17 @@ class GaussianPosterior:
         if self.variance_type not in get_args(VarianceType):
             raise BucketingError(f"variance_type must be one of {get_args(VarianceType)}, got {self.variance_type!r}.")
         betas = self.betas.to(torch.float64)
-        if betas.ndim != 1 or len(betas) < 2 or not bool(((betas > 0) & (betas < 1)).all()):
+        if (
+            betas.ndim != 1
+            or len(betas) < 2
+            or not bool((betas > 0).all() & (betas[:-1] < 1).all() & (betas[-1] <= 1))
+        ):
             raise BucketingError(f"Expected two or more betas between 0 and 1, got shape {tuple(betas.shape)}.")
+        if betas[-1] == 1 and self.prediction_type == "epsilon":
+            raise BucketingError(
+                "The schedule ends in pure noise (rescale_betas_zero_snr), in which a model that predicts the noise "
+                "learns nothing; its prediction_type must be 'v_prediction' or 'sample'."
+            )
         alphas = 1 - betas
         after = alphas.cumprod(0)
         before = torch.cat([after.new_ones(1), after[:-1]])
@@ -65,7 +76,9 @@ class GaussianPosterior:
     def from_scheduler(cls, scheduler: Any) -> GaussianPosterior:
         """Read betas, prediction type and variance type of a diffusers scheduler, such as `DDPMScheduler`.
 
-        A scheduler with a fixed variance is read as `"learned_range"`, because the model decides.
+        Schedulers that change the noise levels after computing them from their betas, as those of CogVideoX do, get
+        the betas of these levels. A scheduler with a fixed variance is read as `"learned_range"`, because the model
+        decides.
 
         Raises:
             BucketingError: If the scheduler has no betas.
@@ -74,7 +87,7 @@ class GaussianPosterior:
             raise BucketingError(f"{type(scheduler).__name__} has no betas; a learned variance needs a DDPM schedule.")
         variance_type = scheduler.config.get("variance_type", "learned_range")
         return cls(
-            betas=scheduler.betas,
+            betas=_betas_of(scheduler),
             prediction_type=scheduler.config.prediction_type,
             variance_type="learned" if variance_type == "learned" else "learned_range",
         )
@@ -168,6 +181,14 @@ def vlb_terms(
     terms = torch.where(first, _decoder_cost(clean, mean, 0.5 * log_variance), divergence)
     scale = posterior.num_timesteps / 1000 if rescale else 1.0
     return terms * (scale / math.log(2))
+
+
+def _betas_of(scheduler: Any) -> torch.Tensor:
+    """Return a scheduler's betas, or those of its `alphas_cumprod` where these are not what its betas give."""
+    betas, levels = scheduler.betas.to(torch.float64), scheduler.alphas_cumprod.to(torch.float64)
+    if torch.allclose((1 - betas).cumprod(0), levels, rtol=1e-3, atol=1e-6):  # they may be rounded to float32
+        return betas
+    return 1 - levels / torch.cat([levels.new_ones(1), levels[:-1]])
 
 
 def _predicted_clean(

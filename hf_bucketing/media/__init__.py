@@ -9,10 +9,10 @@ from .decode import DecoderName, check_decoder, frame_times, iter_frames
 from .probe import MAX_PIXELS, MediaInfo, frames_at_fps, probe
 from .source import MediaSource
 from .views import FramePicking, View, ViewRule, seeded_draws
-from .write import write_video
+from .write import write_image, write_video
 
 if TYPE_CHECKING:
-    from .sample import frame_rates
+    from .sample import frame_rates, load_first_frame
 
 __all__ = [
     "MAX_PIXELS",
@@ -27,16 +27,18 @@ __all__ = [
     "frame_times",
     "frames_at_fps",
     "iter_frames",
+    "load_first_frame",
     "probe",
     "seeded_draws",
+    "write_image",
     "write_video",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `frame_rates`, which alone needs torch, when it is first used (PEP 562)."""
-    if name != "frame_rates":
+    """Import what needs torch when it is first used (PEP 562)."""
+    if name not in ("frame_rates", "load_first_frame"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .sample import frame_rates
+    from . import sample
 
-    return frame_rates
+    return getattr(sample, name)

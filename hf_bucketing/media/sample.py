@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
-from ..buckets.sizes import CropBox
+from ..buckets.sizes import CropBox, Size
 from ..errors import BucketingError
 from .decode import frame_times, iter_frames
 from .source import MediaSource
@@ -39,6 +40,15 @@ def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]
     assert box is not None, "iter_frames yields as many frames as times, or raises"
     stack = torch.stack(frames, 1)
     return (stack.flip(-1) if view.flip else stack).float() / 127.5 - 1, box
+
+
+def load_first_frame(source: MediaSource, size: Size) -> Image.Image:
+    """Return the first frame of a file, or an image, resized to cover a size and cropped around its centre.
+
+    The pixels are those that training has of that frame in a bucket of that size.
+    """
+    pixels, _ = load_sample(source, View(size=size._replace(frames=1), fps=0.0))
+    return Image.fromarray(((pixels[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
 
 
 def frame_rates(fps: Sequence[float] | torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:

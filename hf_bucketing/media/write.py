@@ -1,4 +1,4 @@
-"""Write frames as an H.264 mp4 file."""
+"""Write frames as an H.264 mp4 file, or one as an image."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import av
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from ..errors import MediaError
 from ..files import complete_file
@@ -41,3 +42,9 @@ def write_video(path: str | os.PathLike[str], frames: Iterable[npt.NDArray[np.ui
         for frame in (first, *frames):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
+
+
+def write_image(path: str | os.PathLike[str], frame: npt.NDArray[np.uint8]) -> None:
+    """Write an RGB frame `(height, width, 3)` as png; the file gets its name only when it is complete."""
+    with complete_file(Path(path)) as partial:
+        Image.fromarray(frame).save(partial, format="png")

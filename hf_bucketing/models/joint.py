@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PackingError
 from ..packing.batch import PackedBatch
@@ -121,6 +122,17 @@ def _replace(
     return tables(module)
 
 
+def texts_by_sample(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the texts in text slots, `(strips, text_slots, dim)`, as a row per sample, `(n, length, dim)`.
+
+    For modules that work on a whole text. The mask that comes with them, `(n, length)`, is zero for padding.
+    """
+    layout = active_layout()
+    texts = layout.joint.read_slots(slots).split(layout.text_lengths)
+    mask = [slots.new_ones(length) for length in layout.text_lengths]
+    return pad_sequence(list(texts), batch_first=True), pad_sequence(mask, batch_first=True)
+
+
 def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "last"] | None = None) -> list[Any]:
     """Let the blocks modulate the text in a strip's slots by its own sample's timestep, not by the strip's.
 
@@ -137,10 +149,24 @@ def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "
         for block in transformer.transformer_blocks
     ]
     if single is not None:
-        modulate_row = partial(_modulate_row, text_first=single == "first")
-        for block in transformer.single_transformer_blocks:
-            handles.append(block.norm.register_forward_hook(modulate_row, with_kwargs=True))
+        norms = [block.norm for block in transformer.single_transformer_blocks]
+        handles += hook_row_modulation(norms, text_first=single == "first")
     return handles
+
+
+def hook_row_modulation(norms: Iterable[torch.nn.Module], *, text_first: bool) -> list[Any]:
+    """Let norms of rows that hold text slots and tokens modulate the text by its own sample's timestep.
+
+    Args:
+        norms (iterable of `torch.nn.Module`): Norms that are called with rows and an embedding `emb` of timesteps, and
+            return modulated rows and further modulation `(rows, dim)`, such as gates.
+        text_first (`bool`): Whether the text precedes the tokens of a row.
+
+    Returns:
+        `list`: Handles of the hooks.
+    """
+    modulate_row = partial(_modulate_row, text_first=text_first)
+    return [norm.register_forward_hook(modulate_row, with_kwargs=True) for norm in norms]
 
 
 def _modulate_text(norm: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
@@ -152,36 +178,52 @@ def _modulate_row(
     norm: Any,
     args: tuple[torch.Tensor, ...],
     kwargs: dict[str, torch.Tensor],
-    output: tuple[torch.Tensor, torch.Tensor],
+    output: tuple[torch.Tensor, ...],
     *,
     text_first: bool,
-) -> tuple[torch.Tensor, _Gates] | None:
-    """Modulate the text of each row again, and return a gate for it and one for the row's tokens."""
+) -> tuple[torch.Tensor | ModulatedRows, ...] | None:
+    """Modulate the text of each row again, and return for each gate one for the text and one for the row's tokens."""
     joint = active_layout().joint
     strips = joint.text_strips()
     if strips is None:
         return None
-    (rows, embedding), (modulated, gate) = (*args, *kwargs.values()), output
+    (rows, embedding), (modulated, *gates) = (*args, *kwargs.values()), output
     tokens = rows.shape[1] - joint.text_slots
     sizes, side = ((joint.text_slots, tokens), 0) if text_first else ((tokens, joint.text_slots), 1)
-    parts, gates = list(modulated.split(sizes, 1)), [gate, gate]
-    parts[side], gates[side] = norm.forward(rows.split(sizes, 1)[side], emb=embedding.index_select(0, strips))
-    return torch.cat(parts, 1), _Gates(gates, sizes)
+    parts = list(modulated.split(sizes, 1))
+    parts[side], *of_text = norm.forward(rows.split(sizes, 1)[side], emb=embedding.index_select(0, strips))
+    pairs = zip(of_text, gates, strict=True)
+    return torch.cat(parts, 1), *(ModulatedRows(pair if text_first else pair[::-1], sizes) for pair in pairs)
 
 
-class _Gates:
-    """Gates `(rows, dim)` of the two parts of rows, in the place of the one gate that a block multiplies rows by."""
+class ModulatedRows:
+    """Modulation `(rows, …)` of the two parts of rows, in the place of the one tensor that a block computes with."""
 
-    def __init__(self, gates: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
-        self.gates = gates
+    def __init__(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+        self.parts = parts
         self.sizes = sizes
 
-    def unsqueeze(self, dim: int) -> _Gates:
-        return _Gates([gate.unsqueeze(dim) for gate in self.gates], self.sizes)
+    def unsqueeze(self, dim: int) -> ModulatedRows:
+        return self._each(lambda part: part.unsqueeze(dim))
+
+    def tanh(self) -> ModulatedRows:
+        return self._each(torch.tanh)
+
+    def chunk(self, count: int, dim: int) -> list[ModulatedRows]:
+        chunks = zip(*(part.chunk(count, dim) for part in self.parts), strict=True)
+        return [ModulatedRows(chunk, self.sizes) for chunk in chunks]
+
+    def __radd__(self, number: float) -> ModulatedRows:
+        return self._each(lambda part: number + part)
 
     def __mul__(self, rows: torch.Tensor) -> torch.Tensor:
-        parts = zip(self.gates, rows.split(self.sizes, 1), strict=True)
-        return torch.cat([gate * part for gate, part in parts], 1)
+        pairs = zip(self.parts, rows.split(self.sizes, 1), strict=True)
+        return torch.cat([part * row for part, row in pairs], 1)
+
+    __rmul__ = __mul__
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ModulatedRows:
+        return ModulatedRows([function(part) for part in self.parts], self.sizes)
 
 
 def of_text(values: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,10 +81,9 @@ class Objective(ABC):
 
     seed: int = 0
 
-    @property
     @abstractmethod
-    def num_train_timesteps(self) -> int:
-        """Length of the schedule: the timestep of pure noise, or one more."""
+    def noise_levels(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """Return how noisy latents are at the model's timesteps, from 0 to 1 (pure noise)."""
 
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
         """Add noise to each latent `(C, F, H, W)`; a sample gets the same noise whenever it occurs in an epoch."""
@@ -144,10 +144,9 @@ class Denoising(Objective):
     posterior: GaussianPosterior
     snr_gamma: float | None = None
 
-    @property
-    def num_train_timesteps(self) -> int:
-        """Steps of the schedule."""
-        return self.posterior.num_timesteps
+    def noise_levels(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """Return timesteps over the steps of the schedule."""
+        return timesteps / self.posterior.num_timesteps
 
     def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         step = torch.randint(self.posterior.num_timesteps, (1,), generator=generator)
@@ -216,6 +215,10 @@ class FlowMatching(Objective):
         if not 0 <= self.sigmas[0] < self.sigmas[1] <= 1:
             raise BucketingError(f"sigmas must be two ascending noise levels from 0 to 1, got {self.sigmas}.")
 
+    def noise_levels(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """Return σ."""
+        return timesteps / self.num_train_timesteps
+
     def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         sigma = self._draw_sigma(generator, tuple(latent.shape[1:]))
         noise = torch.randn(latent.shape, generator=generator).to(latent)
@@ -235,3 +238,57 @@ class FlowMatching(Objective):
             sigma = float(shift * drawn / (1 + (shift - 1) * drawn))
             if self.sigmas[0] <= sigma <= self.sigmas[1]:
                 return sigma
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EDM(Objective):
+    """Denoising with the preconditioning and the loss weights of EDM (Karras et al., 2022), on latents of deviation 1.
+
+    The pipeline works on latents of deviation `sigma_data`, `x = sigma_data·latent + σ·noise`. The model is given
+    `c_in·x` and the timestep `ln(σ) / 4`, and its output makes the clean latent `c_skip·x + c_out·output`, whose error
+    EDM weights by `1 / c_out²`. With `s = σ / sigma_data`, this is the mean squared error of a model that is given
+    `(latent + s·noise) / √(1 + s²)` and predicts `(s·latent − noise) / √(1 + s²)`, or its negative.
+
+    Args:
+        sigma_data (`float`): Deviation of the latents in the pipeline, above 0.
+        prediction_type (`"epsilon"` or `"v_prediction"`): Sign of the prediction, as the scheduler names it.
+        shift (`float`, or callable of a latent's `(F, H, W)`): Factor of σ, whose logarithm is normal with mean 0 and
+            deviation 1 before.
+        seed (`int`): Seed of noise and σ, together with epoch and index.
+
+    Raises:
+        BucketingError: If `sigma_data` is not positive, or the prediction type is another.
+    """
+
+    sigma_data: float = 0.5
+    prediction_type: str = "epsilon"
+    shift: Shift = 1.0
+
+    def __post_init__(self) -> None:
+        if self.sigma_data <= 0:
+            raise BucketingError(f"sigma_data must be positive, got {self.sigma_data}.")
+        if self.prediction_type not in ("epsilon", "v_prediction"):
+            raise BucketingError(
+                f"prediction_type must be 'epsilon' or 'v_prediction' with EDM, got {self.prediction_type!r}."
+            )
+
+    def noise_levels(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """Return the share of the noise, `σ / (σ + sigma_data)`."""
+        sigmas = (4 * timesteps).exp()
+        return sigmas / (sigmas + self.sigma_data)
+
+    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        sigma = self._draw_sigma(generator, tuple(latent.shape[1:]))
+        noise = torch.randn(latent.shape, generator=generator).to(latent)
+        length = math.hypot(sigma, self.sigma_data)
+        signal, spread = self.sigma_data / length, sigma / length
+        velocity = signal * noise - spread * latent
+        target = velocity if self.prediction_type == "v_prediction" else -velocity
+        return signal * latent + spread * noise, target, torch.tensor([math.log(sigma) / 4], dtype=torch.float32)
+
+    def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
+        return losses.mse(prediction, losses.join(noised.targets))
+
+    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...]) -> float:
+        shift = self.shift(size) if callable(self.shift) else self.shift
+        return shift * math.exp(float(torch.randn((), generator=generator, dtype=torch.float64)))

@@ -47,6 +47,13 @@ class TextEmbeddings(NamedTuple):
         others = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.others.items()}
         return TextEmbeddings(self.values.to(dtype), self.mask, others)
 
+    def trimmed(self) -> TextEmbeddings:
+        """Return these embeddings without the padding at the end that all captions share."""
+        if self.mask is None:
+            return self
+        length = int(self.mask.bool().any(0).nonzero().max()) + 1
+        return TextEmbeddings(self.values[:, :length], self.mask[:, :length], self.others)
+
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
         """Return these embeddings with those of the empty caption, `(1, …)`, in some rows."""
 
@@ -104,15 +111,19 @@ class ModelInputs:
 Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformer to train, its other transformers, its text encoders, or what encodes media.
 
-The last is the VAE, and an image encoder where there is one.
+The text encoders include whatever else reads text, such as the connectors of LTX-2; what encodes media is the VAE, an
+image encoder where there is one, and what makes sound.
 """
+
+IMAGES = ("image", "last_image")
+"""Arguments of a pipeline's call for the frames to begin and to end a clip with."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """What of a pipeline is loaded, and how. The VAE always has float32, which many VAEs need.
+    """What of a pipeline is loaded, and how. VAE and image encoder always have float32, which many VAEs need.
 
     Attributes:
         parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
@@ -144,12 +155,14 @@ class Recipe(ABC):
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides of the VAE and patch of the transformer.
         max_sequence_length (`int`): Text tokens per caption.
         trained (`str`): Name of the component to train.
+        config (mapping): Configuration of that component, which is known even where its weights are not loaded.
     """
 
     pipeline: Any
     spec: LatentSpec
     max_sequence_length: int
     trained: str = "transformer"
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     pipeline_class: ClassVar[str]
     """Class name in the pipeline's `model_index.json`."""
@@ -184,7 +197,7 @@ class Recipe(ABC):
         """
         import diffusers
 
-        loading, pipeline_class = loading or Loading(), getattr(diffusers, cls.pipeline_class)
+        loading, pipeline_class = loading or Loading(), cls.pipeline_type()
         with from_hub(name_or_path):
             index = pipeline_class.load_config(name_or_path)
             check_has(index, trained, name_or_path=name_or_path)
@@ -199,17 +212,36 @@ class Recipe(ABC):
                 options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
             if loading.empty:
                 options[trained] = cls.empty_transformer(name_or_path, trained)
-            options |= dtypes(loading.dtype, **{trained: loading.trained_dtype})
+            options |= {**cls.replaced_components(), **dtypes(loading.dtype, **{trained: loading.trained_dtype})}
             pipeline = pipeline_class.from_pretrained(name_or_path, **options)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 component.requires_grad_(name == trained and loading.quantization is None)
+                if name == trained:
+                    cls.family.freeze_unused(component)
         if loading.quantization is not None:
             _let_go_of_files(getattr(pipeline, trained))
         if loading.vae_tiling and pipeline.vae is not None:
             tile(pipeline.vae, name_or_path)
-        length = max_sequence_length or cls.default_sequence_length
-        return cls(pipeline=pipeline, spec=cls.read_spec(name_or_path), max_sequence_length=length, trained=trained)
+        return cls(
+            pipeline=pipeline,
+            spec=cls.read_spec(name_or_path),
+            max_sequence_length=max_sequence_length or cls.default_sequence_length,
+            trained=trained,
+            config=read_config(name_or_path, trained),
+        )
+
+    @classmethod
+    def pipeline_type(cls) -> Any:
+        """Return the class of the pipeline."""
+        import diffusers
+
+        return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
+    def replaced_components(cls) -> dict[str, Any]:
+        """Return components that replace those of the pipeline when it is loaded; by default none."""
+        return {}
 
     @classmethod
     def empty_transformer(cls, name_or_path: str, trained: str) -> Any:
@@ -246,6 +278,10 @@ class Recipe(ABC):
     def transformer(self) -> Any:
         """The model to train."""
         return getattr(self.pipeline, self.trained)
+
+    def unused_modules(self) -> Sequence[torch.nn.Module]:
+        """Return the trained model's modules whose output goes nowhere: they get no gradient, which DDP waits for."""
+        return ()
 
     def modules(self, *parts: Part) -> list[torch.nn.Module]:
         """Return the loaded models of some parts of the pipeline."""
@@ -360,6 +396,25 @@ class Recipe(ABC):
         return {}
 
     @property
+    def media_rule(self) -> str:
+        """What [`encode_media`] depends on beside the models that encode, for the keys of caches."""
+        return ""
+
+    @property
+    def fewest_frames(self) -> int:
+        """Frames of the shortest clip that leaves the model something to predict; 1 where it may be an image."""
+        return 1
+
+    @classmethod
+    def num_images(cls, config: Mapping[str, Any]) -> int:
+        """Return how many images the pipeline's call takes: none, the first frame, or the first and the last.
+
+        Args:
+            config (mapping): Configuration of the transformer to train.
+        """
+        return int(cls.takes_image)
+
+    @property
     def latent_channels(self) -> int:
         """Channels of the VAE's latents; by default those that the transformer takes."""
         return self.family.in_channels(self.transformer)
@@ -431,19 +486,23 @@ class Recipe(ABC):
         )
         return self.family.run(self.transformer, stack, wrapped=transformer)
 
-    def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
+    def render(
+        self, prompt: str, size: Size, *, image: Any = None, last_image: Any = None, **options: Any
+    ) -> np.ndarray:
         """Call the pipeline.
 
         Args:
             prompt (`str`): Caption.
             size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels.
-            image (`PIL.Image.Image`, *optional*): First frame, for pipelines that take one ([`takes_image`]).
+            image (`PIL.Image.Image`, *optional*): First frame, for pipelines that take one ([`num_images`]).
+            last_image (`PIL.Image.Image`, *optional*): Last frame, for pipelines that take two images.
             options: Further arguments of the pipeline's call.
 
         Returns:
             `numpy.ndarray` of shape `(frames, height, width, 3)`: In [0, 1].
         """
-        given = {} if image is None else {"image": image}
+        images = zip(IMAGES, (image, last_image), strict=True)
+        given = {name: one for name, one in images if one is not None}
         call = {**given, **self.duration(size.frames), **options}
         result = self.pipeline(prompt=prompt, height=size.height, width=size.width, output_type="np", **call)
         return np.asarray(result.images if "images" in result else result.frames[0])
@@ -477,15 +536,18 @@ def _part_of(name: str, *, trained: str) -> Part | None:
         return "trained"
     if name.startswith("transformer"):
         return "transformers"
-    if name.startswith("text_encoder"):
+    if name.startswith("text_encoder") or name in ("connectors", "prompt_enhancer", "duration_head"):
         return "text_encoders"
-    return "vae" if name in ("vae", "image_encoder") else None
+    return "vae" if name in ("vae", "image_encoder", "audio_vae", "vocoder") else None
 
 
 def dtypes(dtype: torch.dtype, **others: torch.dtype) -> dict[str, Any]:
-    """Return the argument of a pipeline's `from_pretrained` for a dtype, float32 for the VAE, others by component."""
+    """Return the argument of a pipeline's `from_pretrained` for a dtype, with others by component.
+
+    A VAE has float32, and so has an image encoder, as in diffusers' examples.
+    """
     name = "dtype" if compare_versions("diffusers", ">=", "0.42") else "torch_dtype"
-    return {name: {"default": dtype, "vae": torch.float32, **others}}
+    return {name: {"default": dtype, "vae": torch.float32, "image_encoder": torch.float32, **others}}
 
 
 def tile(vae: Any, name_or_path: str) -> None:
@@ -530,11 +592,20 @@ def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         BucketingError: If there is no pipeline with a VAE and a transformer.
     """
+    return read_config(name_or_path, "vae"), read_config(name_or_path, "transformer")
+
+
+def read_config(name_or_path: str, component: str) -> dict[str, Any]:
+    """Return the configuration of a component of a pipeline, without loading its class.
+
+    Raises:
+        BucketingError: If there is no pipeline with that component.
+    """
     from diffusers.configuration_utils import ConfigMixin
 
     class AnyModel(ConfigMixin):
         config_name = "config.json"
 
     with from_hub(name_or_path):
-        vae, transformer = (AnyModel.load_config(name_or_path, subfolder=name) for name in ("vae", "transformer"))
-    return vae, transformer
+        config: dict[str, Any] = AnyModel.load_config(name_or_path, subfolder=component)
+    return config

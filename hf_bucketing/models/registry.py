@@ -1,8 +1,9 @@
 """Find the model family of a transformer and the training recipe of a pipeline.
 
 Every folder beside this one is a model family: its `packing.py` has the `FAMILY`. If its pipelines can be trained, its
-`recipe.py` has `RECIPES`, and its `tiny.py` has `TINY`, pipelines of small random weights by name. Nothing else lists
-them, and nothing is imported before the first look-up.
+`recipe.py` has `RECIPES`, and its `tiny.py` has `TINY`, pipelines of small random weights by name. Where a pipeline
+cannot be trained, `recipe.py` has `REFUSED`, the reason by its class. Nothing else lists them, and nothing is imported
+before the first look-up.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def families() -> dict[str, Family]:
 def recipes() -> dict[str, type[Recipe]]:
     """Return the training recipes by the name of their pipeline class in diffusers."""
     return {recipe.pipeline_class: recipe for module in _modules("recipe") for recipe in module.RECIPES}
+
+
+@functools.cache
+def refused_pipelines() -> dict[str, str]:
+    """Return why pipelines of known families cannot be trained, by the name of their class in diffusers."""
+    return {name: why for module in _modules("recipe") for name, why in getattr(module, "REFUSED", {}).items()}
 
 
 @functools.cache
@@ -117,6 +124,8 @@ def recipe_of(name_or_path: str) -> type[Recipe]:
         raise
     except (BucketingError, OSError, KeyError) as error:
         raise BucketingError(f"{name_or_path} is no diffusers pipeline: {error}") from error
+    if name in refused_pipelines():
+        raise BucketingError(f"{name_or_path} is a {name}, which cannot be trained: {refused_pipelines()[name]}.")
     if name not in recipes():
         raise BucketingError(
             f"{name_or_path} is a {name}; there are training recipes for {', '.join(sorted(recipes()))}."

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLWan
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -18,6 +19,8 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     T5EncoderModel,
     UMT5EncoderModel,
 )
@@ -71,18 +74,47 @@ def template_tokenizer(prefix: str, count: int, *, chat_template: str | None = N
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
+def qwen_components(pipeline: Any) -> dict[str, Any]:
+    """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers."""
+    made = pipeline(**dict.fromkeys(signature(pipeline).parameters))
+    template = getattr(made, "prompt_template_encode", None) or made.prompt_template
+    prefix, _, _ = template.partition("{}")
+    tokenizer = template_tokenizer(prefix, made.prompt_template_encode_start_idx)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            **{"vocab_size": len(tokenizer), "hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM},
+            "fullatt_block_indexes": [0],
+        },
+    )
+    return {"tokenizer": tokenizer, "text_encoder": Qwen2_5_VLForConditionalGeneration(config).eval()}
+
+
 def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
     """Return components under the names that a pipeline gives its second or third text encoder and tokenizer."""
     return {f"{name}_{number}": component for name, component in components.items()}
 
 
-def wan_vae() -> AutoencoderKLWan:
-    """Return a VAE of Wan 2.1 whose latents have mean 0 and deviation 1, as those of the trained one."""
+def wan_vae(**config: Any) -> AutoencoderKLWan:
+    """Return a VAE of Wan, by default of 2.1, whose latents have mean 0 and deviation 1, as those of a trained one."""
     settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     ones = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
-    vae = AutoencoderKLWan(**settings, **ones).eval()
+    vae = AutoencoderKLWan(**settings, **ones, **config).eval()
     latents = latents_of_smooth_clips(vae)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
+    return vae
+
+
+def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
+    """Return a VAE of HunyuanVideo whose latents have deviation 1, once scaled."""
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+    ).eval()
+    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
     return vae
 
 

@@ -58,7 +58,7 @@ class Attachment:
         for handle in self.handles:
             handle.remove()
         for attention in self.attentions:
-            attention.module.set_processor(attention.own)
+            _set_processor(attention.module, attention.own)
         release_checkpoints(self.packing.transformer)
         delattr(self.packing.transformer, ATTRIBUTE)
 
@@ -71,15 +71,23 @@ def attach(packing: Packing) -> None:
             name=name, module=module, own=module.processor, packed=packed, fused=has_fused_projections(module)
         )
         for name, module in model.named_modules()
-        if hasattr(module, "set_processor") and (packed := family.processor(name, packing.backend)) is not None
+        if hasattr(module, "processor") and (packed := family.processor(name, packing.backend)) is not None
     )
     for attention in attentions:
         _check_own(attention, family)
-    handles = *family.hook_positions(model, packing.base_size), keep_inputs_exact(model)
+    handles = keep_inputs_exact(model), *family.hook_positions(model, packing.base_size)
     for attention in attentions:
-        attention.module.set_processor(attention.packed)
+        _set_processor(attention.module, attention.packed)
     bind_checkpoints(model)
     setattr(model, ATTRIBUTE, Attachment(packing=packing, handles=handles, attentions=attentions))
+
+
+def _set_processor(module: Any, processor: Any) -> None:
+    """Give an attention module a processor; Mochi's has no method for that."""
+    if hasattr(module, "set_processor"):
+        module.set_processor(processor)
+    else:
+        module.processor = processor
 
 
 def has_fused_projections(module: Any) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock, local
 from typing import Any
 
@@ -73,7 +74,7 @@ def bind_checkpoints(model: torch.nn.Module) -> None:
         if not isinstance(vars(module)[name], _BoundCheckpoint):
             with _binding:
                 if not isinstance(checkpoint := vars(module)[name], _BoundCheckpoint):
-                    setattr(module, name, _BoundCheckpoint(checkpoint))
+                    setattr(module, name, _BoundCheckpoint(checkpoint, takes_kwargs=name == "checkpoint_fn"))
 
 
 def release_checkpoints(model: torch.nn.Module) -> None:
@@ -97,12 +98,18 @@ def _checkpointing(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, st
 
 
 class _BoundCheckpoint:
-    """A checkpoint function whose recomputation has the layout that was active when it was called."""
+    """A checkpoint function whose recomputation has the layout that was active when it was called.
 
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+    diffusers' own functions take no keywords, though some of its models pass them (HunyuanImage): the block gets them.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any], *, takes_kwargs: bool) -> None:
         self.checkpoint = checkpoint
+        self.takes_kwargs = takes_kwargs
 
     def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs and not self.takes_kwargs:
+            block, kwargs = partial(block, **kwargs), {}
         if _active.layout is not None:
             block = _WithLayout(block, _active.layout)
         return self.checkpoint(block, *args, **kwargs)
@@ -136,7 +143,8 @@ def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
 _IN_THE_MODELS_DTYPE = frozenset(
     {
         *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections"),
-        *("encoder_attention_mask", "padding_mask"),
+        *("encoder_attention_mask", "padding_mask", "audio_hidden_states", "audio_encoder_hidden_states"),
+        *("encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds", "x", "cap_feats"),
     }
 )
 """Inputs that the models' layers take in their own dtype. Positions and schedules read all others."""
@@ -166,6 +174,7 @@ def keeps_inputs_exact(transformer: torch.nn.Module) -> bool:
 def _restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _active.exact is None:
         return None
-    device = kwargs["hidden_states"].device  # wrappers may also move inputs
+    latents = kwargs["hidden_states"] if "hidden_states" in kwargs else kwargs["x"][0]
+    device = latents.device  # wrappers may also move inputs
     exact = {name: value for name, value in _active.exact.items() if name in kwargs}
     return args, {**kwargs, **tree_map_only(torch.Tensor, lambda value: value.to(device), exact)}

@@ -63,6 +63,10 @@ class Family:
             pipeline makes them.
         text_by_strip (`bool`): Whether the model views its text by batch rows, so that a pack's texts are cut into as
             many; else they are one row.
+        shares_texts (`bool`): Whether a text that several samples have is stored once; not where the model modulates
+            text by the noise level of its sample.
+        unused (`tuple` of `str`): Parts of the names of parameters that predictions do not depend on, such as those of
+            an audio stream. They are not trained.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
@@ -71,6 +75,8 @@ class Family:
             gets a row per sample.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
         by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
+        text_attends (`bool`): Whether a text carried by strips attends to itself, or is attended to, apart from the
+            sequence that it makes with its sample's tokens.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
             diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
     """
@@ -92,11 +98,14 @@ class Family:
     latents_as: ClassVar[Literal["videos", "images", "frames_first", "tokens"]] = "videos"
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
+    shares_texts: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ()
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
     conditioning_by_strip: ClassVar[bool] = True
     attention_kwargs: ClassVar[str | None] = None
     by_frame: ClassVar[bool] = False
+    text_attends: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -136,9 +145,19 @@ class Family:
         per_patch = math.prod(self.patch(transformer)) if self.latents_as == "tokens" else 1
         return int(transformer.config.in_channels) // per_patch
 
+    def width(self, transformer: Transformer) -> int:
+        """Return the channels of a token between the blocks."""
+        return int(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
+
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text_channels))
+
+    def freeze_unused(self, transformer: Transformer) -> None:
+        """Freeze the parameters that predictions do not depend on, see `unused`."""
+        for name, parameter in transformer.named_parameters():
+            if any(part in name for part in self.unused):
+                parameter.requires_grad_(False)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
@@ -147,6 +166,10 @@ class Family:
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, Any]:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
         return {name: draw(grids) for name, draw in self.conditioning(transformer).items()}
+
+    def added_lengths(self, conditioning: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Return how many tokens each sample's conditioning adds to its text in joint attention; None if none."""
+        return None
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
@@ -262,8 +285,8 @@ class Family:
         if wrapped is not None and not keeps_inputs_exact(transformer):
             keep_inputs_exact(transformer)
         with exact_inputs(kwargs):
-            output = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)[0]
-        return self._restored(output, rows.grid, rows.patch)
+            result = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)
+        return self._restored(output_of(result), rows.grid, rows.patch)
 
     def run_alone(
         self,
@@ -288,3 +311,8 @@ class Family:
             conditioning={name: values[None] for name, values in conditioning.items()},
         )
         return self.run(transformer, rows)[0]
+
+
+def output_of(result: Any) -> Any:
+    """Return the output among what a forward returns with `return_dict=False`: the first of a tuple, or all of it."""
+    return result[0] if isinstance(result, tuple) else result

@@ -36,12 +36,17 @@ class PackedLayout:
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
             the same sequence; the texts fill the slots of all strips in order. 0 where text lies apart.
         device (`torch.device`): Device of the tensors below.
+        added_lengths (tuple of `int`, *optional*): Further tokens of each sample that sit in the sequence with its
+            text, such as those of an image or of a second text encoder. By default none.
         caption_ids (tuple of `int`, *optional*): The stored text that each sample reads, numbered by first use. By
             default, each sample has a text of its own.
         kept (tuple of `torch.Tensor`, *optional*): The tokens of each sample that are in the pack, as ascending
             indices into its grid. By default, all tokens.
         padding_strips (`int`): Strips of padding at the end, for packs of one fixed shape.
         text_padding (`int`): Text tokens of padding at the end.
+        multiple_of (`int`): Multiple to which the model itself fills up each sample's tokens, and its text tokens,
+            with learned tokens, which take part in attention; 1 for models that do not. Lengths below count them only
+            where they say so.
 
     Raises:
         PackingError: If there is no sample, a count differs, or a length is impossible.
@@ -61,10 +66,12 @@ class PackedLayout:
     strip_length: int
     text_slots: int = 0
     device: torch.device | str = "cpu"
+    added_lengths: tuple[int, ...] | None = None
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
     padding_strips: int = 0
     text_padding: int = 0
+    multiple_of: int = 1
 
     def __post_init__(self) -> None:
         if not self.grids or self.strip_length < 1 or self.text_slots < 0:
@@ -74,8 +81,10 @@ class PackedLayout:
             )
         if len(self.text_lengths) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts, got {self.text_lengths}.")
-        if self.caption_ids is not None and len(self.caption_ids) != len(self.grids):
-            raise PackingError(f"A pack of {len(self.grids)} samples needs as many caption_ids: {self.caption_ids}.")
+        for name in ("caption_ids", "added_lengths"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.grids):
+                raise PackingError(f"A pack of {len(self.grids)} samples needs as many {name}: {values}.")
         if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
             raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
         if self.text_index is not None and self.text_padding:
@@ -95,14 +104,33 @@ class PackedLayout:
         return tuple(map(math.prod, self.grids)) if self.kept is None else tuple(map(len, self.kept))
 
     @cached_property
+    def attended_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample with those that the model fills it up with (`multiple_of`)."""
+        return tuple(self._filled_up(length) for length in self.lengths)
+
+    @cached_property
+    def attended_text_lengths(self) -> tuple[int, ...]:
+        """Text tokens of each sample with those that the model fills it up with (`multiple_of`)."""
+        return tuple(self._filled_up(length) for length in self.joint_text_lengths)
+
+    def _filled_up(self, length: int) -> int:
+        return _ceil_div(length, self.multiple_of) * self.multiple_of
+
+    @cached_property
     def strips_per_sample(self) -> tuple[int, ...]:
         """Strips of each sample."""
-        return tuple(_ceil_div(length, self.strip_length) for length in self.lengths)
+        return tuple(_ceil_div(length, self.strip_length) for length in self.attended_lengths)
+
+    @cached_property
+    def joint_text_lengths(self) -> tuple[int, ...]:
+        """Text tokens of each sample where text sits in the same sequence, those of `added_lengths` included."""
+        added = self.added_lengths or (0,) * len(self)
+        return tuple(map(sum, zip(self.text_lengths, added, strict=True)))
 
     @cached_property
     def text_strips_per_sample(self) -> tuple[int, ...]:
         """Strips whose text slots hold text of each sample."""
-        return tuple(_ceil_div(text, self.text_slots) for text in self.text_lengths)
+        return tuple(_ceil_div(text, self.text_slots) for text in self.attended_text_lengths)
 
     @property
     def num_strips(self) -> int:
@@ -122,8 +150,16 @@ class PackedLayout:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Start and stop of the real tokens of each sample in the pack."""
+        return self._spans_of(self.lengths)
+
+    @cached_property
+    def attended_spans(self) -> tuple[Span, ...]:
+        """Start and stop of the tokens of each sample with those that the model fills it up with."""
+        return self._spans_of(self.attended_lengths)
+
+    def _spans_of(self, lengths: tuple[int, ...]) -> tuple[Span, ...]:
         starts = _starts([strips * self.strip_length for strips in self.strips_per_sample])
-        return tuple((start, start + length) for start, length in zip(starts, self.lengths, strict=True))
+        return tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))
 
     @cached_property
     def text_spans(self) -> tuple[Span, ...]:
@@ -133,7 +169,7 @@ class PackedLayout:
     @cached_property
     def self_segments(self) -> SegmentSpans:
         """Attention of each sample's tokens to each other."""
-        return SegmentSpans.within(self.spans, self.num_tokens)
+        return SegmentSpans.within(self.attended_spans, self.num_tokens)
 
     @cached_property
     def cross_segments(self) -> SegmentSpans:
@@ -200,12 +236,13 @@ class PackedLayout:
         """The sample that each text token belongs to, −1 for padding; `int64`, shape `(num_text_tokens,)`."""
         return _repeat([*range(len(self)), -1], [*self.text_lengths, self.text_padding]).to(self.device)
 
-    def prepare(self, backend: Backend, *, by_frame: bool = False) -> None:
+    def prepare(self, backend: Backend, *, by_frame: bool = False, text_attends: bool = False) -> None:
         """Make what attention derives from this layout on its device; compiled models need it made beforehand.
 
-        See [`packed_attention`][hf_bucketing.packing.packed_attention] for backends; `by_frame` is the family's.
+        See [`packed_attention`][hf_bucketing.packing.packed_attention] for backends; the other two are the family's.
         """
         segments = [self.by_frame.frames, self.by_frame.spatial_positions] if by_frame else [self.self_segments]
+        segments += [self.joint.text_segments, self.joint.token_to_text] if text_attends else []
         for one in (*segments, self.joint.segments if self.text_slots else self.cross_segments):
             prepare_segments(one, backend, torch.device(self.device))
         _ = self.text_index, self.num_text_tokens, self.num_stored_text_tokens
@@ -281,6 +318,8 @@ class JointLayout:
             strips followed by their text slots. Padding comes last.
         inverse (`torch.Tensor` of shape `(entries,)`): The inverse permutation of `order`.
         segments ([`SegmentSpans`]): Attention of each sample's part of the sequence to itself.
+        text_segments ([`SegmentSpans`]): Attention of each sample's text to itself, over the text slots of all strips.
+        token_to_text ([`SegmentSpans`]): Attention of each sample's tokens to its text, over the same.
         text_source (`torch.Tensor` of shape `(num_text_tokens,)`, *optional*): Index of each sample's text tokens
             among the stored ones; None where they lie in order.
         text_target (`torch.Tensor` of shape `(num_text_tokens,)`): The text slots of each sample's text tokens.
@@ -296,6 +335,8 @@ class JointLayout:
     order: torch.Tensor
     inverse: torch.Tensor
     segments: SegmentSpans
+    text_segments: SegmentSpans
+    token_to_text: SegmentSpans
     text_source: torch.Tensor | None
     text_target: torch.Tensor
     first_strips: torch.Tensor
@@ -322,15 +363,16 @@ class JointLayout:
         of_text = np.repeat(samples, counts)
         aligned = np.array_equal(of_text, np.repeat(samples, layout.strips_per_sample)[: len(of_text)])
         modulated = np.repeat([*firsts, 0], [*counts, strips - sum(counts)])
-        targets = [first * slots + np.arange(n) for first, n in zip(text_firsts, layout.text_lengths, strict=True)]
+        starts = zip(text_firsts, layout.attended_text_lengths, strict=True)
+        text_spans = tuple((first * slots, first * slots + length) for first, length in starts)
         pieces = [
-            np.concatenate([np.arange(*span), layout.num_tokens + target])
-            for span, target in zip(layout.spans, targets, strict=True)
+            np.concatenate([np.arange(*span), layout.num_tokens + np.arange(*text_span)])
+            for span, text_span in zip(layout.attended_spans, text_spans, strict=True)
         ]
         spans = tuple(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
         entries, real = strips * (layout.strip_length + slots), np.concatenate(pieces)
-        starts = zip(text_firsts, layout.text_lengths, strict=True)
-        text_spans = [(first * slots, first * slots + n) for first, n in starts]
+        texts = zip(text_spans, layout.joint_text_lengths, strict=True)
+        targets = [np.arange(start, start + length) for (start, _), length in texts]
         order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
 
         def on_device(index: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -339,10 +381,17 @@ class JointLayout:
         return cls(
             text_slots=slots,
             strips=strips,
-            sizes=(_sizes(layout.spans, layout.num_tokens), _sizes(text_spans, strips * slots)),
+            sizes=(_sizes(layout.attended_spans, layout.num_tokens), _sizes(text_spans, strips * slots)),
             order=on_device(order),
             inverse=on_device(np.argsort(order)),
             segments=SegmentSpans.within(spans, entries),
+            text_segments=SegmentSpans.within(text_spans, strips * slots),
+            token_to_text=SegmentSpans(
+                queries=layout.attended_spans,
+                keys=text_spans,
+                num_queries=layout.num_tokens,
+                num_keys=strips * slots,
+            ),
             text_source=layout.text_index,
             text_target=on_device(np.concatenate(targets)),
             first_strips=on_device(np.array(firsts)),
@@ -436,8 +485,9 @@ def best_text_slots(layout: PackedLayout) -> int:
         >>> best_text_slots(PackedLayout(grids=((1, 1, 1), (1, 5, 8)), text_lengths=(12, 12), strip_length=4))
         3
     """
-    slots = np.arange(1, max(1, *layout.text_lengths) + 1)
-    for_text = _ceil_div(np.array(layout.text_lengths), slots[:, None])
+    lengths = layout.attended_text_lengths
+    slots = np.arange(1, max(1, *lengths) + 1)
+    for_text = _ceil_div(np.array(lengths), slots[:, None])
     return int(slots[(for_text.sum(1) <= sum(layout.strips_per_sample)).argmax()])
 
 

@@ -95,7 +95,8 @@ def _mean_per_sample(values: torch.Tensor, layout: PackedLayout, weights: torch.
     if weights is None:
         return _by_sample(values, layout)
     if weights.ndim == 2 and weights.shape == (layout.num_strips, layout.strip_length):
-        weights = weights[:, None, None, None].repeat_interleave(values.shape[4] // layout.strip_length, 4)
+        by_column = weights.repeat_interleave(values.shape[4] // layout.strip_length, 1)
+        weights = by_column[:, None, None, None].expand(-1, 1, *values.shape[2:])
     if (
         weights.ndim != 5
         or weights.shape[1] not in (1, values.shape[1])

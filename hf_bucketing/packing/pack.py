@@ -15,7 +15,7 @@ from .attachment import attachment_of
 from .attention.dispatch import Backend
 from .batch import PackedBatch, token_timesteps
 from .context import bind_checkpoints, exact_inputs, exact_timesteps, use_layout
-from .family import Family
+from .family import Family, output_of
 from .layout import Grid, PackedLayout
 from .strips import by_strip, to_strips, token_grid
 from .texts import apply_text_mask, deduplicate
@@ -89,12 +89,14 @@ class Packing:
         self._check_tensors(latents, texts)
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
-        stored, caption_ids = deduplicate(texts) if pad_text_to is None else (texts, None)
+        shared = self.family.shares_texts and pad_text_to is None
+        stored, caption_ids = deduplicate(texts) if shared else (texts, None)
         layout = PackedLayout(
             grids=grids,
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             device=latents[0].device,
+            added_lengths=self.family.added_lengths(given),
             caption_ids=caption_ids,
             kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
         )
@@ -208,7 +210,8 @@ def packed_forward(
     attachment = attachment_of(transformer)
     attachment.check()
     packing = attachment.packing
-    batch.layout.prepare(packing.backend, by_frame=packing.family.by_frame)
+    family = packing.family
+    batch.layout.prepare(packing.backend, by_frame=family.by_frame, text_attends=family.text_attends)
     patch = packing.family.patch(packing.transformer)
     if batch.patch != patch:
         raise PackingError(
@@ -218,7 +221,7 @@ def packed_forward(
     kwargs = {**packing.family.forward_kwargs(batch), **_attention_kwargs(packing, attention_kwargs)}
     bind_checkpoints(packing.transformer)
     with use_layout(batch.layout), exact_inputs(kwargs):
-        output = transformer(**kwargs, return_dict=False)[0]
+        output = output_of(transformer(**kwargs, return_dict=False))
     return packing.family.output_strips(batch, output)
 
 

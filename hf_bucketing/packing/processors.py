@@ -20,6 +20,8 @@ from .ulysses import all_tokens, own_heads, own_part, own_tokens
 
 Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
 
+RowScope: TypeAlias = Literal["joint", "tokens", "text"]
+
 Rotary: TypeAlias = tuple[torch.Tensor, ...]
 """Cosines and sines `(strips, strip_length, channels)` in turn: a pair for each equal part of a head's channels."""
 
@@ -32,8 +34,8 @@ class Keys(NamedTuple):
     segments: SegmentSpans
 
 
-class _Processor:
-    """What diffusers may set on a processor: a backend of its own attention, which packed attention does not use."""
+class Processor:
+    """Base of the packed processors: refuses what diffusers may set on one, a backend of its own attention."""
 
     @property
     def _attention_backend(self) -> None:
@@ -49,7 +51,7 @@ class _Processor:
             )
 
 
-class PackedAttnProcessor(_Processor):
+class PackedAttnProcessor(Processor):
     """Self- and cross-attention of `diffusers.models.attention_processor.Attention` over the strips of a pack.
 
     Latte, PixArt, Allegro and Cosmos use it directly. Families with an attention module of their own derive from it:
@@ -119,6 +121,7 @@ class PackedAttnProcessor(_Processor):
             texts = self.text_keys(attn, encoder_hidden_states, layout)
             attended = functools.reduce(torch.add, (self._attend_to_text(query, keys) for keys in texts))
         attended = own_tokens(attended, self._parallel_config, num_strips=len(hidden_states))
+        attended = self.gate(attn, attended, hidden_states)
         attended = _through(attn.to_out, attended.flatten(1)).view_as(hidden_states)
         factor = getattr(attn, "rescale_output_factor", 1.0)
         return attended if factor == 1.0 else attended / factor
@@ -128,18 +131,18 @@ class PackedAttnProcessor(_Processor):
 
     def _attend_to_text(self, query: torch.Tensor, keys: Keys) -> torch.Tensor:
         key, value = (own_heads(side, self._parallel_config) for side in (keys.key, keys.value))
-        return _attend(query, key, value, keys.segments, backend=self.backend)
+        return attend(query, key, value, keys.segments, backend=self.backend)
 
     def _attend_to_tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
     ) -> torch.Tensor:
         if self.scope == "sample":
-            return _attend(query, key, value, layout.self_segments, backend=self.backend)
+            return attend(query, key, value, layout.self_segments, backend=self.backend)
         frames = layout.by_frame
         if self.scope == "frame":
-            return _attend(query, key, value, frames.frames, backend=self.backend)
+            return attend(query, key, value, frames.frames, backend=self.backend)
         query, key, value = (permute(side, frames.order, frames.inverse) for side in (query, key, value))
-        attended = _attend(query, key, value, frames.spatial_positions, backend=self.backend)
+        attended = attend(query, key, value, frames.spatial_positions, backend=self.backend)
         return permute(attended, frames.inverse, frames.order)
 
     def text_keys(self, attn: Any, text: torch.Tensor, layout: PackedLayout) -> Sequence[Keys]:
@@ -159,6 +162,10 @@ class PackedAttnProcessor(_Processor):
         parts = zip(tokens.chunk(len(rotary) // 2, dim=-1), rotary[::2], rotary[1::2], strict=True)
         return torch.cat([rotate_channels(part, tables, halves=True) for part, *tables in parts], dim=-1)
 
+    def gate(self, attn: Any, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Scale what tokens attended to, `(N, H, D)`, where the module does so; `hidden_states` are its input."""
+        return attended
+
     def split_heads(self, attn: Any, states: torch.Tensor, norm: Any = None) -> torch.Tensor:
         """Turn `(strips, tokens, H·D)` into `(N, H, D)`, normalised."""
         if norm is not None and self.norms_whole_width:
@@ -167,7 +174,7 @@ class PackedAttnProcessor(_Processor):
         return heads if norm is None else norm(heads)
 
 
-class PackedJointAttnProcessor(_Processor):
+class PackedJointAttnProcessor(Processor):
     """Attention of SD3, CogVideoX, HunyuanVideo and Flux over the strips of a pack, each with its text slots.
 
     Each sample's tokens and its text tokens attend to each other. Text has projections of its own where the module has
@@ -212,7 +219,7 @@ class PackedJointAttnProcessor(_Processor):
         of_tokens, of_text = _sides(image_rotary_emb)
         if not text.shape[1]:
             query, key, value = (part.flatten(0, 1) for part in self.heads(attn, tokens, of_tokens))
-            attended = _attend(query, key, value, layout.self_segments, backend=self.backend)
+            attended = attend(query, key, value, layout.self_segments, backend=self.backend)
             return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
         joint = layout.joint
         if own:
@@ -226,7 +233,7 @@ class PackedJointAttnProcessor(_Processor):
             query, key, value = self.heads(attn, joint.gather(tokens, text))
             sides = (joint.scatter(part) for part in (query, key))
             query, key = (joint.gather(self.rotate(one, of_tokens), words) for one, words in sides)
-        attended = _attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
+        attended = attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
         if not own and _has(attn, "to_out"):  # of tokens and text alike
             attended = _through(attn.to_out, attended)
         tokens, text = joint.scatter(attended)
@@ -246,7 +253,9 @@ class PackedJointAttnProcessor(_Processor):
         """
         norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
         names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
-        heads = [part.unflatten(-1, (attn.heads, -1)) for part in project(attn, states, *names)]
+        parts = project(attn, states, *names)
+        width = parts[0].shape[-1] // attn.heads  # keys and values may have fewer heads
+        heads = [part.unflatten(-1, (-1, width)) for part in parts]
         query, key = (part if norm is None else norm(part) for part, norm in zip(heads, norms, strict=False))
         if rotary is not None:
             query, key = self.rotate(query, rotary), self.rotate(key, rotary)
@@ -255,6 +264,64 @@ class PackedJointAttnProcessor(_Processor):
     def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rotate neighbouring channels of `(…, H, D)` by tables `(…, D)`."""
         return rotate_channels(tokens, rotary)
+
+
+class PackedRowAttnProcessor(PackedJointAttnProcessor):
+    """Attention over whole batch rows: of a strip's tokens, of its text slots, or of both side by side.
+
+    For models that refine tokens and text apart before they join them (Lumina 2, Z-Image). Rotary tables come by row
+    too. A family's own processor says how its stock processor is called.
+
+    Args:
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+        scope (`"joint"`, `"tokens"` or `"text"`): What the rows hold.
+
+    Raises:
+        PackingError: If the scope is unknown.
+    """
+
+    text_first: ClassVar[bool] = True
+    """Whether the text slots precede the tokens in rows of both."""
+
+    def __init__(self, backend: Backend = "segments", *, scope: RowScope = "joint") -> None:
+        if scope not in get_args(RowScope):
+            raise PackingError(f"scope must be one of {get_args(RowScope)}, got {scope!r}.")
+        super().__init__(backend)
+        self.scope = scope
+
+    def attend_to_rows(self, attn: Any, rows: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Attend inside each sample.
+
+        Args:
+            attn (`Attention`): Module with the projections and norms.
+            rows (`torch.Tensor` of shape `(strips, length, dim)`): The rows.
+            rotary (`tuple` of `torch.Tensor` of shape `(strips, length, …)`): Their rotary tables.
+
+        Returns:
+            `torch.Tensor` in the shape of `rows`.
+        """
+        layout = active_layout()
+        if self.scope == "joint":
+            joint, segments = layout.joint, layout.joint.segments
+            states, *tables = (joint.gather(*self._tokens_and_text(one, layout)) for one in (rows, *rotary))
+        else:
+            segments = layout.self_segments if self.scope == "tokens" else layout.joint.text_segments
+            states, *tables = (one.flatten(0, 1) for one in (rows, *rotary))
+        query, key, value = self.heads(attn, states, tables)
+        attended = _through(attn.to_out, attend(query, key, value, segments, backend=self.backend).flatten(1))
+        if self.scope != "joint":
+            return attended.view_as(rows)
+        tokens, text = layout.joint.scatter(attended)
+        return torch.cat([text, tokens] if self.text_first else [tokens, text], 1)
+
+    def _tokens_and_text(self, rows: torch.Tensor, layout: PackedLayout) -> Sequence[torch.Tensor]:
+        sizes = [layout.text_slots, layout.strip_length]
+        return rows.split(sizes, 1)[::-1] if self.text_first else rows.split(sizes[::-1], 1)
+
+    def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rotate `(…, H, D)` by complex tables `(…, D/2)`, as the stock processors do."""
+        turned = torch.view_as_complex(tokens.float().unflatten(-1, (-1, 2))) * rotary[0].unsqueeze(-2)
+        return torch.view_as_real(turned).flatten(-2).type_as(tokens)
 
 
 def _sides(rotary: Rotary | None) -> tuple[Rotary | None, Rotary | None]:
@@ -296,11 +363,12 @@ def project(attn: Any, states: torch.Tensor, *names: str) -> Sequence[torch.Tens
     return [getattr(attn, name)(states) for name in names]
 
 
-def _attend(
+def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, *, backend: Backend
 ) -> torch.Tensor:
     """Attend inside each segment; the result, `(N, H, D)`, has the dtype of the queries."""
-    return packed_attention(query, key, value, segments, backend=backend).type_as(query)
+    grouped = query.shape[1] != key.shape[1]
+    return packed_attention(query, key, value, segments, backend=backend, enable_gqa=grouped).type_as(query)
 
 
 def _through(modules: Iterable[torch.nn.Module], states: torch.Tensor) -> torch.Tensor:

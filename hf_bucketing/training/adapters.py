@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +65,12 @@ class AdapterConfig:
             raise BucketingError("`init_from_adapters` starts from LoRA weights; give their rank too (`lora_rank`).")
 
 
-def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> None:
+def add_lora(
+    pipeline: Any, config: AdapterConfig, *, component: str = "transformer", unused: Sequence[str] = ()
+) -> None:
     """Freeze a component of a pipeline, its transformer, and add trainable low-rank adapters to it.
+
+    Modules with one of `unused` in their name get none, see [`Family`][hf_bucketing.packing.family.Family].
 
     Raises:
         BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
@@ -73,24 +79,27 @@ def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transfor
     transformer, targets = getattr(pipeline, component), config.lora_targets.split(",")
     transformer.requires_grad_(False)
     try:
-        transformer.add_adapter(lora_config(config), adapter_name=ADAPTER)
+        transformer.add_adapter(lora_config(config, unused=unused), adapter_name=ADAPTER)
     except ValueError as error:
         raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
 
 
-def lora_config(config: AdapterConfig) -> LoraConfig:
-    """Return the settings of adapters as peft takes them."""
+def lora_config(config: AdapterConfig, *, unused: Sequence[str] = ()) -> LoraConfig:
+    """Return the settings of adapters as peft takes them; modules with one of `unused` in their name get none."""
     assert config.lora_rank is not None, "the caller checks it"
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha or config.lora_rank,
         init_lora_weights="gaussian",
         target_modules=config.lora_targets.split(","),
+        exclude_modules=f".*({'|'.join(map(re.escape, unused))}).*" if unused else None,
     )
 
 
-def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> AdapterConfig:
-    """Add adapters to a pipeline, with the weights that they start from.
+def start_adapters(
+    pipeline: Any, config: AdapterConfig, *, component: str = "transformer", unused: Sequence[str] = ()
+) -> AdapterConfig:
+    """Add adapters to a pipeline, see [`add_lora`], with the weights that they start from.
 
     Returns:
         [`AdapterConfig`]: The settings with the alpha that the adapters have.
@@ -102,7 +111,7 @@ def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "tr
         check_component(config.init_from_adapters, component=component)
     start = None if config.init_from_adapters is None else read_lora(pipeline, config.init_from_adapters)
     config = replace(config, lora_alpha=config.lora_alpha or (config.lora_rank if start is None else start.alpha))
-    add_lora(pipeline, config, component=component)
+    add_lora(pipeline, config, component=component, unused=unused)
     if start is not None:
         load_lora(pipeline, start, component=component)
         logger.info(f"Starting from the adapters of {len(start.layers)} layers in {start.path}")
@@ -259,6 +268,7 @@ def save_lora(pipeline: Any, folder: str | os.PathLike[str], *, component: str =
     config = {
         name: sorted(value) if isinstance(value, set) else value  # a set has another order in each process
         for name, value in transformer.peft_config[ADAPTER].to_dict().items()
+        if name != "exclude_modules"  # who loads the file adds adapters to the layers in it, and none is to exclude
     }
     with complete_parts(folder) as partial:
         type(pipeline).save_lora_weights(

@@ -27,7 +27,7 @@ from ..files import check_folder_writable
 from ..loaders.resume import resume
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
-from ..models.recipe import PARTS, pipeline_folder
+from ..models.recipe import PARTS, pipeline_folder, read_config
 from ..models.registry import recipe_of
 from ..settings import changed
 from .adapters import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
@@ -44,7 +44,7 @@ from .checkpoint import (
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
-from .memory.estimate import describe, describe_memory, fill_max_tokens, model_width, out_of_memory
+from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
 from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
 from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
@@ -62,8 +62,8 @@ from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
-from .steps import StepLosses, check_cached, check_positions, make_step
-from .validation import Validation, parse_sizes
+from .steps import StepLosses, check_cached, check_frames, check_positions, make_step
+from .validation import Validation, images_of, parse_sizes
 
 logger = get_logger(__name__)
 
@@ -105,8 +105,15 @@ class Trainer:
         self.validation = None
         if config.validation.validation_prompts:
             sizes = parse_sizes(config.validation.validation_sizes, spec)
+            each = 0
+            if recipe.takes_image:
+                each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
             self.validation = Validation(
-                config=config.validation, sizes=sizes, seed=config.seed, folder=self.folder / "validation"
+                config=config.validation,
+                images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
+                sizes=sizes,
+                seed=config.seed,
+                folder=self.folder / "validation",
             )
         check_quantization(config, self.accelerator)
         check_offload(config, self.accelerator)
@@ -134,11 +141,12 @@ class Trainer:
             self.data = make_data(
                 self.config,
                 spec,
-                width=model_width(self.recipe.transformer),
+                width=self.recipe.family.width(self.recipe.transformer),
                 text_tokens=self.recipe.text_tokens(self.recipe.max_sequence_length),
             )
         self.step.empty_text = self.data.empty_text
         check_positions(self.step, self.data, spec)
+        check_frames(self.recipe, self.data)
         check_cached(self.recipe, self.data)
         self._prepare()
         self.global_step = 0
@@ -147,10 +155,13 @@ class Trainer:
         """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters."""
         recipe, accelerator = self.recipe, self.accelerator
         if config.adapters.lora_rank is not None:
-            adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
+            unused = recipe.family.unused
+            adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained, unused=unused)
             cast_training_params(recipe.transformer, dtype=trained_dtype(config))
             config = changed(config, lora_alpha=adapters.lora_alpha)
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
+        for module in recipe.unused_modules():
+            module.requires_grad_(False)
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
         if config.memory.offload_blocks:

@@ -54,8 +54,14 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
     # Change nothing about what is learned.
     "free": (
         *("output_dir", "dry_run", "dataloader_num_workers", "dataloader_timeout"),
-        *("validation_prompts", "validation_sizes", "validation_steps", "validation_inference_steps"),
-        *("validation_guidance_scale", "validation_fps", "checkpointing_steps", "checkpoints_total_limit"),
+        *("validation_prompts", "validation_images", "validation_sizes", "validation_steps"),
+        *(
+            "validation_inference_steps",
+            "validation_guidance_scale",
+            "validation_fps",
+            "checkpointing_steps",
+            "checkpoints_total_limit",
+        ),
         *("resume_from_checkpoint", "init_from_adapters", "report_to", "attention_backend"),
     ),
 }

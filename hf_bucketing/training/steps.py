@@ -32,7 +32,7 @@ class StepLosses(NamedTuple):
 
     Attributes:
         values (`torch.Tensor` of shape `(n,)`): Loss of each sample.
-        noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
+        noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
     """
 
     values: torch.Tensor
@@ -66,7 +66,7 @@ class Step(ABC):
         seeds = [(self.seed, epoch, index) for index in batch["index"]]
         with activations_on_cpu() if self.offload_activations else nullcontext():
             values = self._losses(transformer, samples, seeds)
-        return StepLosses(values, noised.timesteps / self.objective.num_train_timesteps)
+        return StepLosses(values, self.objective.noise_levels(noised.timesteps))
 
     @abstractmethod
     def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
@@ -164,6 +164,19 @@ def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
                 f"The model cannot take the {count} samples of {size}: {error} --max_frames of "
                 "scripts/prepare_dataset.py cuts samples that are too long."
             ) from error
+
+
+def check_frames(recipe: Recipe, data: TrainingData) -> None:
+    """Raise BucketingError if samples are too short to train this model on, such as images for image-to-video."""
+    ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
+    short = [count for bucket, count in zip(ids, counts, strict=True)
+             if data.table.size(int(bucket)).frames < recipe.fewest_frames]  # fmt: skip
+    if short:
+        raise BucketingError(
+            f"{sum(short)} of the samples have fewer than the {recipe.fewest_frames} frames that a "
+            f"{recipe.pipeline_class} of this configuration needs: fewer leave it nothing to predict. Prepare the "
+            "data set again without images and shorter videos."
+        )
 
 
 def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Prompts rendered while training, to mp4 files and to the tracker."""
+"""Prompts rendered while training, to files and to the tracker."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from accelerate import Accelerator
 
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
-from ..media.write import write_video
-from ..models.recipe import Recipe
+from ..media.probe import probe
+from ..media.sample import load_first_frame
+from ..media.source import MediaSource
+from ..media.write import write_image, write_video
+from ..models.recipe import IMAGES, Recipe
 from ..settings import check_at_least
 
 _FRAMES_SHOWN = 8
@@ -26,8 +29,11 @@ class ValidationConfig:
     """Prompts rendered while training.
 
     Args:
-        validation_prompts (`list` of `str`, *optional*): Prompts to render, to mp4 files and the tracker; by default
-            none.
+        validation_prompts (`list` of `str`, *optional*): Prompts to render, to mp4 or png files and the tracker; by
+            default none.
+        validation_images (`list` of `str`, *optional*): Files of the images that an image-to-video model begins the
+            renderings with, one per prompt; with its last frame after it where the model takes both. Each is cropped
+            to the sizes.
         validation_sizes (`str`): Sizes to render each prompt at, as "frames,height,width;…" in pixels.
         validation_steps (`int`): Optimizer steps between renderings.
         validation_inference_steps (`int`): Scheduler steps of a rendering.
@@ -35,10 +41,11 @@ class ValidationConfig:
         validation_fps (`float`): Frame rate of the rendered files.
 
     Raises:
-        BucketingError: If a number of steps is below 1.
+        BucketingError: If a number of steps is below 1, or there are images without prompts.
     """
 
     validation_prompts: list[str] | None = None
+    validation_images: list[str] | None = None
     validation_sizes: str = "17,480,832"
     validation_steps: int = 500
     validation_inference_steps: int = 30
@@ -47,16 +54,20 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "validation_steps", "validation_inference_steps")
+        if self.validation_images and not self.validation_prompts:
+            raise BucketingError("Omit `validation_images`: no effect without `validation_prompts`.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
     """Render every prompt at every size with the pipeline as it would be saved now.
 
-    The noise of all renderings is that of one seed; `folder` receives `step-{n}/{size}-{prompt}.mp4`.
+    The noise of all renderings is that of one seed; `folder` receives `step-{n}/{size}-{prompt}.mp4`, or `.png` at
+    sizes of one frame. `images` holds those of each prompt: none, a first frame, or a first and a last one.
     """
 
     config: ValidationConfig
+    images: Sequence[Sequence[MediaSource]]
     sizes: Sequence[Size]
     seed: int
     folder: Path
@@ -71,15 +82,19 @@ class Validation:
         transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
         try:
-            for size, prompt in product(self.sizes, self.config.validation_prompts or []):
+            each = zip(self.config.validation_prompts or [], self.images, strict=True)
+            for size, (prompt, images) in product(self.sizes, each):
                 with torch.no_grad(), accelerator.autocast():
-                    frames = self._sample(recipe, prompt, size)
+                    frames = self._sample(recipe, prompt, size, images)
                 if not accelerator.is_main_process:
                     continue
                 folder.mkdir(parents=True, exist_ok=True)
                 words = re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
                 name = f"{size.frames}x{size.height}x{size.width}-{words}"
-                write_video(folder / f"{name}.mp4", frames, fps=self.config.validation_fps)
+                if size.frames == 1:
+                    write_image(folder / f"{name}.png", frames[0])
+                else:
+                    write_video(folder / f"{name}.mp4", frames, fps=self.config.validation_fps)
                 shown = np.linspace(0, len(frames) - 1, min(_FRAMES_SHOWN, len(frames))).round().astype(int)
                 for tracker in accelerator.trackers:
                     if hasattr(tracker, "log_images"):
@@ -88,15 +103,40 @@ class Validation:
         finally:
             transformer.train(training)
 
-    def _sample(self, recipe: Recipe, prompt: str, size: Size) -> np.ndarray:
+    def _sample(self, recipe: Recipe, prompt: str, size: Size, images: Sequence[MediaSource]) -> np.ndarray:
+        shown = {name: load_first_frame(image, size) for name, image in zip(IMAGES, images, strict=False)}
         frames = recipe.render(
             prompt,
             size,
+            **shown,
             num_inference_steps=self.config.validation_inference_steps,
             guidance_scale=self.config.validation_guidance_scale,
             generator=torch.Generator().manual_seed(self.seed),
         )
         return (frames * 255).round().astype(np.uint8)
+
+
+def images_of(config: ValidationConfig, *, each: int, pipeline_class: str) -> list[list[MediaSource]]:
+    """Return the images of each validation prompt.
+
+    Args:
+        config ([`ValidationConfig`]): Prompts and files.
+        each (`int`): Images that a call of the pipeline takes.
+        pipeline_class (`str`): Its class, for messages.
+
+    Raises:
+        BucketingError: If there are not as many files as the prompts need, or one cannot be decoded.
+    """
+    prompts, files = config.validation_prompts or [], config.validation_images or []
+    if len(files) != each * len(prompts):
+        needs = f"{each} per prompt" if each else "none"
+        raise BucketingError(
+            f"{pipeline_class} takes {needs} in `validation_images` ({len(prompts)} prompts), got {len(files)}."
+        )
+    sources = [MediaSource.from_cell(file) for file in files]
+    for source in sources:
+        probe(source)
+    return [sources[each * row : each * (row + 1)] for row in range(len(prompts))]
 
 
 def parse_sizes(text: str, spec: LatentSpec) -> list[Size]:

@@ -104,9 +104,18 @@ def test_impossible_geometry_is_an_error(call) -> None:
         call()
 
 
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40))
-def test_a_grid_and_its_size_belong_together_for_numbers_and_arrays(t: int, h: int, w: int) -> None:
-    spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(2, 1, 3))
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans())
+def test_a_grid_and_its_size_belong_together_for_numbers_and_arrays(t: int, h: int, w: int, repeats: bool) -> None:
+    spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(2, 1, 3), repeats_first=repeats)
     size = spec.size_of(t, h, w)
     assert spec.grid(size) == (t, h, w)
     assert [side.tolist() for side in spec.grid_of(*(np.array([side]) for side in size))] == [[t], [h], [w]]
+
+
+def test_a_repeated_first_latent_frame_makes_images_and_videos_fill_patches() -> None:
+    spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(2, 2, 2), repeats_first=True)
+    assert [spec.snap(Size(frames, 16, 16)).frames for frames in (1, 8, 9, 80, 81, 85)] == [1, 1, 9, 73, 81, 81]
+    assert [spec.latent_size(Size(frames, 16, 16))[0] for frames in (1, 9, 81)] == [2, 4, 22]
+    assert [spec.grid(Size(frames, 16, 16))[0] for frames in (1, 9, 81)] == [1, 2, 11]
+    assert "repeats_first=True" in str(spec)
+    assert "repeats_first" not in str(WAN), "fingerprints of prepared folders are made of it"

@@ -29,9 +29,10 @@ class Encoder:
     def __init__(self) -> None:
         self.stacks: list[tuple[int, ...]] = []
 
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+    def __call__(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
         self.stacks.append(tuple(pixels.shape))
-        return torch.nn.functional.avg_pool3d(pixels, (1, 8, 8))
+        latents = torch.nn.functional.avg_pool3d(pixels, (1, 8, 8))
+        return {"latents": latents, "first_frame": latents[:, :, :1] + 1}
 
     @property
     def samples(self) -> int:
@@ -203,12 +204,13 @@ def test_impossible_settings_are_refused(media: Path) -> None:
 
 
 def texts(folder: Path, calls: list[list[str]], *, masked: bool = True, **options) -> TextColumns:
-    def encode(captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
         calls.append(captions)
         lengths = torch.tensor([len(caption) for caption in captions])
         mask = (torch.arange(6) < lengths[:, None]).long()
         values = torch.ones(len(captions), 6, 2) * lengths[:, None, None] + 1
-        return (values, mask) if masked else (values * mask[..., None], None)
+        pooled = {"pooled_projections": -values[:, 0]}
+        return (values, mask, pooled) if masked else (values * mask[..., None], None, pooled)
 
     return TextColumns(encode=encode, model="t", column="caption", config=CacheConfig(folder=str(folder), **options))
 
@@ -224,6 +226,7 @@ def test_identical_captions_are_encoded_once_and_padding_is_not_stored(masked: b
     tensors, about = TensorCache(tmp_path).read(keys[0])
     assert (tensors["values"].tolist(), about) == ([[4.0, 4.0]] * 3, {"length": 6})
     assert ("mask" in tensors) == masked
+    assert tensors["other.pooled_projections"].tolist() == [-4.0, -4.0]
     assert map_columns(rows, text)["text_key"] == keys
     assert len(calls) == 2
     map_columns(rows, replace(text, model="other"))

@@ -33,6 +33,14 @@ class Expected(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
+def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    model = model.to(dtype)
+    for name, module in model.named_modules():
+        if name.endswith("learnable_pos_embed"):
+            module.float()  # Cosmos computes it in no other dtype
+    return model
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FamilyCase:
     """A family's small model, its samples, and the stock call for one of them.
@@ -47,9 +55,12 @@ class FamilyCase:
         text_dim: Channels of the text embeddings.
         timesteps: One per sample.
         conditioning: Draws the further inputs of the model, for that number of samples.
-        float64: Whether the model computes in float64 throughout.
         empty_text: Whether the model runs a sample without text.
+        timestep_per_token: Whether the stock model, where it takes several timesteps, takes one per token, or per
+            frame only.
+        shortest_strip: Fewest tokens of a strip.
         without_gradient: Parts of the names of parameters that the outputs do not depend on.
+        lora_targets: Ends of the names of layers that get adapters.
     """
 
     make: Callable[..., torch.nn.Module]
@@ -61,19 +72,18 @@ class FamilyCase:
     text_dim: int = 16
     timesteps: torch.Tensor = TIMESTEPS
     conditioning: Callable[[Draw, int], Mapping[str, torch.Tensor]] = lambda draw, count: {}
-    float64: bool = True
     without_gradient: tuple[str, ...] = ()
     empty_text: bool = True
+    timestep_per_token: bool = True
+    shortest_strip: int = 1
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v")
 
     def model(self, dtype: torch.dtype = torch.float32, **config: Any) -> torch.nn.Module:
         torch.manual_seed(0)
         model = self.make(**config)
         for parameter in model.parameters():  # many start at zero or one, where errors would not show
             parameter.data += 0.02 * torch.randn_like(parameter)
-        model = model.to(dtype)
-        if getattr(model, "learnable_pos_embed", None) is not None:
-            model.learnable_pos_embed.float()  # Cosmos computes it in no other dtype
-        return model
+        return in_dtype(model, dtype)
 
     @cached_property
     def expected(self) -> Expected:
@@ -115,20 +125,19 @@ LTX = FamilyCase(
     conditioning=lambda draw, count: {
         "rope_interpolation_scale": torch.tensor([[8 / (12 + sample), 32.0, 32.0] for sample in range(count)])
     },
-    float64=False,
 )
 # The stock Allegro cannot run a sample of one token, whose dimension its blocks squeeze away.
 ALLEGRO = FamilyCase(
     make=cross_models.make_allegro,
     alone=cross_models.allegro_alone,
     sizes=tuple((1, 2, 4) if size == (1, 2, 2) else size for size in SIZES),
-    float64=False,
+    shortest_strip=2,
 )
 COSMOS = FamilyCase(
     make=cross_models.make_cosmos,
     alone=cross_models.cosmos_alone,
     conditioning=lambda draw, count: {"fps": torch.tensor([12.0 + sample for sample in range(count)])},
-    float64=False,
+    timestep_per_token=False,
 )
 COSMOS_ROTARY_ONLY = replace(
     COSMOS,
@@ -250,7 +259,8 @@ class Samples:
         self.latents, self.text, self.targets = ([values[i] for i in order] for values in (latents, texts, targets))
         self.timesteps = case.timesteps[list(order)]
         self.conditioning = {
-            name: values[list(order)] for name, values in case.conditioning(draw, len(case.sizes)).items()
+            name: values[list(order)] if torch.is_tensor(values) else [values[sample] for sample in order]
+            for name, values in case.conditioning(draw, len(case.sizes)).items()
         }
 
     def pack(self, packing, **options: Any):
@@ -281,7 +291,10 @@ def gradients(model: torch.nn.Module, *losses: torch.Tensor) -> dict[str, torch.
     model.zero_grad()
     for loss in losses:
         loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
 
 
 def packed_outputs(model, samples: Samples, *, strip_length: int = 4, **options) -> list[torch.Tensor]:

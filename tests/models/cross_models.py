@@ -155,4 +155,5 @@ def cosmos_alone(
     model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, *, fps: torch.Tensor
 ) -> torch.Tensor:
     mask = torch.zeros(1, 1, *latent.shape[2:])
-    return model(latent[None], timestep[None], text[None], fps=float(fps), padding_mask=mask).sample[0]
+    timestep = timestep.view(latent.shape[1], -1)[None, None, :, :1, None] if timestep.ndim else timestep[None]
+    return model(latent[None], timestep, text[None], fps=float(fps), padding_mask=mask).sample[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +46,11 @@ class RecipeCase:
         sizes: Frames, height and width in pixels of three samples; in buckets, only the first is taken, twice.
         render: Arguments of the pipeline's call for a render of few steps, but for the prompt, size and image.
         max_sequence_length: Text tokens.
+        buckets: Heights and widths of a training run's buckets, in pixels.
+        bucket_frames: Their numbers of frames, unless the model takes images.
+        max_tokens: Tokens of a training run's packs.
+        captions: One per sample.
+        components: Components with which diffusers loads the pipeline.
     """
 
     tiny: str
@@ -51,6 +58,11 @@ class RecipeCase:
     sizes: tuple[tuple[int, int, int], ...] = ((5, 32, 48), (1, 32, 32), (9, 48, 32))
     render: dict[str, Any]
     max_sequence_length: int = 64
+    buckets: str = "64,112;112,64;64,64"
+    bucket_frames: str = "1,9,17"
+    max_tokens: int = 640
+    captions: tuple[str, str, str] = ('a square that says "red"', "x", "a large blue circle on grey")
+    components: dict[str, Any] = field(default_factory=dict)
 
 
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
@@ -63,6 +75,17 @@ def clean_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     vae = pipeline.vae
     latent = vae.encode(pixels[None, :, 0]).latent_dist.mode()
     return (latent - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
+@contextmanager
+def encoding_to_the_mode(vae: Any) -> Iterator[None]:
+    """Let a pipeline that samples the VAE's posterior take its mode inside a `with` block."""
+    encode = vae.encode
+    vae.encode = lambda pixels: SimpleNamespace(latents=encode(pixels).latent_dist.mode())
+    try:
+        yield
+    finally:
+        del vae.encode
 
 
 def samples_of(

@@ -18,7 +18,8 @@ from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.models.unpackable import UNPACKABLE
 from hf_bucketing.models.wan import WanFamily
 from hf_bucketing.packing import packed_forward
-from tests.models.cases import CASES, TIMESTEPS, Samples, largest_difference, make_model
+from tests.models.cases import TIMESTEPS, Samples, largest_difference, make_model
+from tests.models.families import CASES
 
 
 def test_disabling_puts_the_model_back_bit_for_bit() -> None:
@@ -57,7 +58,7 @@ def test_wrong_inputs_are_errors_that_name_the_sample() -> None:
 
     cases = {
         "6 latents, 5 texts": {"text": samples.text[:5]},
-        r"timesteps of shape \(2,\)": {"timesteps": TIMESTEPS[:2]},
+        r"and 2 timesteps": {"timesteps": TIMESTEPS[:2]},
         "0 latents": {"latents": [], "text": [], "timesteps": TIMESTEPS[:0]},
         r"Latent 2 of .* \(5, 7, 6\) does not divide": {"latents": latents_but(2, 4, 5, 7, 6)},
         "Latent 1 has shape": {"latents": latents_but(1, 1, 4, 1, 8, 4)},
@@ -90,7 +91,7 @@ def test_a_pack_of_another_patch_is_refused_with_both_patches() -> None:
         packed_forward(other, batch)
 
 
-SCALED = ("wan", "ltx", "hunyuan", "cogvideox", "sd3", "flux")
+SCALED = ("wan", "ltx", "hunyuan", "hunyuan-1.5", "cogvideox", "mochi", "sd3", "flux")
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -111,8 +112,10 @@ def test_the_scale_of_lora_layers_is_passed_as_to_the_stock_forward(name: str) -
 
 
 def test_attention_kwargs_are_refused_where_the_stock_forward_takes_none() -> None:
-    taking = {type(CASES[name].model()).__name__ for name in SCALED}
-    assert {family.transformer_class for family in families().values() if family.attention_kwargs} == taking
+    for name, family in families().items():
+        taken = inspect.signature(getattr(diffusers, name).forward).parameters
+        names = [one for one in ("attention_kwargs", "joint_attention_kwargs") if one in taken]
+        assert names == ([family.attention_kwargs] if family.attention_kwargs else []), name
     model, samples = CASES["pixart"].model(), Samples(case=CASES["pixart"])
     batch = samples.pack(enable_packing(model, strip_length=4))
     with pytest.raises(PackingError, match=r"PixArtTransformer2DModel takes no attention_kwargs.*set_adapters"):

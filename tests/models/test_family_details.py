@@ -119,7 +119,7 @@ def test_cosmos_with_a_padding_mask_gets_one_of_zeros(monkeypatch) -> None:
     modes = SimpleNamespace(NEAREST="nearest")
     torchvision = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
     monkeypatch.setattr(transformer_cosmos, "transforms", torchvision, raising=False)
-    monkeypatch.setattr(cosmos, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(cosmos.packing, "is_torchvision_available", lambda: True)
     case = replace(CASES["cosmos"], make=partial(make_cosmos, concat_padding_mask=True))
     model, samples = case.model(), Samples(case=case)
     outputs = samples.alone(model)

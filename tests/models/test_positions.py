@@ -54,6 +54,8 @@ def packed_rotary_tables(model: Any, case: FamilyCase, size: Size, **options: An
     batch = zeros(case, size).pack(enable_packing(model, strip_length=7, **options))
     tables = rotary_tables(model, lambda: packed_forward(model, batch))
     disable_packing(model)
+    if getattr(family_of(model), "rotates_text", False):
+        tables = tables[:2]  # those of the text follow
     return [table[: batch.layout.lengths[0]] for table in tables]
 
 

@@ -19,7 +19,6 @@ from tests.models.families import RECIPES
 from tests.models.recipe_cases import Drawn, RecipeCase
 
 each_recipe = pytest.mark.parametrize("case", RECIPES.values(), ids=RECIPES.keys())
-CAPTIONS = ("a red square moving right", "x", "a large blue circle on grey")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def batch_of(case: RecipeCase, *, stacked: bool) -> dict[str, Any]:
     pixels = [torch.rand(3, *size, generator=generator) * 2 - 1 for size in sizes]
     return {
         "pixel_values": torch.stack(pixels) if stacked else pixels,
-        "caption": list(CAPTIONS[: len(sizes)]),
+        "caption": list(case.captions[: len(sizes)]),
         "fps": [8.0 if size[0] > 1 else 0.0 for size in sizes],
         "index": [3, 4, 5][: len(sizes)],
     }

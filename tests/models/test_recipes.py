@@ -15,6 +15,7 @@ from hf_bucketing.losses import batch_vlb, masked_mse
 from hf_bucketing.models.objectives import Denoising, FlowMatching
 from hf_bucketing.models.recipe import Recipe, Samples, TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.registry import recipes as recipes_by_class
 from tests.models.recipe_cases import samples_of
 
 SPECS = {
@@ -105,15 +106,25 @@ def test_a_stack_predicts_what_its_samples_alone_do(family: str, recipes) -> Non
     assert together.shape == (2, 8 if family == "latte" else 4, *latents.shape[2:])
 
 
-def test_latte_stacks_only_its_own_duration_and_ltx_one_frame_rate(recipes) -> None:
-    for family, frames, fps, message in (
-        ("latte", 5, [1.0], 'batching="pack"'),
-        ("ltx", 2, [8.0, 16.0], "one frame rate"),
-    ):
-        recipe = recipes[family]
-        samples = samples_of(recipe, torch.randn(len(fps), 4, frames, 4, 4), fps=fps)
-        with pytest.raises(BucketingError, match=message):
-            recipe.predict(recipe.transformer, samples, recipe.model_inputs(samples))
+def test_latte_stacks_only_its_own_duration(recipes) -> None:
+    recipe = recipes["latte"]
+    samples = samples_of(recipe, torch.randn(1, 4, 5, 4, 4), fps=[1.0])
+    with pytest.raises(BucketingError, match='batching="pack"'):
+        recipe.predict(recipe.transformer, samples, recipe.model_inputs(samples))
+
+
+@torch.no_grad()
+def test_ltx_stacks_samples_of_several_frame_rates(recipes) -> None:
+    recipe, latents, rates = recipes["ltx"], torch.randn(2, 4, 2, 4, 4), [8.0, 15.0]
+
+    def predict(*rows: int) -> torch.Tensor:
+        samples = samples_of(recipe, latents[list(rows)], fps=[rates[row] for row in rows])
+        return recipe.predict(recipe.transformer, samples, recipe.model_inputs(samples))
+
+    together = predict(0, 1)
+    for row in range(2):
+        assert torch.allclose(together[row], predict(row)[0], atol=1e-5)
+    assert not torch.allclose(together[1], predict(0)[0], atol=1e-3)
 
 
 def test_ltx_shifts_noise_levels_as_its_scheduler_does_for_that_many_tokens(recipes) -> None:
@@ -183,11 +194,9 @@ def test_denoising_targets_are_those_of_the_prediction_type(prediction_type: str
 
 
 def test_an_unknown_pipeline_is_refused_with_the_names_of_those_known(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "MochiPipeline"}))
-    with pytest.raises(
-        BucketingError,
-        match=r"MochiPipeline; there are training recipes for .*LTXPipeline, .*WanPipeline",
-    ):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "InventedPipeline"}))
+    known = ", ".join(sorted(recipes_by_class()))
+    with pytest.raises(BucketingError, match=f"InventedPipeline; there are training recipes for {known}"):
         recipe_of(str(tmp_path))
     with pytest.raises(BucketingError, match="no diffusers pipeline"):
         recipe_of(str(tmp_path / "nowhere"))
@@ -197,4 +206,4 @@ def test_an_unknown_tiny_family_is_an_error(tmp_path: Path) -> None:
     from hf_bucketing.testing import make_tiny_pipeline
 
     with pytest.raises(BucketingError, match=r"latte, .*ltx, .*wan"):
-        make_tiny_pipeline(tmp_path / "x", family="mochi")
+        make_tiny_pipeline(tmp_path / "x", family="invented")

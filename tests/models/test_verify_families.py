@@ -73,6 +73,7 @@ def test_adapters_of_peft_and_of_diffusers_pass() -> None:
     ("pixart conditioned", 7, "(1, 4, 6), (1, 8, 4), (1, 3, 3), (1, 1, 1)"),
     ("cogvideox-learned", 7, "(3, 5, 6), (1, 5, 6), (5, 5, 6), (1, 5, 6)"),
     ("wan image", 8, "(3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1)"),
+    ("wan-vace", 7, "(3, 4, 6), (1, 8, 4), (5, 3, 3), (1, 1, 1)"),
 ])  # fmt: skip
 def test_the_script_verifies_a_model_at_sizes_and_with_texts_that_it_takes(name, checks, grids, tmp_path) -> None:
     CASES[name].model().save_pretrained(tmp_path / "transformer")

@@ -96,7 +96,7 @@ def test_captions_that_are_dropped_are_the_empty_one_of_the_cache(
     recipe = load_recipe(pipeline_dirs[family])
     keyed = cached(prepared, recipe, tmp_path / "cache", batching="pack")
     collator = collator_of(keyed)
-    empty = {name: values[None] for name, values in collator.empty_text().items()}
+    empty = collator.empty_text()
     text = TextEmbeddings(empty["text_values"], empty.get("text_mask"))
     entries = collator([keyed.dataset[row] for row in (0, 6)])
     mixed = text_of(recipe, entries, dropped=[True, False], empty=text)

@@ -161,6 +161,7 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
             validation_guidance_scale=2.0,
             validation_fps=8,
         ),
+        images=[()],
         sizes=[Size(frames, 32, 64)],
         seed=0,
         folder=tmp_path,

@@ -44,7 +44,7 @@ class CogVideoXFamily(JointFamily):
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
-        if _has_table(transformer) and transformer.config.patch_size_t is not None:
+        if has_table(transformer.config) and transformer.config.patch_size_t is not None:
             raise PackingError(
                 "This CogVideoX transformer has a table of positions and patch_size_t, which do not go together."
             )
@@ -80,7 +80,7 @@ class CogVideoXFamily(JointFamily):
 
     def text_length(self, transformer: Transformer) -> int | None:
         """Return the length of the table of positions, where text is part of it."""
-        return int(transformer.config.max_text_seq_length) if _has_table(transformer) else None
+        return int(transformer.config.max_text_seq_length) if has_table(transformer.config) else None
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""
@@ -127,7 +127,7 @@ class CogVideoXFamily(JointFamily):
         handles: list[Any] = [norm.register_forward_hook(_modulate_text) for norm in norms]
         if transformer.config.use_rotary_positional_embeddings:
             handles += super().hook_positions(transformer, base_size)
-        if _has_table(transformer):
+        if has_table(transformer.config):
             tables = Tables(partial(one_table, partial(sincos_table, base_size=base_size)))
             handles += [_WithoutTable(embed), embed.register_forward_hook(partial(_add_table, tables))]
         return handles
@@ -172,10 +172,10 @@ class _WithoutTable:
         self.embed.use_positional_embeddings, self.embed.use_learned_positional_embeddings = self.flags
 
 
-def _has_table(transformer: Transformer) -> bool:
-    """Return whether positions are added to the tokens, beside or instead of rotating queries and keys."""
-    config = transformer.config
-    return not config.use_rotary_positional_embeddings or bool(config.use_learned_positional_embeddings)
+def has_table(config: Mapping[str, Any]) -> bool:
+    """Return whether a transformer adds positions to its tokens, beside or instead of rotating queries and keys."""
+    rotates = config.get("use_rotary_positional_embeddings", False)
+    return not rotates or bool(config.get("use_learned_positional_embeddings", False))
 
 
 def base_grid(transformer: Transformer) -> tuple[int, int]:

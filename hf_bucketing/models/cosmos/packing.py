@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from threading import local
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from diffusers.utils import is_torchvision_available
 
 from ...errors import PackingError
-from ...packing.batch import Rows
+from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
 from ...packing.layout import Grid
@@ -23,6 +24,9 @@ class CosmosFamily(Family):
 
     `fps`, `(n,)`, is the frame rate of each sample, 0 for images. A condition mask (video-to-world) is a channel of
     the latents. The padding mask is zero everywhere, as in the pipeline.
+
+    With timesteps per token, strips lie along frames instead of columns, because the model takes a timestep for each
+    frame of a row.
     """
 
     transformer_class = "CosmosTransformer3DModel"
@@ -30,6 +34,7 @@ class CosmosFamily(Family):
     stock_processors = ("CosmosAttnProcessor2_0",)
     text_rule = "keep_padding"
     interpolates = True
+    timestep_per_token = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models that attend to image contexts, and models that need what is not installed."""
@@ -66,11 +71,33 @@ class CosmosFamily(Family):
             transformer.rope.register_forward_pre_hook(_take_rates, with_kwargs=True),
             transformer.rope.register_forward_hook(partial(_rotate, base_size)),
         ]
-        return handles if learned is None else [*handles, learned.register_forward_hook(_look_up)]
+        if learned is not None:
+            handles += [learned.register_forward_pre_hook(_shorten), learned.register_forward_hook(_look_up)]
+        return handles
+
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Return a pack as batch rows; with a timestep per token, a strip is a column of frames one patch wide."""
+        rows = super().rows(batch)
+        if rows.timesteps.ndim == 1:
+            return rows
+        return replace(rows, latents=rows.latents.unflatten(4, (-1, batch.patch[2])).squeeze(2).movedim(3, 2))
+
+    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
+        """Return the transformer's output as strips along columns."""
+        if batch.timesteps.ndim == 1:
+            return super().output_strips(batch, output)
+        return output.movedim(2, 3).flatten(3).unsqueeze(2)
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add a padding mask of zeros."""
-        return {**super().inputs(rows), "padding_mask": rows.latents.new_zeros(1, 1, *rows.latents.shape[3:])}
+        """Add a padding mask of zeros, and give timesteps the shape that the model asks for."""
+        timesteps = rows.timesteps
+        if timesteps.ndim == 2:
+            by_frame = timesteps.unflatten(1, (rows.grid[0], -1))
+            if by_frame.shape[2] > 1 and not torch.equal(by_frame, by_frame[:, :, :1].expand_as(by_frame)):
+                raise PackingError("Cosmos takes a timestep per frame; those of a frame's tokens differ.")
+            timesteps = by_frame[:, None, :, :1, None]
+        padding_mask = rows.latents.new_zeros(1, 1, *rows.latents.shape[3:])
+        return {**super().inputs(rows), "timestep": timesteps, "padding_mask": padding_mask}
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the one frame rate of all rows; none for images."""
@@ -89,7 +116,12 @@ _taken = _Taken()
 
 def _take_rates(rope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     _taken.rates = kwargs["fps"]
-    return args, {**kwargs, "fps": None}
+    return (_shorten(rope, args),), {**kwargs, "fps": None}
+
+
+def _shorten(module: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return a latent of one token: what the module makes of it is replaced, and a strip may exceed its positions."""
+    return shape_only(args[0], (1, 1, 1), module.patch_size)
 
 
 def _rotate(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ class PackedFlux2ParallelSelfAttnProcessor(PackedFlux2AttnProcessor):
         attention = SimpleNamespace(
             heads=attn.heads, norm_q=attn.norm_q, norm_k=attn.norm_k, fused_projections=True, to_qkv=_unchanged
         )
-        attended = cast("torch.Tensor", super().__call__(attention, states, image_rotary_emb=image_rotary_emb))
+        attended: Any = super().__call__(attention, states, image_rotary_emb=image_rotary_emb)
         projected_back: torch.Tensor = attn.to_out(torch.cat([attended, attn.mlp_act_fn(inner)], -1))
         return projected_back
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import PackingError
 from ...packing.attention.dispatch import Backend
@@ -19,7 +18,7 @@ from ...packing.family import Transformer
 from ...packing.layout import Grid, PackedLayout
 from ...packing.positions import axis_coordinates
 from ...packing.processors import Rotary
-from ..joint import JointFamily, hook_text_modulation
+from ..joint import JointFamily, hook_text_modulation, texts_by_sample
 from ..positions import rotary_tables
 
 if TYPE_CHECKING:
@@ -83,10 +82,9 @@ class HunyuanVideoFamily(JointFamily):
 @torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples
 def _gather_texts(refiner: HunyuanVideoTokenRefiner, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Turn text slots `(strips, text_slots, dim)`, timesteps and mask by strip into one row per sample."""
-    layout, (slots, timesteps, mask) = active_layout(), args
-    texts = layout.joint.read_slots(slots).split(layout.text_lengths)
-    kept = pad_sequence([mask.new_ones(length) for length in layout.text_lengths], batch_first=True)
-    return pad_sequence(list(texts), batch_first=True), timesteps[layout.joint.first_strips], kept
+    slots, timesteps, _ = args
+    texts, mask = texts_by_sample(slots)
+    return texts, timesteps[active_layout().joint.first_strips], mask
 
 
 @torch.compiler.disable

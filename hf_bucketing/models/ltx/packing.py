@@ -32,7 +32,8 @@ class LTXFamily(Family):
     """Packing of `LTXVideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
     `rope_interpolation_scale`, `(n, 3)`, is computed by the pipeline from a sample's frame rate and the autoencoder:
-    temporal stride ÷ frame rate, spatial stride, spatial stride.
+    temporal stride ÷ frame rate, spatial stride, spatial stride. With a fourth number, the temporal stride, tokens lie
+    where `LTXConditionPipeline` places them: the first latent frame of a causal autoencoder is one frame of pixels.
     """
 
     transformer_class = "LTXVideoTransformer3DModel"
@@ -61,8 +62,10 @@ class LTXFamily(Family):
         return {**super().inputs(rows), "encoder_attention_mask": rows.text_mask, **grid}
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
-        """Return the scales as the model takes them, the same for all rows."""
-        return {SCALES: tuple(rows.conditioning[SCALES][0].tolist())}
+        """Return the coordinates of the tokens, so that each row may have its own frame rate."""
+        (tokens,) = _locations(self.patch(transformer), None, transformer.rope, rows.grid, rows.latents.device)
+        scaled = _scaled(tokens.expand(len(rows.latents), -1, -1), rows.conditioning[SCALES])
+        return {SCALES: None, "video_coords": scaled}
 
 
 def _locations(
@@ -74,9 +77,21 @@ def _locations(
 
 def _locate(tables: Tables, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     hidden_states, _, _, _, scales, _ = args
-    # (strips, strip_length, 3)
-    (coordinates,) = position_strips(active_layout(), lambda grid: tables(rope, grid, hidden_states.device))
-    return hidden_states, *[None] * 4, (coordinates * scales.to(coordinates)[:, None]).transpose(1, 2)
+    (tokens,) = position_strips(active_layout(), lambda grid: tables(rope, grid, hidden_states.device))
+    return hidden_states, *[None] * 4, _scaled(tokens, scales)
+
+
+def _scaled(tokens: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the coordinates of tokens, `(rows, tokens, 3)`, in seconds and pixels, `(rows, 3, tokens)`.
+
+    The operations are those of the pipelines, in their order: the model multiplies seconds by some thousands.
+    """
+    scales = scales.to(tokens)[:, None]
+    if scales.shape[-1] == 3:
+        return (tokens * scales).transpose(1, 2)
+    seconds, stride = scales[..., :1] / scales[..., 3:], scales[..., 3:]
+    frames = (tokens[..., :1] * stride + 1 - stride).clamp(min=0) * seconds
+    return torch.cat([frames, tokens[..., 1:] * scales[..., 1:3]], -1).transpose(1, 2)
 
 
 FAMILY = LTXFamily()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...buckets.sizes import LatentSpec
 from ...media.sample import frame_rates
+from ...packing.family import Family
+from ..first_frame import FirstFrameRecipe
 from ..recipe import Recipe, Samples, read_configs
 from .packing import FAMILY, SCALES
 
@@ -16,9 +18,9 @@ class LTXRecipe(Recipe):
     """Recipe of `LTXPipeline`; see [`Recipe`]."""
 
     pipeline_class = "LTXPipeline"
-    family = FAMILY
+    family: ClassVar[Family] = FAMILY
     default_sequence_length = 128
-    native_sizes = ((512, 704), (480, 704), (768, 1216), (704, 1216))
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
     """The pipeline's default and the size of its example, and the two large ones of the model card."""
 
     @classmethod
@@ -38,16 +40,6 @@ class LTXRecipe(Recipe):
         """Return the statistics that the VAE's weights hold."""
         return self.pipeline.vae.latents_mean, self.pipeline.vae.latents_std
 
-    def refusal(self, samples: Samples) -> str | None:
-        """Refuse stacks of several frame rates, because the model takes one for all."""
-        rates = samples.fps.unique()
-        if len(rates) == 1:
-            return None
-        return (
-            f"LTX takes one frame rate per batch, and this one has {rates.tolist()}. Prepare the data set with a "
-            "--target_fps that all its videos reach, or train packs, which have no such limit."
-        )
-
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the seconds and pixels that a latent covers, as the pipeline computes them."""
         seconds = self.spec.temporal_stride / frame_rates(samples.fps).double()
@@ -55,4 +47,26 @@ class LTXRecipe(Recipe):
         return {SCALES: torch.stack([seconds, sides, sides], 1)}
 
 
-RECIPES = (LTXRecipe,)
+class LTXImageToVideoRecipe(FirstFrameRecipe, LTXRecipe):
+    """Recipe of `LTXImageToVideoPipeline`; see [`FirstFrameRecipe`]."""
+
+    pipeline_class = "LTXImageToVideoPipeline"
+
+
+class LTXConditionRecipe(LTXRecipe):
+    """Recipe of `LTXConditionPipeline` (LTX-Video 0.9.5 and later), called without images or videos.
+
+    The pipeline places tokens in time as the causal VAE does, and has no shift by size.
+    """
+
+    pipeline_class = "LTXConditionPipeline"
+    default_sequence_length = 256
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Add the temporal stride, by which the first latent frame is shorter."""
+        scales = super().conditioning(samples)[SCALES]
+        strides = torch.full_like(scales[:, :1], float(self.spec.temporal_stride))
+        return {SCALES: torch.cat([scales, strides], 1)}
+
+
+RECIPES = (LTXRecipe, LTXImageToVideoRecipe, LTXConditionRecipe)

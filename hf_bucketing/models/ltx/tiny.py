@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from diffusers import (
     AutoencoderKLLTXVideo,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    LTXConditionPipeline,
+    LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
@@ -14,12 +18,13 @@ from transformers import T5EncoderModel
 from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components
 
 
-def _text_to_video() -> DiffusionPipeline:
-    return LTXPipeline(
+def _pipeline(pipeline_class: type[DiffusionPipeline], *, shifts_by_size: bool = True) -> DiffusionPipeline:
+    return pipeline_class(
         **t5_components(T5EncoderModel),
         vae=_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, base_image_seq_len=64, max_image_seq_len=1024, base_shift=0.95, max_shift=2.05
+            use_dynamic_shifting=shifts_by_size,
+            **{"base_image_seq_len": 64, "max_image_seq_len": 1024, "base_shift": 0.95, "max_shift": 2.05},
         ),
         transformer=LTXVideoTransformer3DModel(
             in_channels=CHANNELS,
@@ -51,4 +56,8 @@ def _vae() -> AutoencoderKLLTXVideo:
     return vae
 
 
-TINY = {"ltx": _text_to_video}
+TINY = {
+    "ltx": partial(_pipeline, LTXPipeline),
+    "ltx-i2v": partial(_pipeline, LTXImageToVideoPipeline),
+    "ltx-condition": partial(_pipeline, LTXConditionPipeline, shifts_by_size=False),
+}

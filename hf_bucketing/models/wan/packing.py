@@ -7,7 +7,8 @@ with a text_mask.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +22,12 @@ from ..positions import rotary_tables
 
 TEXT_LENGTH = 512
 """Text tokens that diffusers' image-to-video models expect behind the image tokens."""
+
+
+IMAGE_TOKENS = "encoder_hidden_states_image"
+"""Argument of the transformer's forward for the image encoder's output."""
+CLIP_TOKENS = 257
+"""Tokens that CLIP ViT-H, Wan's image encoder, makes of an image."""
 
 
 class PackedWanAttnProcessor(PackedAttnProcessor):
@@ -53,6 +60,8 @@ class PackedWanAttnProcessor(PackedAttnProcessor):
 class WanFamily(Family):
     """Packing of `WanTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
+    Families of models that grew out of Wan derive from it.
+
     Wan 2.2's pipelines may give each token a timestep (`expand_timesteps`), such as 0 for a clean first frame.
 
     Image-to-video models that attend to the first frame (and the last) take `encoder_hidden_states_image`,
@@ -60,7 +69,7 @@ class WanFamily(Family):
     """
 
     transformer_class = "WanTransformer3DModel"
-    tested_forwards = ("cbdc8a11aa2f", "96f65c99f94a")
+    tested_forwards: ClassVar[tuple[str, ...]] = ("cbdc8a11aa2f", "96f65c99f94a")
     processor_class = PackedWanAttnProcessor
     stock_processors = ("WanAttnProcessor",)
     processors_read_fusion = True
@@ -83,11 +92,11 @@ class WanFamily(Family):
         return None if transformer.condition_embedder.image_embedder is None else TEXT_LENGTH
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return the image tokens of image-to-video models; drawn as many as CLIP ViT-H makes."""
+        """Return the image tokens of image-to-video models."""
         if transformer.condition_embedder.image_embedder is None:
             return {}
-        shape = transformer.config.pos_embed_seq_len or 257, transformer.config.image_dim
-        return {"encoder_hidden_states_image": lambda grids: torch.randn(len(grids), *shape)}
+        shape = transformer.config.pos_embed_seq_len or CLIP_TOKENS, transformer.config.image_dim
+        return {IMAGE_TOKENS: lambda grids: torch.randn(len(grids), *shape)}
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables of `rope`, or such tables of stretched coordinates."""
@@ -109,9 +118,16 @@ class WanFamily(Family):
             ]
         return handles
 
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Return a row per strip; image tokens keep a row per sample, as attention takes them."""
+        rows = super().rows(batch)
+        by_sample = (IMAGE_TOKENS, *self.latent_conditioning)
+        others = {name: batch.per_strip(one) for name, one in rows.conditioning.items() if name not in by_sample}
+        return replace(rows, conditioning={**rows.conditioning, **others})
+
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Refuse texts from which the models would split the image tokens wrongly: they expect exactly 512 tokens."""
-        if batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
+        if IMAGE_TOKENS in batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
             raise PackingError(
                 f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
             )
@@ -119,8 +135,10 @@ class WanFamily(Family):
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the image tokens, a row per frame."""
-        images = transformer.condition_embedder.image_embedder
-        return {name: _frames(images, values) for name, values in rows.conditioning.items()}
+        if IMAGE_TOKENS not in rows.conditioning:
+            return {}
+        embedder = transformer.condition_embedder.image_embedder
+        return {IMAGE_TOKENS: _frames(embedder, rows.conditioning[IMAGE_TOKENS])}
 
 
 def _row_per_frame(embedder: Any, args: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -1,10 +1,20 @@
-"""How Wan 2.1 and 2.2 text-to-video are trained: flow matching with a fixed shift; text with zero padding."""
+"""How Wan 2.1 and 2.2 are trained, text-to-video and image-to-video: flow matching; text with zero padding."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from PIL import Image
+
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, read_configs
-from .packing import FAMILY
+from ...errors import BucketingError
+from ..recipe import ModelInputs, Recipe, Samples, read_configs
+from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS, TEXT_LENGTH
+
+IMAGE_LATENTS = "image_latents"
+"""Condition of a sample: latents of the clip whose frames are grey but for the first (and the last)."""
 
 
 class WanRecipe(Recipe):
@@ -36,10 +46,151 @@ class WanRecipe(Recipe):
 
     def sigmas(self) -> tuple[float, float]:
         """Return the trained transformer's side of the boundary."""
-        boundary = self.pipeline.config.boundary_ratio
+        boundary = self.pipeline.config.get("boundary_ratio")
         if boundary is None:
             return 0.0, 1.0
         return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
 
 
-RECIPES = (WanRecipe,)
+class WanImageToVideoRecipe(WanRecipe):
+    """Recipe of `WanImageToVideoPipeline`, whose models continue the first frame of a sample; see [`Recipe`].
+
+    The pipeline's configuration decides how the model is shown that frame:
+
+    - Wan 2.1 and Wan 2.2 A14B take its latents, those of an otherwise grey clip, and a mask of the given frames as
+      further channels. Those with an `image_dim` (2.1) also attend to its CLIP embedding; those with a
+      `pos_embed_seq_len` (FLF2V) are shown the last frame as well. An image leaves them nothing to predict and is
+      refused.
+    - With `expand_timesteps` (TI2V-5B), the first latent frame stays clean: its tokens have timestep 0, and it does
+      not enter the loss. An image has no frame after it, and is trained as text-to-image.
+    """
+
+    pipeline_class = "WanImageToVideoPipeline"
+    takes_image = True
+
+    @classmethod
+    def load(cls, name_or_path: str, **options: Any) -> Recipe:
+        """Load a pipeline, see [`Recipe.load`].
+
+        Raises:
+            BucketingError: Also if captions have another length than the one at which the model divides text from
+                image tokens.
+        """
+        recipe = super().load(name_or_path, **options)
+        if recipe.config.get("image_dim") is not None and recipe.max_sequence_length != TEXT_LENGTH:
+            raise BucketingError(
+                f"Wan's image-to-video models with image embeddings take captions of {TEXT_LENGTH} tokens; set "
+                f"`max_sequence_length` to {TEXT_LENGTH} or omit it."
+            )
+        return recipe
+
+    @classmethod
+    def num_images(cls, config: Mapping[str, Any]) -> int:
+        """Return 2 for models of a first and a last frame, else 1."""
+        return 1 if config.get("pos_embed_seq_len") is None else 2
+
+    @property
+    def media_rule(self) -> str:
+        """The frames that conditions are made of."""
+        return f"conditions of {self.num_images(self.config)} frames"
+
+    @property
+    def fewest_frames(self) -> int:
+        """Two for models that are shown frames as further channels, three with the last one."""
+        return 1 if self._keeps_first_frame else 1 + self.num_images(self.config)
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents, which the model predicts; it takes more where it takes a condition."""
+        return int(self.config["out_channels"])
+
+    @property
+    def _keeps_first_frame(self) -> bool:
+        return bool(self.pipeline.config.get("expand_timesteps"))
+
+    @property
+    def _embeds_images(self) -> bool:
+        return self.config.get("image_dim") is not None
+
+    @torch.no_grad()
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Encode the frames that the model is shown, as its pipeline does; nothing where they are latents' own.
+
+        Raises:
+            BucketingError: If samples have too few frames.
+        """
+        if self._keeps_first_frame:
+            return {}  # the VAE is causal: the first latent frame is that of the first frame alone
+        if pixel_values.shape[2] < self.fewest_frames:
+            raise BucketingError(
+                f"A sample of {pixel_values.shape[2]} frames leaves an image-to-video model nothing to predict, which "
+                f"needs {self.fewest_frames} or more: prepare the data set without images."
+            )
+        given = [0, -1][: self.num_images(self.config)]
+        shown = torch.zeros_like(pixel_values)
+        shown[:, :, given] = pixel_values[:, :, given]
+        conditions = {IMAGE_LATENTS: self.encode_latents(shown)}
+        if self._embeds_images:
+            conditions[IMAGE_TOKENS] = self._image_tokens(pixel_values[:, :, given])
+        return conditions
+
+    def _image_tokens(self, frames: torch.Tensor) -> torch.Tensor:
+        """Return the image encoder's output for frames `(B, 3, n, H, W)`, those of a sample one after the other."""
+        levels = ((frames.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        images = levels.permute(0, 2, 3, 4, 1).flatten(0, 1).cpu().numpy()
+        encoder = self.pipeline.image_encoder
+        tokens: torch.Tensor = self.pipeline.encode_image([Image.fromarray(image) for image in images], encoder.device)
+        return tokens.unflatten(0, frames.shape[:3:2]).flatten(1, 2)
+
+    def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return zeros of the shapes of [`encode_conditions`]."""
+        if self._keeps_first_frame:
+            return {}
+        conditions = {IMAGE_LATENTS: torch.zeros_like(latent)}
+        if self._embeds_images:
+            shape = self.config["pos_embed_seq_len"] or CLIP_TOKENS, self.config["image_dim"]
+            conditions[IMAGE_TOKENS] = latent.new_zeros(shape)
+        return conditions
+
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Return latents with the condition as further channels, or with a clean first frame."""
+        if self._keeps_first_frame:
+            return self._with_first_frame(samples)
+        pairs = zip(samples.noised.latents, samples.conditions[IMAGE_LATENTS], strict=True)
+        return ModelInputs(
+            latents=[torch.cat([latent, self._mask(latent), given.to(latent)]) for latent, given in pairs],
+            timesteps=samples.noised.timesteps,
+            conditioning=self.conditioning(samples),
+        )
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the image tokens, where the model takes some."""
+        if not self._embeds_images:
+            return {}
+        return {IMAGE_TOKENS: torch.stack(list(samples.conditions[IMAGE_TOKENS])).to(samples.text.values)}
+
+    def _mask(self, latent: torch.Tensor) -> torch.Tensor:
+        """Return which frames of each latent frame are given, `(temporal_stride, f, h, w)`.
+
+        The first latent frame holds one frame, which fills all channels; the last one ends with the last frame.
+        """
+        mask = latent.new_zeros(self.spec.temporal_stride, *latent.shape[1:])
+        mask[:, 0] = 1
+        if self.num_images(self.config) == 2:
+            mask[-1, -1] = 1
+        return mask
+
+    def _with_first_frame(self, samples: Samples) -> ModelInputs:
+        latents, timesteps, weights = [], [], []
+        noised = samples.noised
+        for noisy, clean, timestep in zip(noised.latents, noised.clean, noised.timesteps, strict=True):
+            noise = torch.ones_like(noisy[:1])
+            if noisy.shape[1] > 1:
+                noise[:, 0] = 0
+            latents.append(torch.where(noise > 0, noisy, clean))
+            timesteps.append(timestep * noise[0, :, 0, 0].to(timestep))
+            weights.append(noise)
+        return ModelInputs(latents=latents, timesteps=timesteps, weights=weights)
+
+
+RECIPES = (WanRecipe, WanImageToVideoRecipe)

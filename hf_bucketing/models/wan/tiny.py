@@ -2,31 +2,94 @@
 
 from __future__ import annotations
 
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from transformers import UMT5EncoderModel
+from functools import partial
+from typing import Any
+
+from diffusers import (
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, UMT5EncoderModel
 
 from ..tiny import CHANNELS, TEXT_DIM, t5_components, wan_vae
 
+_IMAGE_SIDE, _IMAGE_PATCH = 16, 8
+
+
+def transformer(**config: Any) -> WanTransformer3DModel:
+    """Return a transformer of four blocks."""
+    return WanTransformer3DModel(**{**TRANSFORMER, **config})
+
+
+TRANSFORMER = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 4,
+    "attention_head_dim": 24,
+    "in_channels": CHANNELS,
+    "out_channels": CHANNELS,
+    "text_dim": TEXT_DIM,
+    "freq_dim": 64,
+    "ffn_dim": 256,
+    "num_layers": 4,
+    "cross_attn_norm": True,
+    "rope_max_seq_len": 128,
+}
+"""Configuration of a transformer of text-to-video."""
+WITH_CONDITION = {"in_channels": 2 * CHANNELS + 4}
+"""Channels of image-to-video: the noisy latents, a mask of the given frames, and the latents of these."""
+WITH_IMAGE_TOKENS = {**WITH_CONDITION, "image_dim": TEXT_DIM, "added_kv_proj_dim": 4 * 24}
+"""Configuration of image-to-video models that attend to the tokens of an image encoder."""
+
+
+def components(**vae: Any) -> dict[str, Any]:
+    """Return the components of a pipeline but for its transformers and its image encoder."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return {**t5_components(UMT5EncoderModel), "vae": wan_vae(**vae), "scheduler": scheduler}
+
+
+def image_components() -> dict[str, Any]:
+    """Return an image encoder, which makes five tokens of an image, and its processor."""
+    side = {"shortest_edge": _IMAGE_SIDE}
+    crop = {"height": _IMAGE_SIDE, "width": _IMAGE_SIDE}
+    config = CLIPVisionConfig(
+        hidden_size=TEXT_DIM,
+        intermediate_size=2 * TEXT_DIM,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=_IMAGE_SIDE,
+        patch_size=_IMAGE_PATCH,
+    )
+    encoder = CLIPVisionModel(config).eval()
+    return {"image_encoder": encoder, "image_processor": CLIPImageProcessor(size=side, crop_size=crop)}
+
 
 def _text_to_video() -> DiffusionPipeline:
-    return WanPipeline(
-        **t5_components(UMT5EncoderModel),
-        vae=wan_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        transformer=WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=4,
-            attention_head_dim=24,
-            in_channels=CHANNELS,
-            out_channels=CHANNELS,
-            text_dim=TEXT_DIM,
-            freq_dim=64,
-            ffn_dim=256,
-            num_layers=4,
-            cross_attn_norm=True,
-            rope_max_seq_len=128,
-        ),
-    )
+    return WanPipeline(**components(), transformer=transformer())
 
 
-TINY = {"wan": _text_to_video}
+def _image_to_video(**config: Any) -> DiffusionPipeline:
+    model = transformer(**WITH_IMAGE_TOKENS, **config)
+    return WanImageToVideoPipeline(**components(), **image_components(), transformer=model)
+
+
+def _two_experts() -> DiffusionPipeline:
+    high, low = transformer(**WITH_CONDITION), transformer(**WITH_CONDITION)
+    return WanImageToVideoPipeline(**components(), transformer=high, transformer_2=low, boundary_ratio=0.9)
+
+
+def _timestep_per_token(pipeline_class: type[DiffusionPipeline]) -> DiffusionPipeline:
+    vae = {"is_residual": True, "patch_size": 2, "scale_factor_spatial": 16, "in_channels": 12, "out_channels": 12}
+    return pipeline_class(**components(**vae), transformer=transformer(), expand_timesteps=True)
+
+
+TINY = {
+    "wan": _text_to_video,
+    "wan-i2v": _image_to_video,
+    "wan-flf2v": partial(_image_to_video, pos_embed_seq_len=2 * (1 + (_IMAGE_SIDE // _IMAGE_PATCH) ** 2)),
+    "wan-2.2-i2v": _two_experts,
+    "wan-2.2-t2v-5b": partial(_timestep_per_token, WanPipeline),
+    "wan-2.2-ti2v": partial(_timestep_per_token, WanImageToVideoPipeline),
+}

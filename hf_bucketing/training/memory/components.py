@@ -60,6 +60,7 @@ class Components:
         transformer ([`Component`]): Transformer to train.
         vae ([`Component`]): VAE.
         text_encoders (`tuple` of [`Component`]): Text encoders.
+        image_encoder ([`Component`], *optional*): Image encoder.
     """
 
     recipe: type[Recipe]
@@ -67,6 +68,7 @@ class Components:
     transformer: Component
     vae: Component
     text_encoders: tuple[Component, ...]
+    image_encoder: Component | None = None
 
 
 def read_components(name_or_path: str, *, trained: str = "transformer") -> Components:
@@ -81,6 +83,7 @@ def read_components(name_or_path: str, *, trained: str = "transformer") -> Compo
     with from_hub(name_or_path):
         index = DiffusionPipeline.load_config(name_or_path)
         check_has(index, trained, name_or_path=name_or_path)
+        images = index.get("image_encoder", (None,))
         encoders = [name for name in index if name.startswith("text_encoder") and index[name][0] is not None]
         return Components(
             recipe=recipe,
@@ -88,6 +91,7 @@ def read_components(name_or_path: str, *, trained: str = "transformer") -> Compo
             transformer=_read(name_or_path, trained, *index[trained]),
             vae=_read(name_or_path, "vae", *index["vae"]),
             text_encoders=tuple(_read(name_or_path, name, *index[name]) for name in encoders),
+            image_encoder=None if images[0] is None else _read(name_or_path, "image_encoder", *images),
         )
 
 

@@ -38,11 +38,6 @@ _MARGIN = 1.25
 """Memory for which `max_tokens="auto"` is planned, relative to what there is: the search goes down only."""
 
 
-def model_width(transformer: Any) -> int:
-    """Return the number of channels of a diffusers transformer's tokens."""
-    return int(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
-
-
 def describe(
     config: TrainingConfig,
     data: TrainingData,
@@ -187,7 +182,7 @@ def fill_max_tokens(
         return config
     searched = changed(config, random_resize=None)  # samples at their own size are the largest that are drawn
     transformer = step.recipe.transformer
-    width = model_width(transformer)
+    width = step.recipe.family.width(transformer)
     text_tokens = step.recipe.text_tokens(step.recipe.max_sequence_length)
     transformer.to(accelerator.device)
     whole = make_data(changed(searched, max_tokens=2**40), spec, width=width, text_tokens=text_tokens)

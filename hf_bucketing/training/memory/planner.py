@@ -322,6 +322,7 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     if config.cached == "nothing":
         together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
         vae = _encode_media(components, shape.size, together, config.memory.vae_tiling)
+        vae = vae.plus(_image_encoder(components))
         pixels = 3 * 4 * shape.pixels
     resident = MemoryParts(
         weights=_offloaded(traced, config),
@@ -404,7 +405,8 @@ def _encode_media(components: Components, size: Size, samples: int, tiling: bool
         def call(vae: Any, pixels: torch.Tensor) -> None:
             if tiling:
                 tile(vae, components.vae.class_name)
-            recipe = components.recipe(pipeline=SimpleNamespace(vae=vae), spec=spec, max_sequence_length=1)
+            pipeline, config = SimpleNamespace(vae=vae), components.transformer.config
+            recipe = components.recipe(pipeline=pipeline, spec=spec, max_sequence_length=1, config=config)
             recipe.encode_latents(pixels)
 
         media = torch.empty(samples, 3, frames, size.height, size.width, device="meta")
@@ -415,6 +417,14 @@ def _encode_media(components: Components, size: Size, samples: int, tiling: bool
         return peak(latent_frames)
     base, more = peak(few), peak(few + 1)
     return base.plus(more.plus(base, -1), latent_frames - few)
+
+
+def _image_encoder(components: Components) -> Kinds:
+    """Return the weights of the image encoder, if any; what encoding a few frames makes is far less."""
+    if components.image_encoder is None:
+        return Kinds()
+    parameters = components.image_encoder.build().parameters()
+    return Kinds(weights=4 * sum(parameter.numel() for parameter in parameters))
 
 
 def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int | None = None) -> int:

@@ -127,12 +127,14 @@ def trace(step: TracedStep) -> Traced:
 def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     """Trace a step of a transformer with these numbers of blocks."""
     model = step.transformer.build(**dict(layers))
+    family = families()[type(model).__name__]
+    family.freeze_unused(model)
     if step.quantize_base is not None:
         _quantize(model, step.quantize_base)
     if step.adapters.lora_rank is not None:
         model.requires_grad_(False)
         with torch.device("meta"):
-            model.add_adapter(lora_config(step.adapters))
+            model.add_adapter(lora_config(step.adapters, unused=family.unused))
     if step.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     inputs = _inputs(model, step)
@@ -197,7 +199,7 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
         kept = torch.autograd.graph.saved_tensors_hooks(_leave, _fetch)
     with kept:
         with torch.autocast("cpu", dtype=half) if half is not None else nullcontext():
-            (output,) = model(**inputs, return_dict=False)
+            output = model(**inputs, return_dict=False)[0]
         return (output.float() - torch.empty_like(output, dtype=torch.float32)).square().mean()
 
 
@@ -222,7 +224,8 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
     patch, count = family.patch(model), len(step.latent_sizes)
     (size,) = set(step.latent_sizes)
     t, h, w = (side // per_token for side, per_token in zip(size, patch, strict=True))
-    conditioning = family.draw_conditioning(model, [(t, h, w)] * count)
+    drawn = family.draw_conditioning(model, [(t, h, w)] * count)
+    conditioning = {name: one if isinstance(one, torch.Tensor) else torch.stack(one) for name, one in drawn.items()}
     rows = Rows(
         latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
         timesteps=torch.empty(count, device="meta"),

@@ -1,0 +1,23 @@
+"""How ChronoEdit is trained: as Wan 2.1 image-to-video, on clips whose last frames are the edit of their first."""
+
+from __future__ import annotations
+
+from ..wan.recipe import WanImageToVideoRecipe
+from .packing import FAMILY
+
+
+class ChronoEditRecipe(WanImageToVideoRecipe):
+    """Recipe of `ChronoEditPipeline`; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
+
+    A clip of five frames, two latent ones, is an image and its edit; longer clips lead from one to the other.
+    """
+
+    pipeline_class = "ChronoEditPipeline"
+    family = FAMILY
+
+    def duration(self, frames: int) -> dict[str, int]:
+        """Return nothing: by default the pipeline renders an image and its edit, five frames."""
+        return {}
+
+
+RECIPES = (ChronoEditRecipe,)

@@ -1,0 +1,148 @@
+"""How CogVideoX is trained: denoising on its own schedule, mostly of velocities; text with its padding as encoded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...buckets.sizes import LatentSpec
+from ...errors import BucketingError, PackingError
+from ...packing.strips import token_grid
+from ..recipe import ModelInputs, Recipe, Samples, read_configs
+from .packing import FAMILY, has_table
+
+OFFSET = 2.0
+"""The `ofs` that the image-to-video pipeline always passes."""
+
+
+class CogVideoXRecipe(Recipe):
+    """Recipe of `CogVideoXPipeline`; see [`Recipe`].
+
+    diffusers' training script weights the error of `x_0` by `1 / (1 − ᾱ_t)`, which for a model that predicts
+    velocities is their mean squared error, at uniformly drawn timesteps; so does this recipe.
+
+    CogVideoX 1.5, which has patches of two latent frames, sees the first latent frame twice: its pipeline renders one
+    more, and drops it.
+    """
+
+    pipeline_class = "CogVideoXPipeline"
+    family = FAMILY
+    denoises = True
+    default_sequence_length = 226
+    native_sizes = ((480, 720), (768, 1360))
+    """The sizes of 1.0 and 1.5."""
+
+    @classmethod
+    def load(cls, name_or_path: str, *, max_sequence_length: int | None = None, **options: Any) -> Recipe:
+        """Load a pipeline, see [`Recipe.load`], with texts of the length in its transformer's configuration.
+
+        Raises:
+            BucketingError: If the pipeline cannot be loaded, or has a table of positions for texts of another length.
+        """
+        _, config = read_configs(name_or_path)
+        length = config.get("max_text_seq_length", cls.default_sequence_length)
+        if max_sequence_length not in (None, length) and has_table(config):
+            raise BucketingError(
+                f"The positions of {name_or_path} are for texts of {length} tokens, got "
+                f"`max_sequence_length={max_sequence_length}`; omit it."
+            )
+        return super().load(name_or_path, max_sequence_length=max_sequence_length or length, **options)
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the strides of the VAE and the patch of the transformer."""
+        vae, transformer = read_configs(name_or_path)
+        side, frames = transformer["patch_size"], transformer.get("patch_size_t")
+        return LatentSpec(
+            temporal_stride=int(vae["temporal_compression_ratio"]),
+            spatial_stride=2 ** (len(vae["block_out_channels"]) - 1),
+            patch=(frames or 1, side, side),
+            repeats_first=frames is not None,
+        )
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents: those that the transformer predicts."""
+        return int(self.config["out_channels"])
+
+    @property
+    def media_rule(self) -> str:
+        """How often the first latent frame is repeated, if it is."""
+        return f"{self.spec.num_repeats} repeated latent frames" if self.spec.num_repeats else ""
+
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Return 0 and 1, because the pipeline does nothing but scale latents."""
+        return [0.0], [1.0]
+
+    @torch.no_grad()
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode and scale `(B, 3, F, H, W)`; repeat the first latent frame where it fills a patch (1.5)."""
+        latents = super().encode_latents(pixel_values)
+        return torch.cat([latents[:, :, :1]] * self.spec.num_repeats + [latents], 2)
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the `ofs` of models that take it."""
+        if not self.config.get("ofs_embed_dim"):
+            return {}
+        return {"ofs": torch.full_like(samples.fps, OFFSET)}
+
+    def refusal(self, samples: Samples) -> str | None:
+        """Refuse sizes for which the model has no positions."""
+        grid = token_grid(samples.noised.latents[0], self.family.patch(self.transformer), sample=0)
+        try:
+            self.family.check_grids(self.transformer, [grid])
+        except PackingError as error:
+            return str(error)
+        return None
+
+
+class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
+    """Recipe of `CogVideoXImageToVideoPipeline`; see [`Recipe`].
+
+    The latent of the first frame, encoded alone, and zeros for the other frames are further channels. The image is
+    clean, and always given to videos: this recipe has neither the noise nor the dropout (of 5 %) that diffusers'
+    training script puts on it. Images have nothing to continue; they get zeros, as samples whose image is dropped.
+    """
+
+    pipeline_class = "CogVideoXImageToVideoPipeline"
+    takes_image = True
+
+    @property
+    def media_rule(self) -> str:
+        """Also that the first frame is encoded."""
+        return f"{super().media_rule}, conditions of 1 frame"
+
+    @torch.no_grad()
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Encode the first frame of videos: `image_latents`, `(B, C, 1, h, w)`, zeros for images."""
+        if pixel_values.shape[2] == 1:
+            return {"image_latents": torch.zeros_like(latents[:, :, :1])}
+        vae = self.pipeline.vae
+        image = vae.encode(pixel_values[:, :, :1].to(vae.dtype)).latent_dist.mode()
+        factor = vae.config.scaling_factor
+        return {"image_latents": image / factor if vae.config.invert_scale_latents else image * factor}
+
+    def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the latent of a blank first frame, `(C, 1, h, w)`."""
+        return {"image_latents": torch.zeros_like(latent[:, :1])}
+
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Put the first frame's latent beside the noisy ones, as further channels."""
+        inputs = super().model_inputs(samples)
+        pairs = zip(inputs.latents, samples.conditions["image_latents"], strict=True)
+        return ModelInputs(
+            latents=[_with_image(noisy, image) for noisy, image in pairs],
+            timesteps=inputs.timesteps,
+            conditioning=inputs.conditioning,
+        )
+
+
+def _with_image(noisy: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """Return `(2·C, f, h, w)`: a noisy latent, and the image as the first frame, zeros in the others."""
+    condition = torch.zeros_like(noisy)
+    condition[:, :1] = image
+    return torch.cat([noisy, condition])
+
+
+RECIPES = (CogVideoXRecipe, CogVideoXImageToVideoRecipe)

@@ -1,0 +1,75 @@
+"""Pipelines of CogVideoX with small random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    DiffusionPipeline,
+)
+from transformers import T5EncoderModel
+
+from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components
+
+TEXT_LENGTH = 64
+"""Text tokens per caption, instead of 226."""
+
+_SCHEDULE = {
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "timestep_spacing": "trailing",
+    "clip_sample": False,
+}
+_ROTARY = {"use_rotary_positional_embeddings": True}
+_PAIRS = {**_ROTARY, "patch_size_t": 2, "patch_bias": False}
+
+
+def _text_to_video(scheduler: type[Any], snr_shift_scale: float, **config: Any) -> DiffusionPipeline:
+    return CogVideoXPipeline(**_components(scheduler, snr_shift_scale, **config))
+
+
+def _image_to_video(*, invert_scale_latents: bool = False, **config: Any) -> DiffusionPipeline:
+    components = _components(CogVideoXDPMScheduler, 1.0, in_channels=2 * CHANNELS, **config)
+    components["vae"].register_to_config(invert_scale_latents=invert_scale_latents)
+    return CogVideoXImageToVideoPipeline(**components)
+
+
+def _components(scheduler: type[Any], snr_shift_scale: float, **config: Any) -> dict[str, Any]:
+    settings = {
+        **{"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": CHANNELS, "out_channels": CHANNELS},
+        **{"num_layers": 2, "time_embed_dim": 32, "text_embed_dim": TEXT_DIM, "max_text_seq_length": TEXT_LENGTH},
+        **{"sample_width": 64, "sample_height": 64, "sample_frames": 9},
+    }
+    return {
+        **t5_components(T5EncoderModel),
+        "vae": _vae(),
+        "scheduler": scheduler(snr_shift_scale=snr_shift_scale, **_SCHEDULE),
+        "transformer": CogVideoXTransformer3DModel(**{**settings, **config}),
+    }
+
+
+def _vae() -> AutoencoderKLCogVideoX:
+    vae = AutoencoderKLCogVideoX(
+        block_out_channels=(32,) * 4, latent_channels=CHANNELS, layers_per_block=1, norm_num_groups=4
+    ).eval()
+    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
+    return vae
+
+
+TINY: dict[str, Callable[[], DiffusionPipeline]] = {
+    "cogvideox": partial(_text_to_video, CogVideoXDPMScheduler, 1.0, **_ROTARY),
+    "cogvideox-2b": partial(_text_to_video, CogVideoXDDIMScheduler, 3.0),
+    "cogvideox-1.5": partial(_text_to_video, CogVideoXDPMScheduler, 1.0, **_PAIRS),
+    "cogvideox-i2v": partial(_image_to_video, ofs_embed_dim=32, invert_scale_latents=True, **_PAIRS),
+    "cogvideox-5b-i2v": partial(
+        _image_to_video, use_learned_positional_embeddings=True, sample_height=4, sample_width=6, **_ROTARY
+    ),
+}

@@ -1,0 +1,43 @@
+"""Pipelines of CogView4 with small random weights."""
+
+from __future__ import annotations
+
+from diffusers import (
+    CogView4Pipeline,
+    CogView4Transformer2DModel,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+)
+from transformers import ByT5Tokenizer, GlmConfig, GlmModel
+
+from ..tiny import CHANNELS, TEXT_DIM, image_vae
+
+
+def _text_to_image() -> DiffusionPipeline:
+    tokenizer = ByT5Tokenizer(padding_side="left")
+    config = GlmConfig(
+        **{"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None},
+        **{"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.1},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    )
+    return CogView4Pipeline(
+        tokenizer=tokenizer,
+        text_encoder=GlmModel(config).eval(),
+        vae=image_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, time_shift_type="linear", base_image_seq_len=4, base_shift=0.25, max_shift=0.75
+        ),
+        transformer=CogView4Transformer2DModel(
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            text_embed_dim=TEXT_DIM,
+            time_embed_dim=32,
+            condition_dim=16,
+        ),
+    )
+
+
+TINY = {"cogview4": _text_to_image}

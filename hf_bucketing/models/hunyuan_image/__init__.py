@@ -1,0 +1,5 @@
+"""HunyuanImage 2.1."""
+
+from .packing import FAMILY, HunyuanImageFamily
+
+__all__ = ["FAMILY", "HunyuanImageFamily"]

@@ -1,0 +1,144 @@
+"""HunyuanImage 2.1: rotary positions over rows and columns; text refined by itself, and glyphs, in joint attention.
+
+The pipeline masks the padding of a text: pass what the mask keeps. What an image shall spell has an embedding of its
+own, byte by byte (`encoder_hidden_states_2`, with a mask). The model refines the text, embeds the glyphs and puts both
+into one row; in a pack it does so with a row per sample, from which the text slots of the strips are filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from ...errors import PackingError
+from ...packing.attention.dispatch import Backend
+from ...packing.batch import PackedBatch, Rows
+from ...packing.context import active_layout
+from ...packing.family import Draw, Transformer
+from ...packing.layout import Grid, PackedLayout
+from ...packing.positions import shape_only
+from ...packing.processors import Rotary
+from ..joint import JointFamily, hook_text_modulation
+
+GLYPHS, GLYPH_MASK = "encoder_hidden_states_2", "encoder_attention_mask_2"
+
+
+class HunyuanImageFamily(JointFamily):
+    """Packing of `HunyuanImageTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family].
+
+    `encoder_hidden_states_2`, `(n, length, text_embed_2_dim)`, and `encoder_attention_mask_2`, `(n, length)`, are the
+    glyphs; `timestep_r`, `(n,)`, of a mean-flow model is the timestep to which its prediction leads.
+    """
+
+    transformer_class = "HunyuanImageTransformer2DModel"
+    tested_forwards = ("d8631d951c7a",)
+    stock_processors = ("HunyuanImageAttnProcessor",)
+    text_channels = "text_embed_dim"
+    images_only = True
+    latents_as = "images"
+    position_module = "rope"
+    attention_kwargs = "attention_kwargs"
+    guidance = 3250.0  # a thousandfold, as its pipeline scales it
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse the refiner, which takes an image as further channels of a clip."""
+        if len(transformer.config.patch_size) != 2:
+            raise PackingError(
+                f"This HunyuanImage transformer has patches of {tuple(transformer.config.patch_size)}: it is the "
+                "refiner of finished images. Packs are for the model that makes images from text."
+            )
+        super().check(transformer, strip_length=strip_length)
+
+    def patch(self, transformer: Transformer) -> Grid:
+        """Return one frame, and the patch's rows and columns."""
+        rows, columns = transformer.config.patch_size
+        return 1, rows, columns
+
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return glyphs and their mask, any distilled guidance, and the end of a mean flow's step."""
+        config, length = transformer.config, 4
+        draws: dict[str, Draw] = {}
+        if config.text_embed_2_dim is not None:
+            draws[GLYPHS] = lambda grids: torch.randn(len(grids), length, config.text_embed_2_dim)
+            draws[GLYPH_MASK] = lambda grids: (
+                torch.arange(length) < torch.randint(length + 1, (len(grids), 1))
+            ).long()
+        if config.guidance_embeds:
+            draws["guidance"] = lambda grids: torch.full((len(grids),), self.guidance)
+        if config.use_meanflow:
+            draws["timestep_r"] = lambda grids: torch.zeros(len(grids))
+        return draws
+
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+        """Refuse also empty texts, whose mean is NaN."""
+        super().check_layout(transformer, layout)
+        if min(layout.text_lengths) == 0:
+            raise PackingError(
+                f"HunyuanImage takes the mean of a text's tokens; text {layout.text_lengths.index(0)} has none."
+            )
+
+    def added_lengths(self, conditioning: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Return the tokens of each sample's glyphs, where the model has them."""
+        mask = conditioning.get(GLYPH_MASK)
+        return None if mask is None else tuple(mask.bool().sum(1).tolist())
+
+    def processor(self, name: str, backend: Backend) -> Any:
+        """Keep the text refiner's own processor, which attends inside one text."""
+        return None if name.startswith("context_embedder.") else super().processor(name, backend)
+
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
+        """Return the tables as `rope` computes them."""
+        latent = shape_only(torch.empty((), device=device), grid, (1, *module.patch_size))
+        return tuple(module.forward(latent[:, :, 0]))
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook also the text refiner, the first block, and the norms."""
+        return [
+            *super().hook_positions(transformer, base_size),
+            transformer.context_embedder.register_forward_pre_hook(_by_sample),
+            transformer.transformer_blocks[0].register_forward_pre_hook(_fill_slots),
+            *hook_text_modulation(transformer, single="last"),
+        ]
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Add the text mask that the model expects; timesteps come in the dtype of the latents, as its pipeline."""
+        mask = torch.ones_like(rows.text[..., 0]) if rows.text_mask is None else rows.text_mask
+        timesteps = rows.timesteps.to(rows.latents.dtype)
+        return {**super().inputs(rows), "timestep": timesteps, "encoder_attention_mask": mask}
+
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Return the strips, and a row for each sample's text, with its mask, and for its glyphs."""
+        by_sample = {name: batch.conditioning[name] for name in (GLYPHS, GLYPH_MASK) if name in batch.conditioning}
+        rest = {name: values for name, values in batch.conditioning.items() if name not in by_sample}
+        rows = super().rows(replace(batch, conditioning=rest))
+        masks = [batch.text.new_ones(length) for length in batch.layout.text_lengths]
+        mask = pad_sequence(masks, batch_first=True)
+        return replace(rows, text_mask=mask, conditioning={**rows.conditioning, **by_sample})
+
+    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
+        """Give each sample a row of text."""
+        layout = batch.layout
+        texts = batch.text if layout.text_index is None else batch.text.index_select(0, layout.text_index)
+        return pad_sequence(list(texts.split(layout.text_lengths)), batch_first=True)
+
+
+def _by_sample(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Turn the timesteps of the strips into those of the samples, whose texts come in a row each."""
+    texts, timesteps, mask = args
+    return texts, timesteps[active_layout().joint.first_strips], mask
+
+
+@torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples
+def _fill_slots(block: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Put each sample's refined text and glyphs, the first entries of its row, into the text slots of strips."""
+    hidden_states, texts, *rest = args
+    layout = active_layout()
+    own = [row[:length] for row, length in zip(texts, layout.joint_text_lengths, strict=True)]
+    return hidden_states, layout.joint.fill_slots(torch.cat(own)), *rest
+
+
+FAMILY = HunyuanImageFamily()

@@ -1,0 +1,143 @@
+"""How HunyuanVideo 1.5 is trained: flow matching with a fixed shift; captions, their quoted words, a first frame."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ...buckets.sizes import LatentSpec, Size
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
+
+IMAGE_LATENTS = "image_latents"
+"""Condition that holds the latents of the first frame, `(C, 1, h, w)`."""
+
+
+class HunyuanVideo15Recipe(Recipe):
+    """Recipe of `HunyuanVideo15Pipeline`; see [`Recipe`].
+
+    The words that a caption quotes are encoded once more, by their letters (ByT5).
+    """
+
+    pipeline_class = "HunyuanVideo15Pipeline"
+    family = FAMILY
+    default_sequence_length = 1000
+    native_sizes = ((480, 848), (720, 1280))
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the strides of the VAE and the patch of the transformer."""
+        vae, transformer = read_configs(name_or_path)
+        side = transformer["patch_size"]
+        return LatentSpec(
+            temporal_stride=vae.get("temporal_compression_ratio", 4),
+            spatial_stride=vae.get("spatial_compression_ratio", 16),
+            patch=(transformer["patch_size_t"], side, side),
+        )
+
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Return 0 and 1: the VAE's scaling factor is all that normalises latents."""
+        return 0.0, 1.0
+
+    def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Encode sample by sample: the attention mask of diffusers' VAE fits one sample only."""
+        return torch.cat([super(HunyuanVideo15Recipe, self).encode_latents(one) for one in pixel_values.split(1)])
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the model's output; it takes a condition of as many and its mask besides."""
+        return int(self.transformer.config.out_channels)
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions inside the pipeline's chat template, and what they quote by ByT5."""
+        self.pipeline.tokenizer_max_length = self.max_sequence_length
+        values, mask, glyphs, glyph_mask = self.pipeline.encode_prompt(
+            captions, device=self.pipeline.text_encoder.device, batch_size=len(captions)
+        )
+        return TextEmbeddings(values, mask, {GLYPHS: glyphs, GLYPH_MASK: glyph_mask})
+
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Return latents with those of the condition and its mask as further channels."""
+        conditions = self.condition_latents(samples)
+        pairs = zip(samples.noised.latents, conditions, strict=True)
+        return ModelInputs(
+            latents=[torch.cat([latent, condition]) for latent, condition in pairs],
+            timesteps=samples.noised.timesteps,
+            conditioning={**samples.text.others, IMAGE: self.image_tokens(samples)},
+        )
+
+    def condition_latents(self, samples: Samples) -> list[torch.Tensor]:
+        """Return what the model is shown of each sample and a mask of it, `(C + 1, f, h, w)`: here nothing."""
+        return [
+            torch.cat([torch.zeros_like(latent), latent.new_zeros(latent[:1].shape)])
+            for latent in samples.noised.latents
+        ]
+
+    def image_tokens(self, samples: Samples) -> torch.Tensor:
+        """Return the image tokens of the samples, here none, which equals the pipeline's masked zeros."""
+        text = samples.text.values
+        return text.new_zeros(len(text), 0, self.transformer.config.image_embed_dim)
+
+    def render(
+        self, prompt: str, size: Size, *, image: Any = None, guidance_scale: float | None = None, **options: Any
+    ) -> np.ndarray:
+        """Call the pipeline, whose guider holds the scale of guidance; see [`Recipe.render`]."""
+        if guidance_scale is not None:
+            self.pipeline.guider.guidance_scale = guidance_scale
+        self.pipeline.tokenizer_max_length = self.max_sequence_length
+        return self.call(prompt, size, image, **options)
+
+    def call(self, prompt: str, size: Size, image: Any, **options: Any) -> np.ndarray:
+        """Call the pipeline with a size."""
+        return super().render(prompt, size, **options)
+
+
+class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
+    """Recipe of `HunyuanVideo15ImageToVideoPipeline`, whose models continue a sample's first frame; see [`Recipe`].
+
+    The model gets the frame's latents and a mask as further channels, and attends to its SigLIP embedding.
+    """
+
+    pipeline_class = "HunyuanVideo15ImageToVideoPipeline"
+    takes_image = True
+
+    @torch.no_grad()
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Encode the first frame alone, by the VAE and by the image encoder, as the pipeline does."""
+        levels = ((pixel_values[:, :, 0].float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        frames = [Image.fromarray(frame) for frame in levels.permute(0, 2, 3, 1).cpu().numpy()]
+        encoder = self.pipeline.image_encoder
+        tokens = self.pipeline.encode_image(frames, batch_size=1, device=encoder.device, dtype=encoder.dtype)
+        return {IMAGE_LATENTS: self.encode_latents(pixel_values[:, :, :1]), IMAGE: tokens}
+
+    def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return zeros of the shapes of [`encode_conditions`]."""
+        shape = self.pipeline.vision_num_semantic_tokens, self.pipeline.vision_states_dim
+        return {IMAGE_LATENTS: torch.zeros_like(latent[:, :1]), IMAGE: latent.new_zeros(shape)}
+
+    def condition_latents(self, samples: Samples) -> list[torch.Tensor]:
+        """Return the latents of the first frame, zeros for the others, and a mask that is 1 at the first."""
+        shown = []
+        for latent, first in zip(samples.noised.latents, samples.conditions[IMAGE_LATENTS], strict=True):
+            condition = torch.cat([torch.zeros_like(latent), torch.zeros_like(latent[:1])])
+            condition[:, :1] = torch.cat([first, torch.ones_like(first[:1])])
+            shown.append(condition)
+        return shown
+
+    def image_tokens(self, samples: Samples) -> torch.Tensor:
+        """Return the image encoder's tokens of the first frames."""
+        return torch.stack(list(samples.conditions[IMAGE])).to(samples.text.values)
+
+    def call(self, prompt: str, size: Size, image: Any, **options: Any) -> np.ndarray:
+        """Call the pipeline, which chooses the size of its target area that is nearest to the image's ratio."""
+        self.pipeline.target_size = math.sqrt(size.height * size.width)
+        call = {**self.duration(size.frames), **options}
+        return np.asarray(self.pipeline(image=image, prompt=prompt, output_type="np", **call).frames[0])
+
+
+RECIPES = (HunyuanVideo15Recipe, HunyuanVideo15ImageToVideoRecipe)

@@ -1,0 +1,199 @@
+"""How Kandinsky 5 is packed: strips carry text, which attends to itself in blocks of its own; tokens attend to it.
+
+The forward has no mask for text, so all text tokens that it gets are attended to, as in a pack. Blocks of text are
+modulated by the timestep and the pooled text of a batch row; hooks give them those of the text's own sample.
+
+The pipelines divide positions by a scale that depends on the size (video) or is 1 (images); it is a conditioning,
+`scale_factor`. The stock forward passes `visual_rope_pos` to the module of the tables and reads nothing of it, so a
+pack puts each strip's scale there, as a fourth entry, for the hook that makes the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from ...errors import PackingError
+from ...packing.attention.dispatch import Backend
+from ...packing.batch import PackedBatch, Rows
+from ...packing.context import active_layout
+from ...packing.family import UNLIMITED, Draw, Transformer
+from ...packing.layout import Grid
+from ...packing.processors import Processor, attend
+from ...packing.strips import by_strip
+from ..joint import JointFamily, of_text
+
+SCALE = "scale_factor"
+
+
+class PackedKandinsky5AttnProcessor(Processor):
+    """Attention of Kandinsky 5 over the strips of a pack: of text to itself, of tokens to themselves or to text.
+
+    Args:
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+        scope (`"tokens"` or `"text"`): What attends.
+    """
+
+    def __init__(self, backend: Backend = "segments", *, scope: Literal["tokens", "text"] = "tokens") -> None:
+        self.backend = backend
+        self.scope = scope
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        rotary_emb: torch.Tensor | None = None,
+        sparse_params: None = None,
+    ) -> torch.Tensor:
+        """Attend inside each sample.
+
+        Args:
+            attn (`Kandinsky5Attention`): Module with the projections and norms.
+            hidden_states (`torch.Tensor` of shape `(strips, length, dim)`): Tokens of strips, or their text slots.
+            encoder_hidden_states (`torch.Tensor` of shape `(strips, text_slots, dim)`, *optional*): The text slots, if
+                tokens attend to these.
+            rotary_emb (`torch.Tensor` of shape `(…, 1, D/2, 2, 2)`, *optional*): Rotations of the queries and keys.
+            sparse_params (`None`): Unused; the family refuses models with sparse attention.
+
+        Returns:
+            `torch.Tensor` in the shape of `hidden_states`.
+        """
+        layout = active_layout()
+        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query = self._heads(attn, attn.to_query(hidden_states), attn.query_norm, rotary_emb)
+        key = self._heads(attn, attn.to_key(keys), attn.key_norm, rotary_emb)
+        value = attn.to_value(keys).flatten(0, 1).unflatten(-1, (attn.num_heads, -1))
+        if encoder_hidden_states is not None:
+            segments = layout.joint.token_to_text
+        else:
+            segments = layout.self_segments if self.scope == "tokens" else layout.joint.text_segments
+        attended = attend(query, key, value, segments, backend=self.backend)
+        output: torch.Tensor = attn.out_layer(attended.flatten(1)).view_as(hidden_states)
+        return output
+
+    def _heads(self, attn: Any, states: torch.Tensor, norm: Any, rotary: torch.Tensor | None) -> torch.Tensor:
+        """Turn `(strips, length, H·D)` into normalised and rotated `(N, H, D)`, rounded as by the stock processor."""
+        heads = states.flatten(0, 1).unflatten(-1, (attn.num_heads, -1))
+        normed: torch.Tensor = norm(heads.float()).type_as(heads)
+        if rotary is None:
+            return normed
+        rotations = rotary.flatten(0, -5)  # (N, 1, D/2, 2, 2)
+        pairs = normed.unflatten(-1, (-1, 1, 2)).to(torch.float32)
+        return (rotations * pairs).sum(dim=-1).flatten(-2).to(torch.bfloat16).type_as(normed)
+
+
+class Kandinsky5Family(JointFamily):
+    """Packing of `Kandinsky5Transformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
+
+    `scale_factor`, `(n, 3)`, divides the positions of frames, rows and columns; the pipeline chooses it by size.
+    """
+
+    transformer_class = "Kandinsky5Transformer3DModel"
+    tested_forwards = ("6e07c4013e40",)
+    stock_processors = ("Kandinsky5AttnProcessor",)
+    text_channels = "in_text_dim"
+    text_attends = True
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse sparse attention."""
+        if transformer.config.attention_type != "regular":
+            raise PackingError(
+                f"This Kandinsky 5 transformer has attention_type={transformer.config.attention_type!r}: it attends "
+                "to blocks of 8×8 tokens that it chooses by their means (NABLA), and strips do not keep such blocks "
+                "together. Use a model with 'regular' attention, or train this one with bucketed batches."
+            )
+        super().check(transformer, strip_length=strip_length)
+
+    def limits(self, transformer: Transformer) -> Grid:
+        """Return the positions that the module of the tables holds."""
+        frames, rows, columns = transformer.visual_rope_embeddings.max_pos
+        return frames, rows, columns
+
+    def longest_strip(self, transformer: Transformer) -> int:
+        """Return no limit: the model sees the positions of samples, never those of strips."""
+        return UNLIMITED
+
+    def in_channels(self, transformer: Transformer) -> int:
+        """Return the channels of a latent, with those of a visual condition and of its mask where there are any."""
+        channels = int(transformer.config.in_visual_dim)
+        return 2 * channels + 1 if transformer.config.visual_cond else channels
+
+    def width(self, transformer: Transformer) -> int:
+        """Return the channels of a token."""
+        return int(transformer.config.model_dim)
+
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return the pooled text embeddings and the scale of positions, drawn as for 480p."""
+        width = transformer.config.in_text_dim2
+        return {
+            "pooled_projections": lambda grids: torch.randn(len(grids), width),
+            SCALE: lambda grids: torch.tensor([[1.0, 2.0, 2.0]]).repeat(len(grids), 1),
+        }
+
+    def processor(self, name: str, backend: Backend) -> Any:
+        """Return the processor of a block of text or of tokens."""
+        text = name.startswith("text_transformer_blocks.")
+        return PackedKandinsky5AttnProcessor(backend, scope="text" if text else "tokens")
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook the positions of tokens, and the modulation of text."""
+        return [
+            transformer.visual_rope_embeddings.register_forward_hook(_locate),
+            *(
+                block.text_modulation.register_forward_pre_hook(_modulate_text)
+                for block in transformer.text_transformer_blocks
+            ),
+        ]
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Return latents with channels last, and the positions on each axis."""
+        device = rows.latents.device
+        return {
+            **super().inputs(rows),
+            "hidden_states": rows.latents.movedim(1, -1),
+            "visual_rope_pos": [torch.arange(count, device=device) for count in rows.grid],
+            "text_rope_pos": torch.arange(rows.text.shape[1], device=device),
+        }
+
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the scale as the model takes it, the same for all rows."""
+        return {SCALE: tuple(rows.conditioning[SCALE][0].tolist())}
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Return the positions of text by text slot, and, for the hook, the scale by strip."""
+        layout, kwargs = batch.layout, super().forward_kwargs(batch)
+        device = batch.strips.device
+        slots = [torch.arange(length, device=device) for length in layout.text_lengths]
+        ignored = [torch.zeros(count, dtype=torch.long, device=device) for count in (1, 1, layout.strip_length)]
+        return {
+            **{name: value for name, value in kwargs.items() if name != SCALE},
+            "visual_rope_pos": (*ignored, kwargs[SCALE]),
+            "text_rope_pos": layout.joint.fill_slots(torch.cat(slots)),
+        }
+
+    def _restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+        return output.movedim(-1, 1)
+
+
+@torch.compiler.disable  # loops over the samples of the pack
+def _locate(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """Return the rotations of each sample's own tokens, `(strips, 1, 1, strip_length, 1, D/2, 2, 2)`."""
+    layout, scales = active_layout(), args[1][3]
+    firsts = scales.index_select(0, layout.joint.first_strips)
+    samples = []
+    for grid, scale in zip(layout.grids, firsts, strict=True):
+        positions = [torch.arange(count, device=output.device) for count in grid]
+        # module.forward instead of module(…), which would call the hook again
+        samples.append(module.forward((1, *grid), positions, tuple(scale)).flatten(0, 3))
+    return by_strip(samples, layout)[:, None, None]
+
+
+def _modulate_text(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Give a block of text the embeddings of the text's own sample."""
+    return tuple(map(of_text, args))
+
+
+FAMILY = Kandinsky5Family()

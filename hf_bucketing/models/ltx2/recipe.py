@@ -1,0 +1,74 @@
+"""How LTX-2 is trained on video without audio: flow matching, shifted by size; text through the connectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import BucketingError
+from ...media.sample import frame_rates
+from ..first_frame import FirstFrameRecipe
+from ..ltx.recipe import LTXRecipe
+from ..recipe import Loading, Recipe, Samples, TextEmbeddings
+from .packing import FAMILY, modulates_text
+
+
+class LTX2Recipe(LTXRecipe):
+    """Recipe of `LTX2Pipeline`; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
+
+    Audio is neither encoded nor predicted, and what belongs to it is not trained.
+    """
+
+    pipeline_class = "LTX2Pipeline"
+    family = FAMILY
+    default_sequence_length = 1024
+    native_sizes = ((512, 768), (1024, 1536))
+    """The pipeline's default, and twice that, the second stage of the model's own pipelines."""
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str,
+        *,
+        max_sequence_length: int | None = None,
+        trained: str = "transformer",
+        loading: Loading | None = None,
+    ) -> Recipe:
+        """Load a pipeline, see [`Recipe.load`]; refuse a length of texts that its connectors cannot fill up."""
+        recipe = super().load(name_or_path, max_sequence_length=max_sequence_length, trained=trained, loading=loading)
+        connectors, length = recipe.pipeline.connectors, recipe.max_sequence_length
+        registers = None if connectors is None else connectors.config.video_connector_num_learnable_registers
+        if registers and length % registers:
+            raise BucketingError(
+                f"`max_sequence_length` must be a multiple of {registers}, the number of registers with which this "
+                f"model's connectors fill up a text, got {length}."
+            )
+        return recipe
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions, and pass them through the connectors, as the pipeline's call does."""
+        pipeline = self.pipeline
+        states, mask, _, _ = pipeline.encode_prompt(
+            captions,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=pipeline.text_encoder.device,
+        )
+        values, _, mask = pipeline.connectors(states, mask, padding_side=pipeline.tokenizer.padding_side)
+        return TextEmbeddings(values, mask)
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the frame rates, and the noise levels where the model modulates its text by them."""
+        given = {"fps": frame_rates(samples.fps)}
+        return {**given, "sigma": samples.noised.timesteps} if modulates_text(self.transformer) else given
+
+
+class LTX2ImageToVideoRecipe(FirstFrameRecipe, LTX2Recipe):
+    """Recipe of `LTX2ImageToVideoPipeline`; see [`FirstFrameRecipe`]."""
+
+    pipeline_class = "LTX2ImageToVideoPipeline"
+
+
+RECIPES = (LTX2Recipe, LTX2ImageToVideoRecipe)

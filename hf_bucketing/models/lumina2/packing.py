@@ -1,0 +1,104 @@
+"""How Lumina 2 is packed: refiners of tokens and of text, then both in one sequence, at positions after the text.
+
+The pipeline masks the padding of a text: pass what the mask keeps. The stock model sees every strip as an image with a
+text of `text_slots` tokens; `rope_embedder` gets hooks that replace the positions by those in the strips' own samples.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import PackingError
+from ...packing.batch import Rows
+from ...packing.context import active_layout
+from ...packing.family import Transformer
+from ...packing.layout import Grid, PackedLayout
+from ...packing.positions import Tables
+from ...packing.processors import PackedRowAttnProcessor
+from ...packing.strips import by_strip
+from ..joint import hook_row_modulation
+from ..refined import RefinedFamily
+
+
+class PackedLumina2AttnProcessor(PackedRowAttnProcessor):
+    """Attention of Lumina 2's blocks over the strips of a pack."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> torch.Tensor:
+        """Attend inside each sample; see [`PackedRowAttnProcessor.attend_to_rows`].
+
+        The mask is unused, and so are `encoder_hidden_states`, the same rows once more; `image_rotary_emb` are complex
+        rotations `(strips, length, D/2)`.
+        """
+        return self.attend_to_rows(attn, hidden_states, (image_rotary_emb,))
+
+
+class Lumina2Family(RefinedFamily):
+    """Packing of `Lumina2Transformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
+
+    transformer_class = "Lumina2Transformer2DModel"
+    tested_forwards = ("5a928d818acb",)
+    processor_class = PackedLumina2AttnProcessor
+    stock_processors = ("Lumina2AttnProcessor2_0",)
+    latents_as = "images"
+    attention_kwargs = "attention_kwargs"
+
+    def width(self, transformer: Transformer) -> int:
+        """Return the channels of a token."""
+        return int(transformer.config.hidden_size)
+
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+        """Refuse also empty texts, for which the stock model has no attention."""
+        super().check_layout(transformer, layout)
+        if min(layout.text_lengths) == 0:
+            raise PackingError(
+                f"Lumina 2 refines each text by attention; text {layout.text_lengths.index(0)} has no tokens."
+            )
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook the positions, and the norms, to modulate text by its own sample's timestep."""
+        locate = partial(_locate, Tables(_positions))
+        return [
+            transformer.rope_embedder.register_forward_hook(locate),
+            *hook_row_modulation([layer.norm1 for layer in transformer.layers], text_first=True),
+        ]
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Return the time from noise to data, as the pipeline does, and the mask of the text."""
+        mask = torch.ones_like(rows.text[..., 0]) if rows.text_mask is None else rows.text_mask
+        return {
+            **super().inputs(rows),
+            "timestep": 1 - rows.timesteps / 1000,
+            "encoder_attention_mask": mask.long(),
+        }
+
+
+def _positions(module: Any, key: tuple[Grid, int], *, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the rotary tables of a sample's tokens, `(h·w, D/2)`, and of its text, `(length, D/2)`, by the module."""
+    (_, rows, columns), length = key
+    image = torch.empty(1, 0, rows * module.patch_size, columns * module.patch_size, device=device)
+    mask = torch.ones(1, length, dtype=torch.long, device=device)
+    _, of_text, of_tokens, *_ = module.forward(image, mask)  # instead of module(…), which would call the hook again
+    return of_tokens[0], of_text[0]
+
+
+@torch.compiler.disable  # loops over the samples of the pack
+def _locate(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace the tables of text slots, of tokens, and of rows of both, in what the module returns."""
+    layout, (tokens, _, _, _, *lengths) = active_layout(), output
+    samples = zip(layout.grids, layout.text_lengths, strict=True)
+    of_tokens, of_texts = zip(*(tables(module, sample, tokens.device) for sample in samples), strict=True)
+    strips, slots = by_strip(of_tokens, layout), layout.joint.fill_slots(torch.cat(of_texts))
+    return tokens, slots, strips, torch.cat([slots, strips], 1), *lengths
+
+
+FAMILY = Lumina2Family()

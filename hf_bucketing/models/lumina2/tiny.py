@@ -1,0 +1,47 @@
+"""A pipeline of Lumina 2 with small random weights."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
+from transformers import Gemma2Config, Gemma2Model
+
+from ..tiny import CHANNELS, TEXT_DIM, image_vae, template_tokenizer
+
+
+def _text_to_image() -> DiffusionPipeline:
+    empty = Lumina2Pipeline(**dict.fromkeys(signature(Lumina2Pipeline).parameters))
+    tokenizer = template_tokenizer(empty.system_prompt, 1)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_DIM,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.1,
+    )
+    return Lumina2Pipeline(
+        tokenizer=tokenizer,
+        text_encoder=Gemma2Model(config).eval(),
+        vae=image_vae(shift_factor=0.1),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        transformer=Lumina2Transformer2DModel(
+            sample_size=16,
+            in_channels=CHANNELS,
+            hidden_size=96,
+            num_layers=2,
+            num_refiner_layers=1,
+            num_attention_heads=4,
+            num_kv_heads=2,
+            multiple_of=16,
+            cap_feat_dim=TEXT_DIM,
+            axes_dim_rope=(8, 8, 8),
+            axes_lens=(300, 128, 128),
+        ),
+    )
+
+
+TINY = {"lumina2": _text_to_image}

@@ -1,0 +1,50 @@
+"""How Mochi is trained: flow matching; text masked; latents normalised by channel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ...buckets.sizes import LatentSpec
+from ..recipe import Recipe, TextEmbeddings, read_configs
+from .packing import FAMILY
+
+
+class MochiRecipe(Recipe):
+    """Recipe of `MochiPipeline`; see [`Recipe`].
+
+    The linear-quadratic noise levels of the pipeline are a choice of sampling steps; training draws any level.
+    """
+
+    pipeline_class = "MochiPipeline"
+    family = FAMILY
+    default_sequence_length = 256
+    native_sizes = ((480, 848),)
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the strides of the VAE and the patch of the transformer."""
+        vae, transformer = read_configs(name_or_path)
+        side = transformer["patch_size"]
+        return LatentSpec(
+            temporal_stride=math.prod(vae["temporal_expansions"]),
+            spatial_stride=math.prod(vae["spatial_expansions"]),
+            patch=(1, side, side),
+        )
+
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Return the statistics of each channel, where the VAE has both."""
+        mean, std = super().latent_statistics()
+        return (0.0, 1.0) if mean is None or std is None else (mean, std)
+
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions; one by one if any is empty, because the pipeline looks at the last one of a batch alone."""
+        if "" not in captions or len(captions) == 1:
+            return super().encode_text(captions)
+        values, masks, _ = zip(*(self.encode_text([caption]) for caption in captions), strict=True)
+        return TextEmbeddings(torch.cat(values), torch.cat(masks))
+
+
+RECIPES = (MochiRecipe,)

@@ -1,0 +1,5 @@
+"""Qwen-Image."""
+
+from .packing import FAMILY, QwenImageFamily
+
+__all__ = ["FAMILY", "QwenImageFamily"]

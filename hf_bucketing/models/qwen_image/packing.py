@@ -1,0 +1,135 @@
+"""Qwen-Image: images in 2×2 blocks; rotary positions from the middle of an image, and of text beyond its edge.
+
+The pipeline masks the padding of a text: pass what the mask keeps. Timesteps are the scheduler's, up to 1000, as for
+the other families; the model gets a thousandth of them, as from its pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import PackingError
+from ...packing.batch import Rows
+from ...packing.family import Draw, Transformer
+from ...packing.layout import Grid, PackedLayout
+from ...packing.processors import PackedJointAttnProcessor, Rotary
+from ..joint import JointFamily, of_text
+
+BLOCK = 2
+"""Latent rows and columns that the pipeline puts into one token."""
+
+
+class PackedQwenDoubleStreamAttnProcessor(PackedJointAttnProcessor):
+    """Joint attention of Qwen-Image over the strips of a pack."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+        encoder_hidden_states_mask: None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend inside each sample, whose text has no padding."""
+        return super().__call__(attn, hidden_states, encoder_hidden_states, image_rotary_emb=image_rotary_emb)
+
+    def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Multiply pairs of channels of `(…, H, D)` as complex numbers in float32, like the stock processor."""
+        pairs = torch.view_as_complex(tokens.float().unflatten(-1, (-1, 2)).contiguous())
+        turned = pairs * torch.complex(*rotary).unsqueeze(-2)
+        return torch.view_as_real(turned).flatten(-2).type_as(tokens)
+
+
+class QwenImageFamily(JointFamily):
+    """Packing of `QwenImageTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
+
+    transformer_class = "QwenImageTransformer2DModel"
+    tested_forwards = ("ff06e8bc147f",)
+    processor_class = PackedQwenDoubleStreamAttnProcessor
+    stock_processors = ("QwenDoubleStreamAttnProcessor2_0",)
+    text_channels = "joint_attention_dim"
+    images_only = True
+    latents_as = "tokens"
+    attention_kwargs = "attention_kwargs"
+    position_module = "pos_embed"
+    rotates_text = True
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse models of layers, guidance that diffusers cannot run, and other blocks than those of the pipeline."""
+        config = transformer.config
+        if config.use_layer3d_rope or config.use_additional_t_cond:
+            raise PackingError(
+                "This transformer is of Qwen-Image-Layered (use_layer3d_rope, use_additional_t_cond): a sample is "
+                "several images, the last one a condition, which a pack of single images cannot hold."
+            )
+        if config.guidance_embeds:
+            raise PackingError(
+                "This Qwen-Image transformer has guidance_embeds, but no embedding of guidance: its forward in "
+                "diffusers fails when it gets guidance."
+            )
+        if config.patch_size != BLOCK or config.in_channels % BLOCK**2:
+            raise PackingError(
+                f"A Qwen-Image token holds {BLOCK}×{BLOCK} latent pixels, so patch_size must be {BLOCK} and "
+                f"in_channels a multiple of {BLOCK**2}; got {config.patch_size} and {config.in_channels}."
+            )
+        super().check(transformer, strip_length=strip_length)
+
+    def limits(self, transformer: Transformer) -> Grid:
+        """Return the sides for which the tables have positions, counted from the middle in both directions."""
+        positions = len(transformer.pos_embed.pos_freqs)
+        return 1, 2 * positions, 2 * positions
+
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+        """Refuse also texts that reach beyond the positions: they begin where the image of their sample ends."""
+        super().check_layout(transformer, layout)
+        positions = len(transformer.pos_embed.pos_freqs)
+        for sample, (grid, length) in enumerate(zip(layout.grids, layout.text_lengths, strict=True)):
+            if _first_position(grid) + length > positions:
+                raise PackingError(
+                    f"The text of sample {sample} has {length} tokens from position {_first_position(grid)} on, and "
+                    f"this model has {positions} positions."
+                )
+
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return nothing: the model takes no pooled text."""
+        return {}
+
+    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
+        """Return the real and imaginary parts of an image's positions."""
+        image, _ = module.forward([grid], device=device, max_txt_seq_len=0)
+        return image.real, image.imag
+
+    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
+        """Return the real and imaginary parts of a text's positions, which follow those of its image."""
+        text = module.pos_freqs[_first_position(grid) :][:length].to(device)
+        return text.real, text.imag
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook also the modulation of text, to give it its own sample's timestep."""
+        hooks = [block.txt_mod.register_forward_pre_hook(_by_text) for block in transformer.transformer_blocks]
+        return [*super().hook_positions(transformer, base_size), *hooks]
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Add the grid of each row, and the mask of the text; in a pack, hook and layout take their place."""
+        return {
+            **super().inputs(rows),
+            "timestep": rows.timesteps / 1000,
+            "encoder_hidden_states_mask": rows.text_mask,
+            "img_shapes": [[rows.grid]] * len(rows.latents),
+        }
+
+
+def _first_position(grid: Grid) -> int:
+    """Return the position of a text's first token."""
+    return max(grid[1] // 2, grid[2] // 2)
+
+
+def _by_text(modulation: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (of_text(args[0]),)
+
+
+FAMILY = QwenImageFamily()

@@ -1,0 +1,44 @@
+"""Pipelines of Qwen-Image with small random weights."""
+
+from __future__ import annotations
+
+from diffusers import (
+    AutoencoderKLQwenImage,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+
+from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, qwen_components
+from .packing import BLOCK
+
+
+def _text_to_image() -> DiffusionPipeline:
+    return QwenImagePipeline(
+        **qwen_components(QwenImagePipeline),
+        vae=_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64, base_shift=0.5, max_shift=0.9
+        ),
+        transformer=QwenImageTransformer2DModel(
+            in_channels=CHANNELS * BLOCK**2,
+            out_channels=CHANNELS,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_DIM,
+            axes_dims_rope=(4, 6, 6),
+        ),
+    )
+
+
+def _vae() -> AutoencoderKLQwenImage:
+    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    vae = AutoencoderKLQwenImage(**settings).eval()
+    latents = latents_of_smooth_clips(vae)
+    vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
+    return vae
+
+
+TINY = {"qwen-image": _text_to_image}

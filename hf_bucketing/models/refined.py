@@ -1,0 +1,65 @@
+"""Base of the families that refine tokens and text apart before both attend in one sequence: Lumina 2 and Z-Image.
+
+Both models run from noise at time 0 to data at time 1 and predict data − noise. Their pipelines turn that round, and
+so do these families: timesteps are the scheduler's, up to 1000, and outputs are noise − data, as for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import PackingError
+from ..packing.attention.dispatch import Backend
+from ..packing.family import Draw, Transformer
+from ..packing.layout import Grid, PackedLayout
+from ..packing.processors import PackedRowAttnProcessor, RowScope
+from .joint import JointFamily
+
+_SCOPES: dict[str, RowScope] = {"noise_refiner": "tokens", "context_refiner": "text", "layers": "joint"}
+
+
+class RefinedFamily(JointFamily):
+    """Base of the families with a `noise_refiner` of tokens, a `context_refiner` of text, and `layers` of both."""
+
+    processor_class: ClassVar[type[PackedRowAttnProcessor]] = PackedRowAttnProcessor
+    text_channels = "cap_feat_dim"
+    images_only = True
+    text_attends = True
+
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return none: the model takes nothing beside the text."""
+        return {}
+
+    def axes(self, transformer: Transformer) -> tuple[int, int, int]:
+        """Return the model's positions for text and, after it, the image, for rows, and for columns."""
+        first, rows, columns = transformer.config.axes_lens
+        return first, rows, columns
+
+    def limits(self, transformer: Transformer) -> Grid:
+        """Return one frame, and the positions of rows and columns."""
+        return 1, *self.axes(transformer)[1:]
+
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+        """Refuse also texts after which the model has no position for the image."""
+        super().check_layout(transformer, layout)
+        longest = self.longest_text(transformer)
+        for sample, length in enumerate(layout.text_lengths):
+            if length > longest:
+                raise PackingError(
+                    f"Text {sample} has {length} tokens, but this model has positions for {longest}; shorten it."
+                )
+
+    def longest_text(self, transformer: Transformer) -> int:
+        """Return the text tokens after which there is still a position for the image."""
+        return self.axes(transformer)[0] - 1
+
+    def processor(self, name: str, backend: Backend) -> Any:
+        """Return the processor of a refiner of tokens or of text, or of the layers that see both."""
+        return self.processor_class(backend, scope=_SCOPES[name.partition(".")[0]])
+
+    def _restored(self, output: Any, grid: Grid, patch: Grid) -> torch.Tensor:
+        """Return noise − data, as the pipeline does; the model returns data − noise."""
+        return -super()._restored(output, grid, patch)

@@ -1,0 +1,94 @@
+"""How SkyReels-V2 is packed: as Wan, with a timestep per latent frame where it is trained by diffusion forcing.
+
+The stock model takes timesteps per frame of a row (`enable_diffusion_forcing`). In a pack each token of a strip stands
+for a frame of one token, so that each may have a timestep of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...errors import PackingError
+from ...packing.batch import PackedBatch, Rows
+from ...packing.family import Draw, Transformer
+from ..wan.packing import WanFamily
+
+FPS = "fps"
+
+
+class SkyReelsV2Family(WanFamily):
+    """Packing of `SkyReelsV2Transformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
+
+    Models with `inject_sample_info` take `fps`, `(n,)`: 0 for 16 frames per second and 1 for others, as the pipeline
+    numbers them.
+    """
+
+    transformer_class = "SkyReelsV2Transformer3DModel"
+    tested_forwards = ("5641354bc875",)
+    stock_processors = ("SkyReelsV2AttnProcessor",)
+    context_parallel = False
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse attention to earlier blocks of frames alone, which a pack does not have."""
+        if transformer.config.num_frame_per_block > 1:
+            raise PackingError(
+                f"This model attends by blocks of num_frame_per_block={transformer.config.num_frame_per_block} frames "
+                "to earlier blocks alone; a pack attends to whole samples. Set it to 1, or train buckets."
+            )
+        super().check(transformer, strip_length=strip_length)
+
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return also the number of the frame rate, for models that embed it."""
+        draws = super().conditioning(transformer)
+        if not transformer.config.inject_sample_info:
+            return draws
+        return {**draws, FPS: lambda grids: torch.arange(len(grids)) % 2}
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Return the arguments of the forward, with diffusion forcing where there are timesteps of tokens.
+
+        Raises:
+            PackingError: If the model embeds the frame rate and there are such timesteps for several rows.
+        """
+        kwargs, forces = super().inputs(rows), rows.timesteps.ndim == 2
+        if FPS in kwargs:
+            if forces and len(rows.timesteps) > 1:
+                raise PackingError(
+                    "A SkyReels-V2 that embeds the frame rate (inject_sample_info) takes timesteps of single frames "
+                    "for one sample at a time: diffusers adds the two for a batch of one. Pass one timestep per "
+                    "sample."
+                )
+            kwargs[FPS] = kwargs[FPS].tolist()
+        return {**kwargs, "enable_diffusion_forcing": True} if forces else kwargs
+
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Return the image tokens, and timesteps by frame.
+
+        Raises:
+            PackingError: If the tokens of a frame have several timesteps.
+        """
+        inputs = super().unpacked_inputs(transformer, rows)
+        if rows.timesteps.ndim == 1:
+            return inputs
+        by_frame = rows.timesteps.unflatten(1, (rows.grid[0], -1))
+        if not bool((by_frame == by_frame[..., :1]).all()):
+            raise PackingError("Unless it is packed, SkyReels-V2 takes one timestep for all tokens of a frame.")
+        return {**inputs, "timestep": by_frame[..., 0]}
+
+    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Return the arguments for a pack, in whose strips each token is a frame."""
+        kwargs = super().forward_kwargs(batch)
+        # (R, C, p_t, p_h, S·p_w) -> (R, C, S·p_t, p_h, p_w)
+        parts = kwargs["hidden_states"].unflatten(4, (-1, batch.patch[2]))
+        return {**kwargs, "hidden_states": parts.permute(0, 1, 4, 2, 3, 5).flatten(2, 3)}
+
+    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
+        """Return the output as strips again."""
+        parts = output.unflatten(2, (-1, batch.patch[0]))
+        return parts.permute(0, 1, 3, 4, 2, 5).flatten(4, 5)
+
+
+FAMILY = SkyReelsV2Family()

@@ -1,0 +1,49 @@
+"""How Wan VACE is packed: as Wan; the control video is cut into strips as the latents are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...packing.batch import Rows
+from ...packing.family import Draw, Transformer
+from ..wan.packing import WanFamily
+
+CONTROL = "control_hidden_states"
+SCALE = "control_hidden_states_scale"
+
+
+class WanVACEFamily(WanFamily):
+    """Packing of `WanVACETransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
+
+    Beside what Wan takes, it takes `control_hidden_states`, a sequence of `(vace_in_channels, frames, height, width)`
+    of the latents' sizes, and `control_hidden_states_scale`, `(n, control layers)`, which is 1 in training. Its
+    pipeline adds latent frames for reference images in front of both.
+    """
+
+    transformer_class = "WanVACETransformer3DModel"
+    tested_forwards = ("760359164852",)
+    timestep_per_token = False
+    context_parallel = False
+    latent_conditioning = (CONTROL,)
+
+    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
+        """Return also the control video and its scale."""
+        channels, layers = transformer.config.vace_in_channels, len(transformer.config.vace_layers)
+        p_t, p_h, p_w = self.patch(transformer)
+        return {
+            **super().conditioning(transformer),
+            CONTROL: lambda grids: [torch.randn(channels, t * p_t, h * p_h, w * p_w) for t, h, w in grids],
+            SCALE: lambda grids: 0.5 + torch.rand(len(grids), layers),
+        }
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Return the arguments of the forward; the scale comes as a factor of each row's tokens, by layer."""
+        kwargs = super().inputs(rows)
+        # The stock forward unbinds the first dimension, and multiplies (rows, tokens, dim) by each part.
+        return {**kwargs, SCALE: kwargs[SCALE].T[:, :, None, None].to(rows.latents)}
+
+
+FAMILY = WanVACEFamily()

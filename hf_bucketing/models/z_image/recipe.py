@@ -1,0 +1,43 @@
+"""How Z-Image is trained: flow matching, with the scheduler's shift; captions in a chat template, without padding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from ...buckets.sizes import LatentSpec
+from ..recipe import Recipe, TextEmbeddings, image_spec
+from .packing import FAMILY, PATCH
+
+
+class ZImageRecipe(Recipe):
+    """Recipe of `ZImagePipeline`; see [`Recipe`]."""
+
+    pipeline_class = "ZImagePipeline"
+    family = FAMILY
+    image_vae = True
+    default_sequence_length = 512
+    native_sizes = ((1024, 1024),)
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the stride of the VAE; the patch is the one with which the pipeline calls the transformer."""
+        return image_spec(name_or_path, side=PATCH)
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions in the tokenizer's chat template, and pad them to `max_sequence_length` for a mask."""
+        texts, _ = self.pipeline.encode_prompt(
+            list(captions),  # the pipeline writes into it
+            device=self.pipeline.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        values = pad_sequence(texts, batch_first=True)
+        mask = pad_sequence([text.new_ones(len(text), dtype=torch.long) for text in texts], batch_first=True)
+        missing = self.max_sequence_length - values.shape[1]
+        return TextEmbeddings(F.pad(values, (0, 0, 0, missing)), F.pad(mask, (0, missing)))
+
+
+RECIPES = (ZImageRecipe,)

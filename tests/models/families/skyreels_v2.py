@@ -1,0 +1,51 @@
+"""SkyReels-V2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import SkyReelsV2Transformer3DModel
+
+from tests.models import cases, cross_models
+from tests.models.families.wan import IMAGE_TO_VIDEO, RENDER, text_to_video_loss
+from tests.models.recipe_cases import RecipeCase
+
+
+def make(**config: Any) -> SkyReelsV2Transformer3DModel:
+    settings = {
+        **{"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4},
+        **{"out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48, "num_layers": 2},
+        **{"cross_attn_norm": True, "rope_max_seq_len": 64},
+    }
+    return SkyReelsV2Transformer3DModel(**{**settings, **config})
+
+
+def alone(
+    model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, *, fps: torch.Tensor | None = None
+) -> torch.Tensor:
+    rate = {} if fps is None else {"fps": [int(fps)]}
+    return model(latent[None], timestep[None], text[None], **rate).sample[0]
+
+
+CASES = {
+    "skyreels-v2": cases.FamilyCase(make=make, alone=alone),
+    "skyreels-v2 fps": cases.FamilyCase(
+        make=partial(make, inject_sample_info=True),
+        alone=alone,
+        conditioning=lambda draw, count: {"fps": torch.arange(count) % 2},
+    ),
+    "skyreels-v2 image": replace(
+        cases.WAN_IMAGE,
+        make=partial(make, in_channels=6, image_dim=8, added_kv_proj_dim=24),
+        alone=cross_models.wan_image_alone,
+    ),
+}
+RECIPES = {
+    "skyreels-v2": RecipeCase(
+        tiny="skyreels-v2", loss=text_to_video_loss, render={**RENDER, "max_sequence_length": 64}
+    ),
+    "skyreels-v2-i2v": replace(IMAGE_TO_VIDEO, tiny="skyreels-v2-i2v"),
+}

@@ -1,0 +1,82 @@
+"""Image-to-video with a clean first frame."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
+
+from hf_bucketing.buckets.sizes import Size
+from hf_bucketing.models.first_frame import with_clean_first_frame
+from hf_bucketing.models.objectives import Noised
+from hf_bucketing.models.recipe import Samples, TextEmbeddings
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.testing import make_tiny_pipeline
+from tests.models.families import RECIPES
+
+
+def samples_of(*frames: int) -> Samples:
+    clean = [torch.randn(4, count, 2, 3) for count in frames]
+    noisy = [torch.randn_like(latent) for latent in clean]
+    timesteps = torch.tensor([500.0, 900.0][: len(frames)])
+    return Samples(
+        noised=Noised(noisy, noisy, timesteps, clean),
+        text=TextEmbeddings(torch.zeros(len(frames), 1, 8)),
+        fps=torch.ones(len(frames)),
+    )
+
+
+def test_the_first_frame_of_a_video_is_clean_has_timestep_zero_and_does_not_count() -> None:
+    samples = samples_of(3)
+    inputs = with_clean_first_frame(samples, conditioning={"fps": samples.fps})
+    (latent,), (weights,) = inputs.latents, inputs.weights or ()
+    assert latent[:, :1].equal(samples.noised.clean[0][:, :1])
+    assert latent[:, 1:].equal(samples.noised.latents[0][:, 1:])
+    assert inputs.timesteps[0].tolist() == [0.0, 500.0, 500.0]
+    assert weights.shape == (1, 3, 2, 3)
+    assert weights[0, :, 0, 0].tolist() == [0.0, 1.0, 1.0]
+    assert weights.sum() == 12
+    assert inputs.conditioning == {"fps": samples.fps}
+
+
+def test_an_image_beside_a_video_has_no_condition() -> None:
+    samples = samples_of(2, 1)
+    inputs = with_clean_first_frame(samples, conditioning={})
+    assert inputs.latents[1].equal(samples.noised.latents[1])
+    assert inputs.timesteps[1].tolist() == [900.0]
+    assert inputs.weights is not None
+    assert inputs.weights[1].eq(1).all()
+
+
+@pytest.mark.parametrize("tiny", ["ltx-i2v", "ltx2-i2v"])
+@torch.no_grad()
+def test_a_render_shows_the_first_frame_as_training_does(tiny: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    make_tiny_pipeline(tmp_path / tiny, family=tiny)
+    recipe = recipe_of(str(tmp_path / tiny)).load(str(tmp_path / tiny), max_sequence_length=64)
+    image = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
+    calls: list[dict[str, Any]] = []
+    hook = recipe.transformer.register_forward_pre_hook(lambda _, args, given: calls.append(given), with_kwargs=True)
+    settings = {name: value for name, value in RECIPES[tiny].render.items() if name != "num_frames"}
+    frames = recipe.render("x", Size(5, 32, 64), image=Image.fromarray(image), **settings)
+    hook.remove()
+    assert frames.shape == (5, 32, 64, 3)
+
+    pixels = (torch.from_numpy(image).permute(2, 0, 1) / 127.5 - 1)[None, :, None].repeat(1, 1, 5, 1, 1)
+    clean = recipe.encode_latents(pixels)
+    noised = Noised([torch.randn_like(clean[0])], [clean[0]], torch.tensor([700.0]), [clean[0]])
+    samples = Samples(noised=noised, text=recipe.encode_text(["x"]), fps=torch.tensor([25.0]))
+    inputs = recipe.model_inputs(samples)
+    shown, first = recipe.pipeline._pack_latents(inputs.latents[0][None]), clean.shape[3] * clean.shape[4]
+    assert len(calls) == 2
+    for given in calls:
+        assert torch.allclose(given["hidden_states"][:, :first], shown[:, :first], atol=1e-5)
+        assert given["timestep"].shape == shown.shape[:2]
+        assert given["timestep"][0, :first].eq(0).all()
+        assert given["timestep"][0, first:].gt(0).all()
+    assert inputs.timesteps[0].tolist() == [0.0, 700.0]

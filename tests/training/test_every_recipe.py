@@ -1,0 +1,77 @@
+"""Every training recipe from files to a clip: epochs of batches and, from a cache, of packs; then a render."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.testing import make_tiny_pipeline
+from tests.conftest import run_script_here
+from tests.models.families import RECIPES
+from tests.models.recipe_cases import RecipeCase
+from tests.training.training_cases import in_process, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", RECIPES.values(), ids=RECIPES.keys())
+def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, media_dir: Path, tmp_path: Path) -> None:
+    pipeline, prepared = tmp_path / "pipeline", tmp_path / "prepared"
+    make_tiny_pipeline(pipeline, family=case.tiny)
+    recipe = recipe_of(str(pipeline))
+    frames = "1" if recipe.family.images_only else case.bucket_frames
+    run_script_here(
+        *("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", pipeline),
+        *("--output_dir", prepared, "--target_fps", 8, "--buckets", case.buckets, "--bucket_frames", frames),
+        *("--max_frames", max(map(int, frames.split(",")))),
+    )
+    run_script_here(
+        *("cache_latents.py", "--dataset_dir", prepared, "--cache_dir", tmp_path / "cache"),
+        *("--output_dir", tmp_path / "cached", "--pretrained_model_name_or_path", pipeline, "--batching", "pack"),
+        *("--max_sequence_length", case.max_sequence_length),
+    )
+    common = {"max_train_steps": None, "num_train_epochs": 2, "max_sequence_length": case.max_sequence_length}
+    pack = {"batching": "pack", "max_tokens": case.max_tokens, "strip_length": 8, "train_batch_size": 1}
+    adapters = {"lora_rank": 2} if hasattr(recipe.pipeline_type(), "load_lora_weights") else {}
+    runs = {"bucket": (prepared, {}), "pack": (tmp_path / "cached", {**pack, **adapters})}
+    for name, (data, settings) in runs.items():
+        out = tmp_path / name
+        losses = run(in_process(pipeline, data, out, **common, **settings))
+        assert len(losses) >= 4
+        assert np.isfinite(losses).all()
+        folder = out if (out / "model_index.json").exists() else pipeline
+        trained = DiffusionPipeline.from_pretrained(folder, **case.components)
+        if "lora_rank" in settings:
+            trained.load_lora_weights(str(out))
+        changed = render(case, trained)
+        assert not np.array_equal(
+            changed, render(case, DiffusionPipeline.from_pretrained(pipeline, **case.components))
+        )
+
+
+def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
+    """Call a stock pipeline, with a first frame if it takes one."""
+    height, width = (int(side) for side in case.buckets.split(";")[0].split(","))
+    pipeline.set_progress_bar_config(disable=True)
+    ramp = np.linspace(0, 255, height * width * 3).reshape(height, width, 3).astype(np.uint8)
+    takes_image = recipes()[type(pipeline).__name__].takes_image
+    image = {"image": Image.fromarray(ramp)} if takes_image else {}
+    result = pipeline(
+        prompt="a red square moving right",
+        height=height,
+        width=width,
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+        **image,
+        **case.render,
+    )
+    pictures = np.asarray(result.images if "images" in result else result.frames[0])
+    assert np.isfinite(pictures).all()
+    assert pictures.shape[-3:] == (height, width, 3)
+    return pictures
