@@ -455,12 +455,7 @@ class Recipe(ABC):
 
     def refusal(self, samples: Samples) -> str | None:
         """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""
-        frames = samples.noised.latents[0].shape[1]
-        if not self.family.images_only or frames == 1:
-            return None
-        return (
-            f"A {self.pipeline_class} makes images, not {frames} frames; prepare the data set with --bucket_frames 1."
-        )
+        return None
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
         """Run a stack of samples of one size.

@@ -9,11 +9,14 @@ from ...errors import BucketingError
 from ..recipe import Recipe, TextEmbeddings, image_spec
 from .packing import FAMILY
 
+_CLIP_TOKENS = 77
+"""Text tokens that CLIP makes of every caption."""
+
 
 class SD3Recipe(Recipe):
     """Recipe of `StableDiffusion3Pipeline`; see [`Recipe`].
 
-    A caption has the tokens of CLIP, usually 77, and after them `max_sequence_length` of T5: zeros where the pipeline
+    A caption has the 77 tokens of CLIP, and after them `max_sequence_length` of T5: zeros where the pipeline
     comes without it (`text_encoder_3`).
     """
 
@@ -29,6 +32,11 @@ class SD3Recipe(Recipe):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the VAE's stride and the transformer's patch."""
         return image_spec(name_or_path)
+
+    @classmethod
+    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
+        """Return the tokens of a caption: those of CLIP, and after them those of T5."""
+        return _CLIP_TOKENS + super().text_tokens(max_sequence_length)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

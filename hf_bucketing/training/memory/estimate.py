@@ -277,7 +277,7 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
         blank = [recipe.blank_conditions(latent) for latent in media]
         batch["conditions"] = {condition: [one[condition] for one in blank] for condition in blank[0]}
     if not recipe.modules("text_encoders"):
-        shape = len(sizes), recipe.max_sequence_length
+        shape = len(sizes), recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = torch.ones(shape, device=device) if family.text_rule == "masked" else None
         drawn = family.draw_conditioning(transformer, [recipe.spec.grid(size) for size in sizes])

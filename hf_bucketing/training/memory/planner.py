@@ -283,12 +283,13 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
     memory, spec = config.memory, components.spec
     latents = spec.latent_size(shape.size)
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
+    recipe, length = components.recipe, config.max_sequence_length
     if tokens != spec.num_tokens(shape.size):
         latents = _grid_of(tokens, spec, frames=latents[0])
     return TracedStep(
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,
-        text_length=config.max_sequence_length or components.recipe.default_sequence_length,
+        text_length=recipe.text_tokens(length) or length or recipe.default_sequence_length,
         mixed_precision=config.mixed_precision,
         trained_dtype=memory.trained_dtype,
         adapters=replace(config.adapters, lora_alpha=None, init_from_adapters=None),
