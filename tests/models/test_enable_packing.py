@@ -112,10 +112,10 @@ def test_the_scale_of_lora_layers_is_passed_as_to_the_stock_forward(name: str) -
 
 
 def test_attention_kwargs_are_refused_where_the_stock_forward_takes_none() -> None:
-    for name, family in families().items():
-        taken = inspect.signature(getattr(diffusers, name).forward).parameters
-        names = [one for one in ("attention_kwargs", "joint_attention_kwargs") if one in taken]
-        assert names == ([family.attention_kwargs] if family.attention_kwargs else []), name
+    for family in families().values():
+        taken = inspect.signature(getattr(diffusers, family.transformer_class).forward).parameters
+        names = [name for name in ("attention_kwargs", "joint_attention_kwargs") if name in taken]
+        assert [family.attention_kwargs] == (names or [None]), family.transformer_class
     model, samples = CASES["pixart"].model(), Samples(case=CASES["pixart"])
     batch = samples.pack(enable_packing(model, strip_length=4))
     with pytest.raises(PackingError, match=r"PixArtTransformer2DModel takes no attention_kwargs.*set_adapters"):

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from peft import LoraConfig
 
 from hf_bucketing import BucketingError, PackingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.testing import make_tiny_pipeline
+from tests.models.cases import Samples, largest_difference
 from tests.models.families import CASES
 from tests.models.recipe_cases import samples_of
 
@@ -134,3 +136,17 @@ def test_a_model_of_mean_flow_is_not_trained_by_flow_matching(tmp_path) -> None:
     recipe.transformer.register_to_config(use_meanflow=True)
     with pytest.raises(BucketingError, match="mean flow"):
         recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
+
+
+@pytest.mark.parametrize("name", ["qwen-image", "cogview4", "hunyuan-image"])
+@torch.no_grad()
+def test_the_scale_of_adapters_reaches_a_pack(name: str) -> None:
+    model, samples = CASES[name].model(), Samples(case=CASES[name])
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False))
+    packing = enable_packing(model, strip_length=4)
+    batch = samples.pack(packing)
+    whole, half = (packed_forward(model, batch, attention_kwargs={"scale": scale}) for scale in (1.0, 0.5))
+    assert largest_difference([whole], [packed_forward(model, batch)]) == 0
+    model.set_adapters(["default"], [0.5])
+    assert largest_difference([half], [packed_forward(model, batch)]) <= 1e-6
+    assert largest_difference([half], [whole]) > 1e-5
