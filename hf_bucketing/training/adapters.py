@@ -66,15 +66,24 @@ def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transfor
         BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
     """
     _check_loads_lora(pipeline)
-    transformer, targets = getattr(pipeline, component), config.lora_targets.split(",")
+    add_adapters(getattr(pipeline, component), config)
+
+
+def add_adapters(transformer: Any, config: AdapterConfig) -> None:
+    """Freeze a transformer and add trainable low-rank adapters to it.
+
+    Raises:
+        BucketingError: If no module name ends with a target.
+    """
     transformer.requires_grad_(False)
     try:
-        transformer.add_adapter(lora_config(config), adapter_name=ADAPTER)
+        transformer.add_adapter(_lora_config(config), adapter_name=ADAPTER)
     except ValueError as error:
+        targets = config.lora_targets.split(",")
         raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
 
 
-def lora_config(config: AdapterConfig) -> LoraConfig:
+def _lora_config(config: AdapterConfig) -> LoraConfig:
     """Return the settings of adapters as peft takes them."""
     assert config.lora_rank is not None, "the caller checks it"
     return LoraConfig(
