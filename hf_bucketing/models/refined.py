@@ -60,6 +60,6 @@ class RefinedFamily(JointFamily):
         """Return the processor of a refiner of tokens or of text, or of the layers that see both."""
         return self.processor_class(backend, scope=_SCOPES[name.partition(".")[0]])
 
-    def _restored(self, output: Any, grid: Grid, patch: Grid) -> torch.Tensor:
+    def _restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Return noise − data, as the pipeline does; the model returns data − noise."""
         return -super()._restored(output, grid, patch)

@@ -270,6 +270,9 @@ class Family:
             return output.transpose(1, 2)
         return output.unsqueeze(2) if self.latents_as == "images" else output
 
+    def hook_shapes(self, transformer: Transformer) -> None:
+        """Register hooks that let the unpacked transformer run on shapes alone, where its forward reads values."""
+
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for a pack."""
         return self.inputs(self.rows(batch))
@@ -317,6 +320,10 @@ class Family:
         return self.run(transformer, rows)[0]
 
 
-def output_of(result: Any) -> Any:
-    """Return the output among what a forward returns with `return_dict=False`: the first of a tuple, or all of it."""
-    return result[0] if isinstance(result, tuple) else result
+def output_of(result: Any) -> torch.Tensor:
+    """Return the output among what a forward returns with `return_dict=False`; outputs in a list are stacked.
+
+    Most forwards return a tuple, whose first entry it is; some return it alone.
+    """
+    output = result[0] if isinstance(result, tuple) else result
+    return torch.stack(output) if isinstance(output, list) else output

@@ -76,15 +76,24 @@ def add_lora(
         BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
     """
     _check_loads_lora(pipeline)
-    transformer, targets = getattr(pipeline, component), config.lora_targets.split(",")
+    add_adapters(getattr(pipeline, component), config, unused=unused)
+
+
+def add_adapters(transformer: Any, config: AdapterConfig, *, unused: Sequence[str] = ()) -> None:
+    """Freeze a transformer and add trainable low-rank adapters, none to modules with one of `unused` in their name.
+
+    Raises:
+        BucketingError: If no module name ends with a target.
+    """
     transformer.requires_grad_(False)
     try:
-        transformer.add_adapter(lora_config(config, unused=unused), adapter_name=ADAPTER)
+        transformer.add_adapter(_lora_config(config, unused=unused), adapter_name=ADAPTER)
     except ValueError as error:
+        targets = config.lora_targets.split(",")
         raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
 
 
-def lora_config(config: AdapterConfig, *, unused: Sequence[str] = ()) -> LoraConfig:
+def _lora_config(config: AdapterConfig, *, unused: Sequence[str] = ()) -> LoraConfig:
     """Return the settings of adapters as peft takes them; modules with one of `unused` in their name get none."""
     assert config.lora_rank is not None, "the caller checks it"
     return LoraConfig(

@@ -111,3 +111,16 @@ def test_impossible_layouts_and_tokens_are_errors() -> None:
         packed_attention(tokens[1:], tokens, tokens, layout.self_segments)
     with pytest.raises(PackingError, match="backend"):
         packed_attention(tokens, tokens, tokens, layout.self_segments, backend="magic")
+
+
+def test_learned_tokens_fill_up_samples_and_texts_and_are_attended_to() -> None:
+    layout = PackedLayout(
+        grids=((1, 2, 3), (1, 1, 1)), text_lengths=(2, 5), strip_length=4, text_slots=6, multiple_of=4
+    )
+    assert layout.attended_lengths == (8, 4)
+    assert layout.strips_per_sample == (2, 1)
+    assert layout.spans == ((0, 6), (8, 9))
+    assert layout.self_segments.queries == ((0, 8), (8, 12))
+    assert layout.joint.text_segments.queries == ((0, 4), (6, 14))
+    assert layout.joint.text_target.tolist() == [0, 1, 6, 7, 8, 9, 10]
+    assert [stop - start for start, stop in layout.joint.segments.queries] == [8 + 4, 4 + 8]

@@ -110,12 +110,9 @@ class ZImageFamily(RefinedFamily):
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return lists of images and of captions without padding, and the time from noise to data, as the pipeline."""
         texts = list(rows.text)
-        if rows.text_mask is not None:
+        if rows.text_mask is not None and not rows.text_mask.is_meta:  # without values, all are kept
             texts = [text[mask.bool()] for text, mask in zip(texts, rows.text_mask, strict=True)]
         return {"x": list(rows.latents), "t": (1000 - rows.timesteps) / 1000, "cap_feats": texts}
-
-    def _restored(self, output: Any, grid: Grid, patch: Grid) -> torch.Tensor:
-        return super()._restored(torch.stack(output), grid, patch)
 
 
 _METHOD = "patchify_and_embed"

@@ -267,7 +267,8 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
 def _shape(components: Components, config: PlanConfig) -> StepShape:
     spec = components.spec
     if config.sample_size is None:
-        frames = components.transformer.config.get("video_length", _FRAMES)
+        images_only = components.recipe.family.images_only
+        frames = 1 if images_only else components.transformer.config.get("video_length", _FRAMES)
         size = spec.snap(Size(frames, *components.recipe.native_sizes[0]))
     else:
         size = Size(*config.sample_size)

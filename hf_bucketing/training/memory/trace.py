@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from ...models.registry import families
 from ...packing.batch import Rows
+from ...packing.family import output_of
 from ...packing.layout import Grid
-from ..adapters import AdapterConfig, lora_config
+from ..adapters import AdapterConfig, add_adapters
 from .blocks import blocks_of
 from .components import Component
 from .config import Quantization
@@ -35,7 +36,7 @@ Precision: TypeAlias = Literal["no", "fp16", "bf16"]
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-LAYERS = ("num_layers", "num_single_layers")
+LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
 """Settings of a transformer's configuration that count its blocks."""
 
 _FIRST, _FIRST_SHARDED = 2, 3
@@ -132,12 +133,12 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     if step.quantize_base is not None:
         _quantize(model, step.quantize_base)
     if step.adapters.lora_rank is not None:
-        model.requires_grad_(False)
         with torch.device("meta"):
-            model.add_adapter(lora_config(step.adapters, unused=family.unused))
+            add_adapters(model, step.adapters, unused=family.unused)
     if step.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     inputs = _inputs(model, step)
+    families()[type(model).__name__].hook_shapes(model)
     with ExitStack() as stack:
         mesh = None if step.shards == 1 else stack.enter_context(_mesh(step.shards))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -199,7 +200,7 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
         kept = torch.autograd.graph.saved_tensors_hooks(_leave, _fetch)
     with kept:
         with torch.autocast("cpu", dtype=half) if half is not None else nullcontext():
-            output = model(**inputs, return_dict=False)[0]
+            output = output_of(model(**inputs, return_dict=False))
         return (output.float() - torch.empty_like(output, dtype=torch.float32)).square().mean()
 
 
