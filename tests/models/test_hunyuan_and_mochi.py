@@ -12,7 +12,7 @@ from PIL import Image
 
 from hf_bucketing import PackingError, Size
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 from tests.models.cases import Samples, largest_difference, packed_outputs
@@ -40,6 +40,13 @@ def test_samples_without_images_and_glyphs_attend_to_neither(image_tokens: int) 
     model, samples = case.model(torch.float64), Samples(torch.float64, case=case)
     assert largest_difference(samples.alone(model), packed_outputs(model, samples)) <= 1e-11
     assert samples.pack(enable_packing(model)).layout.added_lengths == (0,) * 6
+
+
+def test_the_vae_is_loaded_for_training_from_a_cache_too(load, tmp_path: Path) -> None:
+    recipe = load("hunyuan-video-1.5")
+    again = type(recipe).load(str(tmp_path / "hunyuan-video-1.5"), loading=Loading(parts=("trained",)))
+    assert again.pipeline.text_encoder is None
+    assert again.latent_channels == again.pipeline.num_channels_latents
 
 
 def test_models_distilled_by_meanflow_are_refused() -> None:

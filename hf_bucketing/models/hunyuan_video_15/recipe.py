@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from PIL import Image
 
 from ...buckets.sizes import LatentSpec, Size
 from ..objectives import Shift
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from ..recipe import Loading, ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
@@ -27,6 +28,13 @@ class HunyuanVideo15Recipe(Recipe):
     family = FAMILY
     default_sequence_length = 1000
     native_sizes = ((480, 848), (720, 1280))
+
+    @classmethod
+    def load(cls, name_or_path: str, *, loading: Loading | None = None, **options: Any) -> Recipe:
+        """Load a pipeline with its VAE, whose configuration diffusers' pipeline reads; see [`Recipe.load`]."""
+        loading = loading or Loading()
+        loading = replace(loading, parts={*loading.parts, "vae"})
+        return super().load(name_or_path, loading=loading, **options)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
