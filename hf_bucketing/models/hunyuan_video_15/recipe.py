@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ...buckets.sizes import LatentSpec, Size
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from ..recipe import Loading, ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
@@ -29,6 +29,13 @@ class HunyuanVideo15Recipe(Recipe):
     added_text_tokens = 256 + 729
     """Those of glyphs, and of an image: where there is none, the pipeline passes as many zeros."""
     native_sizes = ((480, 848), (720, 1280))
+
+    @classmethod
+    def load(cls, name_or_path: str, *, loading: Loading | None = None, **options: Any) -> Recipe:
+        """Load a pipeline with its VAE, whose configuration diffusers' pipeline reads; see [`Recipe.load`]."""
+        loading = loading or Loading()
+        loading = replace(loading, parts={*loading.parts, "vae"})
+        return super().load(name_or_path, loading=loading, **options)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -75,10 +82,7 @@ class HunyuanVideo15Recipe(Recipe):
 
     def condition_latents(self, samples: Samples) -> list[torch.Tensor]:
         """Return what the model is shown of each sample and a mask of it, `(C + 1, f, h, w)`: here nothing."""
-        return [
-            torch.cat([torch.zeros_like(latent), latent.new_zeros(latent[:1].shape)])
-            for latent in samples.noised.latents
-        ]
+        return [latent.new_zeros(len(latent) + 1, *latent.shape[1:]) for latent in samples.noised.latents]
 
     def image_tokens(self, samples: Samples) -> torch.Tensor:
         """Return the image tokens of the samples, here none, which equals the pipeline's masked zeros."""
@@ -124,22 +128,24 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
 
     def condition_latents(self, samples: Samples) -> list[torch.Tensor]:
         """Return the latents of the first frame, zeros for the others, and a mask that is 1 at the first."""
-        shown = []
-        for latent, first in zip(samples.noised.latents, samples.conditions[IMAGE_LATENTS], strict=True):
-            condition = torch.cat([torch.zeros_like(latent), torch.zeros_like(latent[:1])])
+        conditions = super().condition_latents(samples)
+        for condition, first in zip(conditions, samples.conditions[IMAGE_LATENTS], strict=True):
             condition[:, :1] = torch.cat([first, torch.ones_like(first[:1])])
-            shown.append(condition)
-        return shown
+        return conditions
 
     def image_tokens(self, samples: Samples) -> torch.Tensor:
         """Return the image encoder's tokens of the first frames."""
         return torch.stack(list(samples.conditions[IMAGE])).to(samples.text.values)
 
     def call(self, prompt: str, size: Size, image: Any, **options: Any) -> np.ndarray:
-        """Call the pipeline, which chooses the size of its target area that is nearest to the image's ratio."""
-        self.pipeline.target_size = math.sqrt(size.height * size.width)
-        call = {**self.duration(size.frames), **options}
-        return np.asarray(self.pipeline(image=image, prompt=prompt, output_type="np", **call).frames[0])
+        """Call the pipeline with a size, where it would choose one by the image's ratio, rounded to five digits."""
+        processor, call = self.pipeline.video_processor, {**self.duration(size.frames), **options}
+        processor.calculate_default_height_width = lambda **image_size: (size.height, size.width)
+        try:
+            result = self.pipeline(image=image, prompt=prompt, output_type="np", **call)
+        finally:
+            del processor.calculate_default_height_width  # the method of its class is back
+        return np.asarray(result.frames[0])
 
 
 RECIPES = (HunyuanVideo15Recipe, HunyuanVideo15ImageToVideoRecipe)
