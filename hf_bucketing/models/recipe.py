@@ -283,10 +283,6 @@ class Recipe(ABC):
         """The model to train."""
         return getattr(self.pipeline, self.trained)
 
-    def unused_modules(self) -> Sequence[torch.nn.Module]:
-        """Return the trained model's modules whose output goes nowhere: they get no gradient, which DDP waits for."""
-        return ()
-
     def modules(self, *parts: Part) -> list[torch.nn.Module]:
         """Return the loaded models of some parts of the pipeline."""
         named = self.pipeline.components.items()

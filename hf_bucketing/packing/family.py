@@ -65,8 +65,6 @@ class Family:
             many; else they are one row.
         shares_texts (`bool`): Whether a text that several samples have is stored once; not where the model modulates
             text by the noise level of its sample.
-        unused (`tuple` of `str`): Parts of the names of parameters that predictions do not depend on, such as those of
-            an audio stream. They are not trained.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
@@ -99,7 +97,6 @@ class Family:
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
     shares_texts: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ()
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
     conditioning_by_strip: ClassVar[bool] = True
@@ -153,10 +150,18 @@ class Family:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text_channels))
 
+    def unused(self, transformer: Transformer) -> Sequence[str]:
+        """Return parts of the names of parameters that predictions do not depend on, such as those of an audio stream.
+
+        They are not trained: they get no gradient, for which DDP would wait.
+        """
+        return ()
+
     def freeze_unused(self, transformer: Transformer) -> None:
-        """Freeze the parameters that predictions do not depend on, see `unused`."""
+        """Freeze the parameters that predictions do not depend on, see [`unused`]."""
+        parts = self.unused(transformer)
         for name, parameter in transformer.named_parameters():
-            if any(part in name for part in self.unused):
+            if any(part in name for part in parts):
                 parameter.requires_grad_(False)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:

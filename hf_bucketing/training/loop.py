@@ -155,13 +155,11 @@ class Trainer:
         """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters."""
         recipe, accelerator = self.recipe, self.accelerator
         if config.adapters.lora_rank is not None:
-            unused = recipe.family.unused
+            unused = recipe.family.unused(recipe.transformer)
             adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained, unused=unused)
             cast_training_params(recipe.transformer, dtype=trained_dtype(config))
             config = changed(config, lora_alpha=adapters.lora_alpha)
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
-        for module in recipe.unused_modules():
-            module.requires_grad_(False)
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
         if config.memory.offload_blocks:

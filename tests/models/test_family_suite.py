@@ -85,6 +85,9 @@ def test_outputs_loss_and_gradients_are_those_of_the_samples_alone(name: str, ch
     assert abs(float(packed_loss.detach()) - loss) <= 1e-6  # losses are computed in float32 or better
     found = gradients(model, packed_loss)
     assert_same_gradients(expected, found, GRADIENTS, without_gradient=CASES[name].without_gradient)
+    unused = family_of(model).unused(model)  # DDP would wait for the gradients of others
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert {name for name in without if not any(part in name for part in unused)} == set()
 
 
 @each_family

@@ -12,7 +12,7 @@ from PIL import Image
 
 from hf_bucketing import BucketingError
 from hf_bucketing.models.registry import recipe_of, recipes
-from hf_bucketing.testing import make_tiny_pipeline
+from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
@@ -21,14 +21,22 @@ from tests.training.training_cases import in_process, run
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten of the demo's videos and images."""
+    folder = tmp_path_factory.mktemp("media") / "clips"
+    make_media_dataset(folder, num_samples=10)
+    return folder
+
+
 @pytest.mark.parametrize("case", RECIPES.values(), ids=RECIPES.keys())
-def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, media_dir: Path, tmp_path: Path) -> None:
+def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips: Path, tmp_path: Path) -> None:
     pipeline, prepared = tmp_path / "pipeline", tmp_path / "prepared"
     make_tiny_pipeline(pipeline, family=case.tiny)
     recipe = recipe_of(str(pipeline))
     frames = "1" if recipe.family.images_only else case.bucket_frames
     run_script_here(
-        *("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", pipeline),
+        *("prepare_dataset.py", "--dataset", clips, "--pretrained_model_name_or_path", pipeline),
         *("--output_dir", prepared, "--target_fps", 8, "--buckets", case.buckets, "--bucket_frames", frames),
         *("--max_frames", max(map(int, frames.split(",")))),
     )

@@ -9,7 +9,7 @@ sample: embeddings that are all zero, as the text-to-video pipeline passes them,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,11 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
     tested_forwards = ("2ae84770e72f",)
     stock_processors = ("HunyuanVideo15AttnProcessor2_0",)
     conditioning_by_strip = False
+
+    def unused(self, transformer: Transformer) -> Sequence[str]:
+        """Return what the last block does with the text after attention."""
+        last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
+        return f"{last}attn.to_add_out", f"{last}ff_context"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models distilled by MeanFlow, which embed a second timestep."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,7 +71,10 @@ class LTX2Family(Family):
     timestep_per_token = True
     text_by_strip = True
     shares_texts = False
-    unused = ("audio", "av_cross_attn", "video_a2v", "keyframes")
+
+    def unused(self, transformer: Transformer) -> Sequence[str]:
+        """Return the parts of the audio stream, and of the attention between both."""
+        return "audio", "av_cross_attn", "video_a2v", "keyframes"
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding, which the model or the connectors before it project."""

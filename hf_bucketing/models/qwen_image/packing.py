@@ -58,6 +58,11 @@ class QwenImageFamily(JointFamily):
     position_module = "pos_embed"
     rotates_text = True
 
+    def unused(self, transformer: Transformer) -> Sequence[str]:
+        """Return what the last block does with the text after attention."""
+        last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
+        return f"{last}attn.to_add_out", f"{last}txt_mlp"
+
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models of layers, guidance that diffusers cannot run, and other blocks than those of the pipeline."""
         config = transformer.config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -38,11 +37,6 @@ class QwenImageRecipe(Recipe):
             mask = torch.ones(values.shape[:2], dtype=torch.long, device=values.device)
         missing = self.max_sequence_length - values.shape[1]
         return TextEmbeddings(F.pad(values, (0, 0, 0, missing)), F.pad(mask, (0, missing)))
-
-    def unused_modules(self) -> Sequence[torch.nn.Module]:
-        """Return what the last block does with the text after attention."""
-        last = self.transformer.transformer_blocks[-1]
-        return last.attn.to_add_out, last.txt_mlp
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
         """Run a stack with no more padding than its longest text needs, as the pipeline does."""
