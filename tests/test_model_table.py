@@ -9,9 +9,7 @@ from hf_bucketing.models.registry import families, recipes
 from hf_bucketing.models.unpackable import UNPACKABLE
 from tests.conftest import ROOT
 
-HEADER = (
-    "| model | packs | trains in buckets | in packs | LoRA | image-to-video | pipelines |\n|---|---|---|---|---|---|---|\n"
-)
+HEADER = "| model | packs | trains in buckets | in packs | LoRA | image-to-video | pipelines |\n|---|---|---|---|---|---|---|\n"
 
 
 def rows() -> Iterator[str]:
@@ -21,9 +19,15 @@ def rows() -> Iterator[str]:
         adapted = any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own)
         trains, images = bool(own), any(recipe.takes_image for recipe in own)
         pipelines = sorted(recipe.pipeline_class.removesuffix("Pipeline") for recipe in own)
-        cells = ["yes", *(("yes" if cell else "–") for cell in (trains, trains, adapted, images)), ", ".join(pipelines)]
+        cells = [
+            "yes",
+            *(("yes" if cell else "–") for cell in (trains, trains, adapted, images)),
+            ", ".join(pipelines),
+        ]
         yield f"| {title(name)} | {' | '.join(cells)} |\n"
-    refused = ", ".join(name.split("Transformer")[0].removesuffix("Image") for name in sorted(UNPACKABLE, key=str.lower))
+    refused = ", ".join(
+        name.split("Transformer")[0].removesuffix("Image") for name in sorted(UNPACKABLE, key=str.lower)
+    )
     yield f"| {refused} | refused | – | – | – | – | |\n"
 
 

@@ -78,7 +78,13 @@ def test_preparing_keeps_every_row_and_counts_the_rejected(media_dir, pipeline_d
 
 
 @pytest.mark.parametrize(
-    "flags", [("--split", "train[:5]"), ("--num_proc", 2), ("--caption_column", "file_name")], ids=str
+    "flags",
+    [
+        ("--split", "train[:5]"),
+        pytest.param(("--num_proc", 2), marks=pytest.mark.slow),
+        ("--caption_column", "file_name"),
+    ],
+    ids=str,
 )
 def test_flags_of_preparing_have_an_effect(flags, media_dir, pipeline_dir, tmp_path: Path) -> None:
     common = ("--bucket_tokens", "60,110", "--bucket_frames", "1,9,17", "--target_fps", 8)

@@ -47,10 +47,8 @@ def in_ray(table: pa.Table, *functions) -> dict[str, list]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-@pytest.mark.parametrize(
-    "table",
-    [pytest.param(novelai_ladder(), id="novelai", marks=pytest.mark.slow), pytest.param(open_table(WAN), id="open")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("table", [novelai_ladder(), open_table(WAN)], ids=["novelai", "open"])
 def test_two_workers_compute_the_columns_of_dataset_map(cluster: None, table, media_dir: Path) -> None:
     spec = WAN if table != novelai_ladder() else LatentSpec(temporal_stride=1, spatial_stride=8)
     functions = (MediaMetadata("file_name", root=str(media_dir), target_fps=8), BucketColumns(table, spec))

@@ -168,7 +168,15 @@ def test_a_video_whose_last_frames_are_dropped_is_a_shorter_one(name: str) -> No
     assert largest_difference(samples.alone(model), [output[:, :frames] for output in outputs]) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["sd3.5", "cogvideox", "hunyuan", "flux"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sd3.5",
+        "cogvideox",
+        pytest.param("hunyuan", marks=pytest.mark.slow),
+        pytest.param("flux", marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
 def test_packs_of_one_shape_need_no_further_graph(name: str) -> None:
     torch._dynamo.reset()

@@ -109,7 +109,7 @@ def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) 
     assert "packing 640 tokens" in result.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["config"] == {
-        **{"batch_size": 3, "num_processes": 2, "max_tokens": 640, "strip_length": 16, "seed": 4},
+        **{"batch_size": 3, "num_processes": 2, "max_tokens": 640, "text_tokens": 0, "strip_length": 16, "seed": 4},
         **{"width": 96, "max_area": 9000, "cost_model": None},
         "rule": {"metric": "log", "max_aspect_error": None, "max_upscale": 1.0},
     }

@@ -62,7 +62,11 @@ def test_each_transformer_is_trained_at_the_noise_levels_that_the_pipeline_calls
         assert trained == {name}
 
 
-@pytest.mark.parametrize("batching", [{}, {"batching": "pack", "max_tokens": 640, "strip_length": 16}])
+@pytest.mark.parametrize(
+    "batching",
+    [pytest.param({}, marks=pytest.mark.slow), {"batching": "pack", "max_tokens": 640, "strip_length": 16}],
+    ids=["bucket", "pack"],
+)
 def test_a_run_changes_the_second_transformer_alone(batching, expert_dir, prepared_dir, tmp_path: Path) -> None:
     validation = {"validation_prompts": ["red"], "validation_sizes": "5,32,48", "validation_steps": 1,
                   "validation_inference_steps": 10}  # fmt: skip

@@ -47,6 +47,7 @@ def prepare(folders: dict[str, Path], data: str, pipeline: str) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_training_from_a_cache_of_conditions_is_training_from_files(folders, tmp_path: Path) -> None:
     prepared = prepare(folders, "videos", "wan-i2v")
     run_script_here(
@@ -74,6 +75,7 @@ def save_first_frame(data: Path, path: Path) -> None:
     Image.fromarray(frame).save(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", [{}, PACK], ids=["bucket", "pack"])
 def test_a_trained_model_begins_with_the_image_as_closely_as_the_vae_returns_it(batching, folders, tmp_path) -> None:
     """Two epochs on videos and images, with renderings of an image; the saved pipeline is stock diffusers'."""

@@ -140,7 +140,9 @@ def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline
         collator.target([{"num_frames": 1, "height": 20, "width": 30}])
 
 
-@pytest.mark.parametrize("flags", [{"batching": "bucket"}, PACK], ids=["bucket", "pack"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param({"batching": "bucket"}, id="bucket"), pytest.param(PACK, id="pack", marks=pytest.mark.slow)]
+)
 def test_training_runs_with_images_at_the_sizes_of_videos(flags, video_dir, pipeline_dir, tmp_path: Path) -> None:
     losses = run(in_process(pipeline_dir, video_dir, tmp_path, **flags))
     assert len(losses) == 3

@@ -86,6 +86,7 @@ def test_changed_settings_of_the_optimizer_are_applied_and_said(make: Make, capl
     assert len(losses_of(Path(config.output_dir))) == 4
 
 
+@pytest.mark.slow
 def test_a_run_resumed_with_the_same_settings_says_no_change_and_repeats_its_losses(make: Make, caplog) -> None:
     settings = {"lora_rank": 2, "lora_alpha": 6, "ema_decay": 0.5, "lr_scheduler": "cosine", "max_train_steps": 4}
     whole = run(make("whole", **settings))
@@ -98,6 +99,7 @@ def test_a_run_resumed_with_the_same_settings_says_no_change_and_repeats_its_los
     assert not any("Settings changed" in line for line in messages(caplog))
 
 
+@pytest.mark.slow
 def test_a_schedule_ends_with_a_run_that_was_resumed_with_other_windows(make: Make) -> None:
     first = make(max_train_steps=None, lr_scheduler="cosine", checkpointing_steps=4, checkpoints_total_limit=1)
     run(first)
@@ -251,6 +253,7 @@ def test_checkpoints_of_another_run_or_an_earlier_release_are_refused_by_name(tm
         find_checkpoint(tmp_path / "other", str(checkpoint))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_holds_them_and_no_more_however_large_the_base(
     make: Make, pipeline_dir: Path, tmp_path: Path, caplog
 ) -> None:
@@ -280,6 +283,7 @@ def test_a_checkpoint_of_adapters_holds_them_and_no_more_however_large_the_base(
     assert all(torch.equal(in_checkpoint[name], in_the_end[name]) for name in in_the_end)
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_adapters_of_another(make: Make, tmp_path: Path, caplog) -> None:
     first = make("first", lora_rank=2, lora_alpha=6, max_train_steps=2, checkpointing_steps=2)
     run(first)

@@ -112,6 +112,7 @@ def test_the_8_bit_optimizer_holds_bytes_and_takes_nearly_the_same_steps() -> No
     assert 0 < difference < 0.05, difference
 
 
+@pytest.mark.slow
 def test_max_tokens_is_the_largest_number_that_fits() -> None:
     tried = []
 

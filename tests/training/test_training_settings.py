@@ -357,6 +357,7 @@ def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, t
     assert [sum(one["loss"]) / len(one["loss"]) for one in samples] == pytest.approx(losses, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")
     eight = {"optimizer": "adamw_8bit", "max_train_steps": 4, "checkpointing_steps": 2}
@@ -369,6 +370,7 @@ def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_
     assert run(changed(parts, max_train_steps=4, resume_from_checkpoint="latest")) == whole
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_saved(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     def weights(folder: Path) -> dict[str, torch.Tensor]:
         return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")

@@ -9,7 +9,6 @@ from ...errors import BucketingError
 from ..recipe import Recipe, TextEmbeddings, image_spec
 from .packing import FAMILY
 
-_CLIP_TOKENS = 77
 """Text tokens that CLIP makes of every caption."""
 
 
@@ -32,11 +31,6 @@ class SD3Recipe(Recipe):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the VAE's stride and the transformer's patch."""
         return image_spec(name_or_path)
-
-    @classmethod
-    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
-        """Return the tokens of a caption: those of CLIP, and after them those of T5."""
-        return _CLIP_TOKENS + super().text_tokens(max_sequence_length)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
