@@ -9,7 +9,8 @@ from hf_bucketing.models.registry import families, recipes
 from hf_bucketing.models.unpackable import UNPACKABLE
 from tests.conftest import ROOT
 
-HEADER = "| model | packs | trains in buckets | in packs | LoRA | image-to-video | pipelines |\n|---|---|---|---|---|---|---|\n"
+COLUMNS = ("model", "packs", "trains in buckets", "in packs", "LoRA", "image-to-video", "pipelines")
+HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 
 def rows() -> Iterator[str]:
