@@ -306,7 +306,7 @@ class DiffusionForcing(FlowMatching):
 
     def _quantiles(self, sigmas: torch.Tensor, shift: float) -> torch.Tensor:
         """Return the share of draws that lie below levels of noise, the inverse of the map from levels to σ."""
-        unshifted = sigmas / (shift - (shift - 1) * sigmas)
+        unshifted = sigmas / (sigmas + shift * (1 - sigmas))  # 1 remains 1 when rounded
         return torch.special.ndtr(unshifted.logit()) if self.weighting_scheme == "logit_normal" else unshifted
 
 
