@@ -32,14 +32,18 @@ class Noised(NamedTuple):
     Attributes:
         latents (list of `(C, F, H, W)`): Noisy latents, the model's input.
         targets (list of `(C, F, H, W)`): What the model is trained to predict.
-        timesteps (`torch.Tensor` of shape `(n,)`): Timesteps as the model takes them.
+        timesteps (`torch.Tensor` of shape `(n,)`): Timesteps as the model takes them; their means where each frame
+            has its own.
         clean (list of `(C, F, H, W)`): Latents without noise.
+        frame_timesteps (list of `(F,)`, *optional*): Timesteps of the latent frames of each sample, where each frame
+            has its own.
     """
 
     latents: list[torch.Tensor]
     targets: list[torch.Tensor]
     timesteps: torch.Tensor
     clean: list[torch.Tensor]
+    frame_timesteps: list[torch.Tensor] | None = None
 
 
 def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
@@ -87,12 +91,19 @@ class Objective(ABC):
 
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
         """Add noise to each latent `(C, F, H, W)`; a sample gets the same noise whenever it occurs in an epoch."""
+        noised, targets, timesteps = self._draw(latents, indices=indices, epoch=epoch)
+        return Noised(noised, targets, torch.cat(timesteps).to(latents[0].device), list(latents))
+
+    def _draw(
+        self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Return what [`_add_noise`] makes of the samples, each with its own generator."""
         drawn = [
             self._add_noise(latent, sample_generator(seed=self.seed, epoch=epoch, index=index))
             for latent, index in zip(latents, indices, strict=True)
         ]
         noised, targets, timesteps = map(list, zip(*drawn, strict=True))
-        return Noised(noised, targets, torch.cat(timesteps).to(latents[0].device), list(latents))
+        return noised, targets, timesteps
 
     def losses(
         self, prediction: torch.Tensor, noised: Noised, *, weights: Sequence[torch.Tensor] | None = None
@@ -120,7 +131,7 @@ class Objective(ABC):
 
     @abstractmethod
     def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return the noisy latent, its target, and its timestep `(1,)`."""
+        """Return the noisy latent, its target, and its timestep `(1,)`, or those of its frames `(F,)`."""
 
     @abstractmethod
     def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
@@ -238,6 +249,65 @@ class FlowMatching(Objective):
             sigma = float(shift * drawn / (1 + (shift - 1) * drawn))
             if self.sigmas[0] <= sigma <= self.sigmas[1]:
                 return sigma
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffusionForcing(FlowMatching):
+    """Flow matching with a noise level per latent frame (Chen et al., 2024), which never falls from frame to frame.
+
+    That is the order in which videos are generated frame after frame: the earlier a frame, the less noise it has. A
+    frame is chosen, and its level is drawn as in flow matching; those before it are distributed as this one but below
+    it, those after it above it, and sorted. It is the limit for many timesteps of the draws of AR-Diffusion (Sun et
+    al., 2025), which SkyReels-V2 is trained with. Images have one level, distributed as in flow matching.
+
+    Args:
+        num_train_timesteps (`int`): Timestep at σ = 1.
+        shift (`float`, or callable of a latent's `(F, H, W)`): Shift of σ, the same for all frames.
+        weighting_scheme (`"logit_normal"` or `"uniform"`): Distribution of σ before the shift.
+        sigmas (`tuple[float, float]`): Lowest and highest noise level to train, after the shift.
+        seed (`int`): Seed of noise and σ, together with epoch and index.
+
+    Raises:
+        BucketingError: If `sigmas` are not two ascending levels from 0 to 1.
+
+    Example:
+        >>> noised = DiffusionForcing()([torch.zeros(4, 6, 8, 8)], indices=[0], epoch=0)
+        >>> steps = noised.frame_timesteps[0]
+        >>> steps.equal(steps.sort().values), noised.timesteps.equal(steps.mean()[None])
+        (True, True)
+    """
+
+    def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
+        """Add noise to each latent `(C, F, H, W)`, with a timestep for each frame."""
+        noised, targets, timesteps = self._draw(latents, indices=indices, epoch=epoch)
+        by_frame = [one.to(latents[0].device) for one in timesteps]
+        return Noised(noised, targets, torch.stack([one.mean() for one in by_frame]), list(latents), by_frame)
+
+    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        sigmas = self._draw_sigmas(generator, tuple(latent.shape[1:])).float()
+        noise = torch.randn(latent.shape, generator=generator).to(latent)
+        share = sigmas.to(latent.device).view(-1, 1, 1)
+        noised = ((1 - share) * latent + share * noise).to(latent.dtype)
+        return noised, noise - latent, sigmas * self.num_train_timesteps
+
+    def _draw_sigmas(self, generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
+        """Return σ of each frame, `(F,)`."""
+        shift = self.shift(size) if callable(self.shift) else self.shift
+        low, high = self._quantiles(torch.tensor(self.sigmas, dtype=torch.float64), shift)
+        chosen = int(torch.randint(size[0], (1,), generator=generator))
+        drawn = torch.rand(size[0], generator=generator, dtype=torch.float64)
+        level = drawn[chosen]
+        before, after = level * drawn[:chosen], level + (1 - level) * drawn[chosen + 1 :]
+        levels = torch.cat([before.sort().values, level[None], after.sort().values])
+        unshifted = low + (high - low) * levels
+        if self.weighting_scheme == "logit_normal":
+            unshifted = torch.special.ndtri(unshifted).sigmoid()
+        return shift * unshifted / (1 + (shift - 1) * unshifted)
+
+    def _quantiles(self, sigmas: torch.Tensor, shift: float) -> torch.Tensor:
+        """Return the share of draws that lie below levels of noise, the inverse of the map from levels to σ."""
+        unshifted = sigmas / (sigmas + shift * (1 - sigmas))  # 1 remains 1 when rounded
+        return torch.special.ndtr(unshifted.logit()) if self.weighting_scheme == "logit_normal" else unshifted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

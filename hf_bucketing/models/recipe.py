@@ -170,6 +170,8 @@ class Recipe(ABC):
     """The family of the transformer, which says how it is called."""
     denoises: ClassVar[bool] = False
     """Whether the model is trained by denoising on a discrete schedule; else by flow matching."""
+    flow: ClassVar[type[FlowMatching]] = FlowMatching
+    """Class of the objective of models trained by flow matching."""
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
     added_text_tokens: ClassVar[int] = 0
@@ -344,7 +346,7 @@ class Recipe(ABC):
         law = self.shift()
         if shift is not None:
             law = chosen_shift(shift, own=law, resolutions=self.shifts_by_resolution)
-        return FlowMatching(
+        return self.flow(
             num_train_timesteps=int(scheduler.config.num_train_timesteps),
             shift=law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec),
             weighting_scheme=weighting_scheme or "logit_normal",
@@ -443,7 +445,8 @@ class Recipe(ABC):
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`]."""
         noised = samples.noised
-        return ModelInputs(latents=noised.latents, timesteps=noised.timesteps, conditioning=self.conditioning(samples))
+        timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
+        return ModelInputs(latents=noised.latents, timesteps=timesteps, conditioning=self.conditioning(samples))
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the conditioning that the model needs of each sample: by default what comes from its caption."""

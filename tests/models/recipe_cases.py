@@ -23,7 +23,8 @@ class Drawn:
         caption: Its caption.
         fps: Its frame rate; 1 for images.
         noise: `(C, f, h, w)`, of the latent's size.
-        timestep: As the objective draws it: 1000 · σ for flow matching, else an index into the schedule.
+        timestep: As the objective draws it: 1000 · σ for flow matching, else an index into the schedule; `(f,)` for
+            models with one per frame.
         max_sequence_length: Text tokens.
     """
 

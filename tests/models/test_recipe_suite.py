@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.objectives import Denoising, Objective, sample_generator
+from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.packing import PackedBatch, packed_forward
@@ -51,6 +51,8 @@ def drawn_noise(objective: Objective, index: int, shape: torch.Size) -> torch.Te
     generator = sample_generator(seed=objective.seed, epoch=1, index=index)
     if isinstance(objective, Denoising):
         torch.randint(objective.posterior.num_timesteps, (1,), generator=generator)
+    elif isinstance(objective, DiffusionForcing):
+        objective._draw_sigmas(generator, tuple(shape[1:]))
     else:
         objective._draw_sigma(generator, tuple(shape[1:]))
     return torch.randn(shape, generator=generator)
@@ -67,6 +69,7 @@ def test_the_loss_is_the_one_by_hand(case: RecipeCase, batching: str, folder_of,
     batch = batch_of(case, stacked=batching == "bucket")
     latents = [recipe.encode_latents(pixels[None])[0] for pixels in batch["pixel_values"]]
     noised = objective(latents, indices=batch["index"], epoch=1)
+    timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
     by_hand = [
         case.loss(
             recipe.pipeline,
@@ -75,7 +78,7 @@ def test_the_loss_is_the_one_by_hand(case: RecipeCase, batching: str, folder_of,
                 caption=batch["caption"][row],
                 fps=batch["fps"][row] or 1.0,
                 noise=drawn_noise(objective, batch["index"][row], latents[row].shape),
-                timestep=noised.timesteps[row],
+                timestep=timesteps[row],
                 max_sequence_length=case.max_sequence_length,
             ),
         )

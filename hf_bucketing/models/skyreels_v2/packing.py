@@ -55,17 +55,21 @@ class SkyReelsV2Family(WanFamily):
         """Return the arguments of the forward, with diffusion forcing where there are timesteps of tokens.
 
         Raises:
-            PackingError: If the model embeds the frame rate and there are such timesteps for several rows.
+            PackingError: If the model embeds the frame rate, and there are such timesteps for several rates.
         """
         kwargs, forces = super().inputs(rows), rows.timesteps.ndim == 2
         if FPS in kwargs:
-            if forces and len(rows.timesteps) > 1:
-                raise PackingError(
-                    "A SkyReels-V2 that embeds the frame rate (inject_sample_info) takes timesteps of single frames "
-                    "for one sample at a time: diffusers adds the two for a batch of one. Pass one timestep per "
-                    "sample."
-                )
-            kwargs[FPS] = kwargs[FPS].tolist()
+            rates = kwargs[FPS].tolist()
+            if forces:
+                # the stock forward adds the embedding of a single rate to all rows, but fails for a rate of each
+                rates = list(set(rates))
+                if len(rates) > 1:
+                    raise PackingError(
+                        "A SkyReels-V2 that embeds the frame rate (inject_sample_info) takes timesteps of single "
+                        "frames for samples of one rate at a time, as diffusers adds the two. Train samples of 16 "
+                        "frames per second apart from others and from images, or pass one timestep per sample."
+                    )
+            kwargs[FPS] = rates
         return {**kwargs, "enable_diffusion_forcing": True} if forces else kwargs
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:

@@ -1,9 +1,13 @@
-"""How SkyReels-V2 is trained, text-to-video and image-to-video: as Wan 2.1."""
+"""How SkyReels-V2 is trained: as Wan 2.1, text-to-video and image-to-video, or by diffusion forcing."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..objectives import DiffusionForcing
+from ..recipe import Samples
 from ..wan.recipe import WanImageToVideoRecipe, WanRecipe
-from .packing import FAMILY
+from .packing import FAMILY, FPS
 
 
 class SkyReelsV2Recipe(WanRecipe):
@@ -22,4 +26,19 @@ class SkyReelsV2ImageToVideoRecipe(WanImageToVideoRecipe):
     native_sizes = ((544, 960), (720, 1280))
 
 
-RECIPES = (SkyReelsV2Recipe, SkyReelsV2ImageToVideoRecipe)
+class SkyReelsV2DiffusionForcingRecipe(SkyReelsV2Recipe):
+    """Recipe of `SkyReelsV2DiffusionForcingPipeline`: each latent frame has a noise level of its own; see [`Recipe`].
+
+    Models that embed the frame rate (`inject_sample_info`) tell 16 frames per second from others, which include
+    images, and do not run both in one batch or pack: train them apart.
+    """
+
+    pipeline_class = "SkyReelsV2DiffusionForcingPipeline"
+    flow = DiffusionForcing
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the number of each sample's frame rate, for models that embed it."""
+        return {FPS: (samples.fps != 16).long()} if self.config["inject_sample_info"] else {}
+
+
+RECIPES = (SkyReelsV2Recipe, SkyReelsV2ImageToVideoRecipe, SkyReelsV2DiffusionForcingRecipe)

@@ -6,6 +6,7 @@ from typing import Any
 
 from diffusers import (
     DiffusionPipeline,
+    SkyReelsV2DiffusionForcingPipeline,
     SkyReelsV2ImageToVideoPipeline,
     SkyReelsV2Pipeline,
     SkyReelsV2Transformer3DModel,
@@ -29,4 +30,12 @@ def _image_to_video() -> DiffusionPipeline:
     return SkyReelsV2ImageToVideoPipeline(**_components(**WITH_IMAGE_TOKENS), **image_components())
 
 
-TINY = {"skyreels-v2": _text_to_video, "skyreels-v2-i2v": _image_to_video}
+def _diffusion_forcing() -> DiffusionPipeline:
+    return SkyReelsV2DiffusionForcingPipeline(**_components(inject_sample_info=True))
+
+
+TINY = {
+    "skyreels-v2": _text_to_video,
+    "skyreels-v2-i2v": _image_to_video,
+    "skyreels-v2-df": _diffusion_forcing,
+}

@@ -10,8 +10,8 @@ import torch
 from diffusers import SkyReelsV2Transformer3DModel
 
 from tests.models import cases, cross_models
-from tests.models.families.wan import IMAGE_TO_VIDEO, RENDER, text_to_video_loss
-from tests.models.recipe_cases import RecipeCase
+from tests.models.families.wan import IMAGE_TO_VIDEO, RENDER, clean_latent, prompt_embeds, text_to_video_loss
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 def make(**config: Any) -> SkyReelsV2Transformer3DModel:
@@ -28,6 +28,26 @@ def alone(
 ) -> torch.Tensor:
     rate = {} if fps is None else {"fps": [int(fps)]}
     return model(latent[None], timestep[None], text[None], **rate).sample[0]
+
+
+def diffusion_forcing_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    """Call the transformer as the pipeline does, frame after frame with noise of its own."""
+    clean = clean_latent(pipeline, drawn.pixels)
+    noisy = torch.stack(
+        [
+            (1 - timestep / 1000) * frame + timestep / 1000 * noise
+            for timestep, frame, noise in zip(drawn.timestep, clean[0].unbind(1), drawn.noise.unbind(1), strict=True)
+        ],
+        1,
+    )
+    output = pipeline.transformer(
+        hidden_states=noisy[None],
+        timestep=drawn.timestep[None],
+        encoder_hidden_states=prompt_embeds(pipeline, drawn),
+        enable_diffusion_forcing=True,
+        fps=[0 if drawn.fps == 16 else 1],
+    ).sample
+    return (output - (drawn.noise[None] - clean)).square().mean()
 
 
 CASES = {
@@ -48,4 +68,9 @@ RECIPES = {
         tiny="skyreels-v2", loss=text_to_video_loss, render={**RENDER, "max_sequence_length": 64}
     ),
     "skyreels-v2-i2v": replace(IMAGE_TO_VIDEO, tiny="skyreels-v2-i2v"),
+    "skyreels-v2-df": RecipeCase(
+        tiny="skyreels-v2-df",
+        loss=diffusion_forcing_loss,
+        render={**RENDER, "max_sequence_length": 64, "ar_step": 1},
+    ),
 }
