@@ -205,7 +205,7 @@ class Recipe(ABC):
         with from_hub(name_or_path):
             index = pipeline_class.load_config(name_or_path)
             check_has(index, trained, name_or_path=name_or_path)
-            parts = {name: _part_of(name, trained=trained) for name in index}
+            parts = {name: part_of(name, trained=trained) for name in index}
             options: dict[str, Any] = {
                 name: None
                 for name, part in parts.items()
@@ -291,7 +291,7 @@ class Recipe(ABC):
         return [
             component
             for name, component in named
-            if isinstance(component, torch.nn.Module) and _part_of(name, trained=self.trained) in parts
+            if isinstance(component, torch.nn.Module) and part_of(name, trained=self.trained) in parts
         ]
 
     def to(self, device: torch.device | str, *parts: Part) -> None:
@@ -533,7 +533,7 @@ def _is_absent(component: Any) -> bool:
     return isinstance(component, (list, tuple)) and component[0] is None
 
 
-def _part_of(name: str, *, trained: str) -> Part | None:
+def part_of(name: str, *, trained: str) -> Part | None:
     """Return the part to which a component of a pipeline belongs; None for those without weights."""
     if name == trained:
         return "trained"

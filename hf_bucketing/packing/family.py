@@ -275,9 +275,6 @@ class Family:
             return output.transpose(1, 2)
         return output.unsqueeze(2) if self.latents_as == "images" else output
 
-    def hook_shapes(self, transformer: Transformer) -> None:
-        """Register hooks that let the unpacked transformer run on shapes alone, where its forward reads values."""
-
     def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for a pack."""
         return self.inputs(self.rows(batch))

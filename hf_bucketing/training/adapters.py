@@ -75,7 +75,7 @@ def add_lora(
     Raises:
         BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
     """
-    _check_loads_lora(pipeline)
+    check_loads_lora(type(pipeline))
     add_adapters(getattr(pipeline, component), config, unused=unused)
 
 
@@ -127,10 +127,11 @@ def start_adapters(
     return config
 
 
-def _check_loads_lora(pipeline: Any) -> None:
-    if not hasattr(pipeline, "save_lora_weights"):
+def check_loads_lora(pipeline_class: type[Any]) -> None:
+    """Raise BucketingError if pipelines of a class cannot load LoRA weights."""
+    if not hasattr(pipeline_class, "save_lora_weights"):
         raise BucketingError(
-            f"{type(pipeline).__name__} cannot load LoRA weights; train the whole transformer (leave out `lora_rank`)."
+            f"{pipeline_class.__name__} cannot load LoRA weights; train the whole transformer (leave out `lora_rank`)."
         )
 
 
@@ -184,7 +185,7 @@ def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
         BucketingError: If there is no such file, the pipeline cannot load LoRA weights, or they are not plain LoRA of
             a transformer.
     """
-    _check_loads_lora(pipeline)
+    check_loads_lora(type(pipeline))
     file = Path(path) / LORA_WEIGHTS if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise BucketingError(f"{file} does not exist; name a file of LoRA weights, or a folder with {LORA_WEIGHTS}.")

@@ -72,10 +72,6 @@ class Lumina2Family(RefinedFamily):
             *hook_row_modulation([layer.norm1 for layer in transformer.layers], text_first=True),
         ]
 
-    def hook_shapes(self, transformer: Transformer) -> None:
-        """Let the positions, which read the lengths of the texts, take those of the mask."""
-        transformer.rope_embedder.register_forward_pre_hook(_take_full_texts)
-
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the time from noise to data, as the pipeline does, and the mask of the text."""
         mask = torch.ones_like(rows.text[..., 0]) if rows.text_mask is None else rows.text_mask
@@ -103,24 +99,6 @@ def _locate(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output:
     of_tokens, of_texts = zip(*(tables(module, sample, tokens.device) for sample in samples), strict=True)
     strips, slots = by_strip(of_tokens, layout), layout.joint.fill_slots(torch.cat(of_texts))
     return tokens, slots, strips, torch.cat([slots, strips], 1), *lengths
-
-
-class _FullTexts:
-    """What the positions read of a mask that keeps all of its text."""
-
-    def __init__(self, mask: torch.Tensor) -> None:
-        self.shape = mask.shape
-
-    def sum(self, dim: int) -> _FullTexts:
-        return self
-
-    def tolist(self) -> list[int]:
-        return [self.shape[1]] * self.shape[0]
-
-
-def _take_full_texts(module: Any, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, _FullTexts]:
-    latents, mask = args
-    return latents, _FullTexts(mask)
 
 
 FAMILY = Lumina2Family()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...hub import from_hub
-from ...models.recipe import Recipe, check_has
+from ...models.recipe import Recipe, check_has, part_of
 from ...models.registry import recipe_of
 
 
@@ -21,8 +22,8 @@ class Component:
     """A model of a pipeline by its class and configuration.
 
     Attributes:
-        library (`str`): `"diffusers"` or `"transformers"`.
-        class_name (`str`): Name of the class in that library.
+        library (`str`): `"diffusers"`, `"transformers"`, or a module of these.
+        class_name (`str`): Name of the class in it.
         config_json (`str`): Configuration, as JSON.
     """
 
@@ -60,7 +61,7 @@ class Components:
         transformer ([`Component`]): Transformer to train.
         vae ([`Component`]): VAE.
         text_encoders (`tuple` of [`Component`]): Text encoders.
-        image_encoder ([`Component`], *optional*): Image encoder.
+        others (`tuple` of `(name, Component)`): What else encodes texts and media, such as an image encoder.
     """
 
     recipe: type[Recipe]
@@ -68,7 +69,7 @@ class Components:
     transformer: Component
     vae: Component
     text_encoders: tuple[Component, ...]
-    image_encoder: Component | None = None
+    others: tuple[tuple[str, Component], ...] = ()
 
 
 def read_components(name_or_path: str, *, trained: str = "transformer") -> Components:
@@ -83,21 +84,25 @@ def read_components(name_or_path: str, *, trained: str = "transformer") -> Compo
     with from_hub(name_or_path):
         index = DiffusionPipeline.load_config(name_or_path)
         check_has(index, trained, name_or_path=name_or_path)
-        images = index.get("image_encoder", (None,))
-        encoders = [name for name in index if name.startswith("text_encoder") and index[name][0] is not None]
+        present = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0]}
+        encoding = [name for name in present if part_of(name, trained=trained) in ("text_encoders", "vae")]
+        read = {name: _read(name_or_path, name, *present[name]) for name in (trained, *encoding)}
+        of_text = tuple(name for name in encoding if name.startswith("text_encoder"))
         return Components(
             recipe=recipe,
             spec=recipe.read_spec(name_or_path),
-            transformer=_read(name_or_path, trained, *index[trained]),
-            vae=_read(name_or_path, "vae", *index["vae"]),
-            text_encoders=tuple(_read(name_or_path, name, *index[name]) for name in encoders),
-            image_encoder=None if images[0] is None else _read(name_or_path, "image_encoder", *images),
+            transformer=read[trained],
+            vae=read["vae"],
+            text_encoders=tuple(read[name] for name in of_text),
+            others=tuple((name, read[name]) for name in encoding if name not in ("vae", *of_text)),
         )
 
 
 def _read(name_or_path: str, name: str, library: str, class_name: str) -> Component:
-    if library not in ("diffusers", "transformers"):
-        raise BucketingError(f"The {name} of {name_or_path} is a {class_name} of {library}, which cannot be planned.")
+    if library not in ("diffusers", "transformers"):  # models of one pipeline alone, such as connectors of LTX-2
+        library = f"diffusers.pipelines.{library}"
+        if importlib.util.find_spec(library) is None:
+            raise BucketingError(f"The {name} of {name_or_path} is a {class_name}, which cannot be planned.")
     kind = getattr(importlib.import_module(library), class_name)
     if library == "transformers":
         config = kind.config_class.from_pretrained(name_or_path, subfolder=name).to_dict()

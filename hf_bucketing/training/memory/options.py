@@ -40,13 +40,21 @@ def plan_options(name_or_path: str, config: PlanConfig, *, gpu_memory: float) ->
         config ([`PlanConfig`]): Settings to start from.
         gpu_memory (`float`): GiB of each device.
 
+    Returns:
+        `list` of [`MemoryOption`]: Rows for the options that the model can have, and that save something.
+
     Raises:
         BucketingError: If there is no such pipeline, or it cannot be trained on such samples.
     """
     components = read_components(name_or_path, trained=config.trained_component)
     rows: list[MemoryOption] = []
     for name, settings in _ladder(components, config):
-        plan = plan_components(components, settings)
+        try:
+            plan = plan_components(components, settings)
+        except BucketingError:
+            if not rows:
+                raise
+            continue  # the settings as given can be planned, so this model cannot have the option, such as adapters
         row = MemoryOption(
             name=name,
             config=settings,

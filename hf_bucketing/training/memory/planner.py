@@ -13,10 +13,10 @@ import torch
 
 from ...buckets.sizes import LatentSpec, Size
 from ...errors import BucketingError
-from ...models.recipe import tile
+from ...models.recipe import Part, part_of, tile
 from ...settings import check_at_least, check_literals
 from ...units import format_bytes
-from ..adapters import AdapterConfig
+from ..adapters import AdapterConfig, check_loads_lora
 from ..optimizers import OptimizerConfig
 from .components import Components, read_components
 from .config import MemoryConfig
@@ -252,8 +252,10 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
         shape ([`StepShape`], *optional*): Samples of a step; by default those that the settings name.
 
     Raises:
-        BucketingError: If the model cannot take such samples.
+        BucketingError: If the model cannot take such samples, or such adapters.
     """
+    if config.adapters.lora_rank is not None:
+        check_loads_lora(components.recipe.pipeline_type())
     shape = shape or _shape(components, config)
     traced = trace(_step(components, config, shape))
     if config.memory.offload_blocks > traced.blocks:
@@ -320,10 +322,11 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     text, vae, pixels = Kinds(), Kinds(), 0
     if config.cached != "all":
         text = _encode_texts(components, config, samples=shape.samples)
+        text = text.plus(_others(components, config, "text_encoders"))
     if config.cached == "nothing":
         together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
         vae = _encode_media(components, shape.size, together, config.memory.vae_tiling)
-        vae = vae.plus(_image_encoder(components))
+        vae = vae.plus(_others(components, config, "vae"))
         pixels = 3 * 4 * shape.pixels
     resident = MemoryParts(
         weights=_offloaded(traced, config),
@@ -413,19 +416,22 @@ def _encode_media(components: Components, size: Size, samples: int, tiling: bool
         media = torch.empty(samples, 3, frames, size.height, size.width, device="meta")
         return trace_call(components.vae, call, media, dtype=torch.float32)
 
-    latent_frames = spec.latent_size(size)[0]
+    latent_frames = spec.latent_size(size)[0] - spec.num_repeats  # which the recipe adds to those of the VAE
     if latent_frames <= few + 1:
         return peak(latent_frames)
     base, more = peak(few), peak(few + 1)
     return base.plus(more.plus(base, -1), latent_frames - few)
 
 
-def _image_encoder(components: Components) -> Kinds:
-    """Return the weights of the image encoder, if any; what encoding a few frames makes is far less."""
-    if components.image_encoder is None:
-        return Kinds()
-    parameters = components.image_encoder.build().parameters()
-    return Kinds(weights=4 * sum(parameter.numel() for parameter in parameters))
+def _others(components: Components, config: PlanConfig, part: Part) -> Kinds:
+    """Return the weights of what encodes texts or media beside text encoders and VAE; what they make is far less."""
+    half = HALF.get(config.mixed_precision, torch.float32)
+    weights = 0
+    for name, component in components.others:
+        if part_of(name, trained=config.trained_component) == part:
+            size = torch.float32.itemsize if name == "image_encoder" else half.itemsize
+            weights += size * sum(parameter.numel() for parameter in component.build().parameters())
+    return Kinds(weights=weights)
 
 
 def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int | None = None) -> int:
@@ -458,5 +464,5 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
     if 2 < samples < float("inf"):
         samples = math.floor(samples)
         while (over := plan(samples).total - memory) > 0:
-            samples -= math.ceil(over / max(two.total - one.total, over / samples))
+            samples = max(1, samples - math.ceil(over / max(two.total - one.total, over / samples)))
     return max(0, math.floor(samples * one.shape.length)) if samples < float("inf") else 0

@@ -16,13 +16,20 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
+from ...errors import BucketingError
 from ...models.registry import families
 from ...packing.batch import Rows
+from ...packing.context import bind_checkpoints
 from ...packing.family import output_of
 from ...packing.layout import Grid
 from ..adapters import AdapterConfig, add_adapters
@@ -31,6 +38,7 @@ from .components import Component
 from .config import Quantization
 from .quantization import quantized_linears
 from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
+from .values import KnownValues
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16"]
 
@@ -108,7 +116,11 @@ class Traced:
 
 
 def trace(step: TracedStep) -> Traced:
-    """Return what a step of the whole transformer needs."""
+    """Return what a step of the whole transformer needs.
+
+    Raises:
+        BucketingError: If the transformer cannot take such samples, or cannot be run on shapes alone.
+    """
     if step.shards > 1 and dist.is_initialized():  # the run's own process group must not see pretended processes
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             return pool.submit(trace, step).result()
@@ -126,7 +138,7 @@ def trace(step: TracedStep) -> Traced:
 
 @functools.lru_cache(maxsize=256)
 def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
-    """Trace a step of a transformer with these numbers of blocks."""
+    """Trace a step of a transformer with these numbers of blocks; raises as [`trace`]."""
     model = step.transformer.build(**dict(layers))
     family = families()[type(model).__name__]
     family.freeze_unused(model)
@@ -137,25 +149,35 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
             add_adapters(model, step.adapters, unused=family.unused(model))
     if step.gradient_checkpointing:
         model.enable_gradient_checkpointing()
+        bind_checkpoints(model)
     inputs = _inputs(model, step)
-    families()[type(model).__name__].hook_shapes(model)
     with ExitStack() as stack:
         mesh = None if step.shards == 1 else stack.enter_context(_mesh(step.shards))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _materialise(model, step)
         counted = _count(model)
-        inputs = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), inputs)
+        inputs = tree_map_only(torch.Tensor, _without_storage, inputs)
         given = [one for one in inputs.values() if isinstance(one, torch.Tensor)]
         if mesh is None:
             tracker: PeakTracker | ShardedPeakTracker = PeakTracker.of(model, given)
         else:
             _shard(model, mesh, step)
             tracker = ShardedPeakTracker.of(model, given)
-        with tracker:
-            loss = _forward(model, inputs, step)
-            tracker.phase = "backward"
-            loss.backward()
+        try:
+            with KnownValues(), tracker:
+                loss = _forward(model, inputs, step)
+                tracker.phase = "backward"
+                loss.backward()
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise BucketingError(
+                f"The memory of a {type(model).__name__} cannot be planned: its forward reads values ({error})."
+            ) from error
     return counted(peaks=tracker.peaks)
+
+
+def _without_storage(given: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of that shape for one on the meta device; one with values, such as a mask, keeps them."""
+    return torch.empty(given.shape, dtype=given.dtype) if given.is_meta else given
 
 
 def _count(model: torch.nn.Module) -> Callable[..., Traced]:
@@ -220,19 +242,27 @@ def trace_call(
 
 
 def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
-    """Return the arguments of the forward: tensors without storage, and what a family reads as numbers."""
+    """Return the arguments of the forward: tensors without storage, and what the forward may read.
+
+    These are masks and other conditioning, which are all ones: the most that a sample can have of text and images.
+    """
     family = families()[type(model).__name__]
     patch, count = family.patch(model), len(step.latent_sizes)
     (size,) = set(step.latent_sizes)
     t, h, w = (side // per_token for side, per_token in zip(size, patch, strict=True))
-    drawn = family.draw_conditioning(model, [(t, h, w)] * count)
-    conditioning = {name: one if isinstance(one, torch.Tensor) else torch.stack(one) for name, one in drawn.items()}
+    family.check_grids(model, [(t, h, w)])
+    conditioning = {}
+    for name, drawn in family.draw_conditioning(model, [(t, h, w)] * count).items():
+        values = drawn if isinstance(drawn, torch.Tensor) else torch.stack(drawn)
+        conditioning[name] = values.to("meta") if name in family.latent_conditioning else torch.ones_like(values)
+    added = max(family.added_lengths(conditioning) or (0,))
+    length = family.text_length(model) or max(1, step.text_length - added)
     rows = Rows(
         latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
         timesteps=torch.empty(count, device="meta"),
-        text=torch.empty(count, step.text_length, family.text_dim(model), device="meta"),
+        text=torch.empty(count, length, family.text_dim(model), device="meta"),
         patch=patch,
-        text_mask=torch.empty(count, step.text_length, device="meta") if family.text_rule == "masked" else None,
+        text_mask=torch.ones(count, length) if family.text_rule == "masked" else None,
         conditioning=conditioning,
     )
     return {**family.inputs(rows), **family.unpacked_inputs(model, rows)}

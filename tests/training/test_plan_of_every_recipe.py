@@ -1,0 +1,120 @@
+"""Plans of memory for every training recipe: what the models hold, and forwards that read masks."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_bucketing import BucketingError, Size
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.registry import recipe_of, tiny_pipelines
+from hf_bucketing.testing import make_tiny_pipeline
+from hf_bucketing.training import AdapterConfig, PlanConfig, plan_memory
+from hf_bucketing.training.adapters import add_lora
+from hf_bucketing.training.memory import planner
+from hf_bucketing.training.memory.components import read_components
+from hf_bucketing.training.memory.options import plan_options
+from tests.models.families import RECIPES
+
+CASES = {case.tiny: case for case in RECIPES.values()}
+FAST = ("mochi", "hunyuan-image")
+"""Pipelines of models whose forward reads the values of masks."""
+LORA_TARGETS = {"kandinsky5": "to_query,to_key,to_value"}
+
+
+def test_every_tiny_pipeline_is_planned() -> None:
+    assert set(CASES) == set(tiny_pipelines())
+
+
+def settings(name: str, folder: Path) -> PlanConfig:
+    """Return settings for samples of a size that a pipeline takes."""
+    case, components = CASES[name], read_components(str(folder))
+    frames = 1 if components.recipe.family.images_only else int(case.bucket_frames.split(",")[-1])
+    height, width = (int(side) for side in case.buckets.split(";")[0].split(","))
+    size = components.spec.snap(Size(frames, height, width))
+    return PlanConfig(
+        sample_size=list(size),
+        train_batch_size=2,
+        device="cpu",
+        mixed_precision="no",
+        max_sequence_length=case.max_sequence_length,
+    )
+
+
+def bytes_of(*modules: torch.nn.Module) -> int:
+    return sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in tiny_pipelines()]
+)
+def test_a_plan_counts_what_the_models_of_a_pipeline_hold(name: str, tmp_path: Path) -> None:
+    make_tiny_pipeline(tmp_path / "p", family=name)
+    recipe = recipe_of(str(tmp_path / "p")).load(str(tmp_path / "p"))
+    shutil.copytree(tmp_path / "p", tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors", "tokenizer*"))
+    config = settings(name, tmp_path / "configs")
+    plan = plan_memory(str(tmp_path / "configs"), config)
+    check_holds(plan, recipe)
+    assert plan.phases["optimizer"].text_encoder == pytest.approx(bytes_of(*recipe.modules("text_encoders")), rel=0.05)
+    assert plan.phases["optimizer"].vae == pytest.approx(bytes_of(*recipe.modules("vae")), rel=0.05)
+    assert plan.phases["text encoding"].text_encoder > plan.phases["optimizer"].text_encoder
+    assert plan.phases["media encoding"].vae > plan.phases["optimizer"].vae + 12 * plan.shape.pixels
+    targets = LORA_TARGETS.get(name, AdapterConfig().lora_targets)
+    adapters = AdapterConfig(lora_rank=4, lora_targets=targets)
+    with_adapters = dataclasses.replace(config, cached="all", adapters=adapters)
+    if not hasattr(recipe.pipeline, "save_lora_weights"):
+        with pytest.raises(BucketingError, match="cannot load LoRA weights"):
+            plan_memory(str(tmp_path / "configs"), with_adapters)
+        return
+    add_lora(recipe.pipeline, adapters, unused=recipe.family.unused(recipe.transformer))
+    lora = plan_memory(str(tmp_path / "configs"), with_adapters)
+    check_holds(lora, recipe)
+    assert lora.peak.total < plan.peak.total
+
+
+def check_holds(plan: planner.MemoryPlan, recipe: Recipe) -> None:
+    trained = sum(one.nbytes for one in recipe.transformer.parameters() if one.requires_grad)
+    held = plan.phases["optimizer"]
+    assert held.weights == pytest.approx(bytes_of(recipe.transformer), rel=0.01)
+    assert (held.gradients, plan.phases["forward"].optimizer) == (trained, 2 * trained)
+    latents = recipe.spec.latent_size(plan.shape.size)
+    inputs = 4 * plan.shape.samples * recipe.latent_channels * torch.Size(latents).numel()
+    assert min(plan.phases[phase].activations for phase in ("forward", "backward")) > inputs
+
+
+@pytest.mark.slow
+def test_a_longer_text_takes_more_where_the_forward_reads_its_mask(tmp_path: Path) -> None:
+    make_tiny_pipeline(tmp_path, family="mochi")
+    config = dataclasses.replace(settings("mochi", tmp_path), cached="all", max_sequence_length=64)
+    plans = [
+        plan_memory(str(tmp_path), dataclasses.replace(config, max_sequence_length=length)) for length in (64, 128)
+    ]
+    assert plans[0].peak.activations < plans[1].peak.activations
+
+
+def test_latent_frames_that_a_recipe_repeats_are_not_encoded(tmp_path: Path, monkeypatch) -> None:
+    make_tiny_pipeline(tmp_path, family="cogvideox-1.5")
+    components, encoded, trace_call = read_components(str(tmp_path)), [], planner.trace_call
+
+    def record(component: object, call: object, media: torch.Tensor, **options: object) -> object:
+        encoded.append(media.shape[2])
+        return trace_call(component, call, media, **options)
+
+    monkeypatch.setattr(planner, "trace_call", record)
+    size = Size(9, 32, 32)
+    assert components.spec.latent_size(size)[0] == 4, "three of the VAE, and the first again"
+    planner._encode_media(components, size, 1, False)
+    assert encoded == [9]
+
+
+@pytest.mark.slow
+def test_options_that_a_model_cannot_have_are_no_rows_of_the_table(tmp_path: Path) -> None:
+    make_tiny_pipeline(tmp_path, family="pixart-sigma")
+    rows = plan_options(str(tmp_path), settings("pixart-sigma", tmp_path), gpu_memory=0.01)
+    names = [row.name for row in rows]
+    assert "--gradient_checkpointing" in names
+    assert not any("lora" in name or "quantize" in name for name in names)
