@@ -7,7 +7,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
+
+from ..buckets.table import BucketTable
 
 RULE_VERSION = 1
 """Raised when an encoder's code changes what it returns."""
@@ -27,6 +30,9 @@ class Encoder(Protocol):
     @property
     def media_rule(self) -> str:
         """What `encode_media` depends on beside these models, if anything."""
+
+    def check_frames(self, table: BucketTable, bucket_ids: npt.ArrayLike) -> None:
+        """Raise BucketingError if samples are too short for the model, given their buckets."""
 
     def encode_media(self, pixel_values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Encode `(B, 3, F, H, W)` in [−1, 1], on the VAE's device, to `latents` `(B, C, f, h, w)` and conditions."""

@@ -39,6 +39,7 @@ def cache_dataset(
         others), and how many rows and captions of all processes were encoded, found, unreadable or rejected.
 
     Raises:
+        BucketingError: If samples are too short for the encoder's model.
         MediaError: Under `on_error="raise"`, for an unreadable file.
     """
     state = PartialState()
@@ -46,7 +47,9 @@ def cache_dataset(
         config.cache.sweep()
     state.wait_for_everyone()
     rows, latents = _latents(prepared, encoder, config)
-    order = np.argsort(column_array(rows, "bucket_id"), kind="stable")  # by bucket, so that stacks are full
+    buckets = column_array(rows, "bucket_id")
+    encoder.check_frames(latents.table, buckets[buckets >= 0])
+    order = np.argsort(buckets, kind="stable")  # by bucket, so that stacks are full
     _encode_share(rows.select_columns(list(latents.input_columns)).select(order), latents, state, desc="latents")
     text = None
     if prepared.caption_column is not None:
@@ -61,7 +64,7 @@ def cache_dataset(
     if not state.is_main_process:
         return None, counts
     keys = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)["latents_key"]
-    dataset = _with_keys(prepared.dataset, whole_column(keys), column_array(rows, "bucket_id"))
+    dataset = _with_keys(prepared.dataset, whole_column(keys), buckets)
     if text is not None:
         dataset = map_columns(dataset, text, overwrite=True)
     info = CacheInfo(

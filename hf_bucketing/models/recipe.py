@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import compare_versions
 from accelerate.utils.memory import clear_device_cache
 
 from ..buckets.sizes import LatentSpec, Size
+from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..hub import from_hub
 from ..losses.variational import GaussianPosterior
@@ -406,6 +408,22 @@ class Recipe(ABC):
     def fewest_frames(self) -> int:
         """Frames of the shortest clip that leaves the model something to predict; 1 where it may be an image."""
         return 1
+
+    def check_frames(self, table: BucketTable, bucket_ids: npt.ArrayLike) -> None:
+        """Raise BucketingError if samples are too short to train this model on, such as images for image-to-video.
+
+        Args:
+            table ([`BucketTable`][hf_bucketing.BucketTable]): Sizes of samples.
+            bucket_ids (array of `int`, shape `(n,)`): The bucket of each sample.
+        """
+        ids, counts = np.unique(np.asarray(bucket_ids), return_counts=True)
+        frames = np.array([table.size(bucket).frames for bucket in ids.tolist()])
+        if short := int(counts[frames < self.fewest_frames].sum()):
+            raise BucketingError(
+                f"{short} of the samples have fewer than the {self.fewest_frames} frames that a "
+                f"{self.pipeline_class} of this configuration needs: fewer leave it nothing to predict. Prepare the "
+                "data set again without images and shorter videos."
+            )
 
     @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:

@@ -62,7 +62,7 @@ from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
-from .steps import StepLosses, check_cached, check_frames, check_positions, make_step
+from .steps import StepLosses, check_cached, check_positions, make_step
 from .validation import Validation, images_of, parse_sizes
 
 logger = get_logger(__name__)
@@ -146,7 +146,7 @@ class Trainer:
             )
         self.step.empty_text = self.data.empty_text
         check_positions(self.step, self.data, spec)
-        check_frames(self.recipe, self.data)
+        self.recipe.check_frames(self.data.table, self.data.bucket_ids[self.data.num_tokens > 0])
         check_cached(self.recipe, self.data)
         self._prepare()
         self.global_step = 0

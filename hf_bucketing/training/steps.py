@@ -166,19 +166,6 @@ def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
             ) from error
 
 
-def check_frames(recipe: Recipe, data: TrainingData) -> None:
-    """Raise BucketingError if samples are too short to train this model on, such as images for image-to-video."""
-    ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
-    short = [count for bucket, count in zip(ids, counts, strict=True)
-             if data.table.size(int(bucket)).frames < recipe.fewest_frames]  # fmt: skip
-    if short:
-        raise BucketingError(
-            f"{sum(short)} of the samples have fewer than the {recipe.fewest_frames} frames that a "
-            f"{recipe.pipeline_class} of this configuration needs: fewer leave it nothing to predict. Prepare the "
-            "data set again without images and shorter videos."
-        )
-
-
 def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
     """Return `latents`, `(C, f, h, w)` of each sample of a batch of any collator, and its conditions.
 

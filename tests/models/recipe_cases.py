@@ -50,6 +50,8 @@ class RecipeCase:
         buckets: Heights and widths of a training run's buckets, in pixels.
         bucket_frames: Their numbers of frames, unless the model takes images.
         max_tokens: Tokens of a training run's packs.
+        images: Whether a training run's files contain images, beside videos.
+        bucket_settings: Settings of a training run in buckets, beside those of all.
         captions: One per sample.
         components: Components with which diffusers loads the pipeline.
         one_size: Whether the model runs a single height and width, which files in packs do not have.
@@ -60,13 +62,18 @@ class RecipeCase:
     sizes: tuple[tuple[int, int, int], ...] = ((5, 32, 48), (1, 32, 32), (9, 48, 32))
     render: dict[str, Any]
     max_sequence_length: int = 64
-    buckets: str = "64,112;112,64;64,64"
+    buckets: str = "32,48;48,32;32,32"
     bucket_frames: str = "1,9,17"
-    max_tokens: int = 640
+    max_tokens: int = 256
+    images: bool = True
+    bucket_settings: dict[str, Any] = field(default_factory=dict)
     captions: tuple[str, str, str] = ('a square that says "red"', "x", "a large blue circle on grey")
     components: dict[str, Any] = field(default_factory=dict)
     one_size: bool = False
 
+
+BLOCKS_OF_32 = "32,64;64,32;32,32"
+"""Buckets for models whose sides are multiples of 32 pixels."""
 
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
 """Sizes of samples for pipelines that make images."""

@@ -13,7 +13,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.caching.fingerprints import text_fingerprint
-from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
@@ -69,6 +69,16 @@ def test_only_the_third_text_encoder_of_sd3_may_be_absent(load: Load) -> None:
     recipe.pipeline.text_encoder_2 = None
     with pytest.raises(BucketingError, match="no text_encoder_2"):
         recipe.encode_text(["red"])
+
+
+def test_sd3_without_t5_encodes_captions_also_where_the_transformer_is_not_loaded(load: Load, folder_of) -> None:
+    source = folder_of("sd3-without-t5")
+    loading = Loading(parts=("text_encoders",))
+    encoder = recipe_of(source).load(source, max_sequence_length=32, loading=loading)
+    assert torch.equal(
+        encoder.encode_text(["red", "x"]).values, load("sd3-without-t5").encode_text(["red", "x"]).values
+    )
+    assert encoder.pipeline.transformer is None
 
 
 def test_every_text_encoder_and_tokenizer_is_part_of_the_fingerprint(load: Load) -> None:

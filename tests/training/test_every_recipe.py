@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 from hf_bucketing import BucketingError
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
+from hf_bucketing.testing.media import DEMO_CLIPS
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
@@ -23,9 +25,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten of the demo's videos and images."""
+    """Ten of the demo's videos and images, at half their heights and widths."""
     folder = tmp_path_factory.mktemp("media") / "clips"
-    make_media_dataset(folder, num_samples=10)
+    halves = [clip._replace(height=clip.height // 2, width=clip.width // 2) for clip in DEMO_CLIPS]
+    make_media_dataset(folder, num_samples=10, clips=halves)
     return folder
 
 
@@ -36,9 +39,9 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
     recipe = recipe_of(str(pipeline))
     frames = "1" if recipe.family.images_only else case.bucket_frames
     run_script_here(
-        *("prepare_dataset.py", "--dataset", clips, "--pretrained_model_name_or_path", pipeline),
-        *("--output_dir", prepared, "--target_fps", 8, "--buckets", case.buckets, "--bucket_frames", frames),
-        *("--max_frames", max(map(int, frames.split(",")))),
+        *("prepare_dataset.py", "--dataset", clips if case.images else clips / "videos", "--output_dir", prepared),
+        *("--pretrained_model_name_or_path", pipeline, "--target_fps", 8),
+        *("--buckets", case.buckets, "--bucket_frames", frames, "--max_frames", max(map(int, frames.split(",")))),
     )
     run_script_here(
         *("cache_latents.py", "--dataset_dir", prepared, "--cache_dir", tmp_path / "cache"),
@@ -48,11 +51,12 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
     common = {"max_train_steps": None, "num_train_epochs": 2, "max_sequence_length": case.max_sequence_length}
     pack = {"batching": "pack", "max_tokens": case.max_tokens, "strip_length": 8, "train_batch_size": 1}
     adapters = {"lora_rank": 2} if hasattr(recipe.pipeline_type(), "load_lora_weights") else {}
-    runs = {"bucket": (prepared, {}), "pack": (tmp_path / "cached", {**pack, **adapters})}
+    runs = {"bucket": (prepared, case.bucket_settings), "pack": (tmp_path / "cached", {**pack, **adapters})}
     if case.one_size:
         data, settings = runs.pop("pack")
         with pytest.raises(BucketingError, match="cannot run other sizes"):
             run(in_process(pipeline, data, tmp_path / "refused", **common, **settings))
+    before = render(case, DiffusionPipeline.from_pretrained(pipeline, **case.components))
     for name, (data, settings) in runs.items():
         out = tmp_path / name
         losses = run(in_process(pipeline, data, out, **common, **settings))
@@ -62,10 +66,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
         trained = DiffusionPipeline.from_pretrained(folder, **case.components)
         if "lora_rank" in settings:
             trained.load_lora_weights(str(out))
-        changed = render(case, trained)
-        assert not np.array_equal(
-            changed, render(case, DiffusionPipeline.from_pretrained(pipeline, **case.components))
-        )
+        assert not np.array_equal(render(case, trained), before)
 
 
 def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
@@ -74,17 +75,20 @@ def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
     pipeline.set_progress_bar_config(disable=True)
     ramp = np.linspace(0, 255, height * width * 3).reshape(height, width, 3).astype(np.uint8)
     takes_image = recipes()[type(pipeline).__name__].takes_image
-    image = {"image": Image.fromarray(ramp)} if takes_image else {}
+    options = {"image": Image.fromarray(ramp)} if takes_image else {}
+    if "height" in inspect.signature(pipeline.__call__).parameters:
+        options |= {"height": height, "width": width}
+    else:  # its sides have about this mean, in the image's ratio
+        pipeline.target_size = int((height * width) ** 0.5)
     result = pipeline(
         prompt="a red square moving right",
-        height=height,
-        width=width,
         generator=torch.Generator().manual_seed(0),
         output_type="np",
-        **image,
+        **options,
         **case.render,
     )
     pictures = np.asarray(result.images if "images" in result else result.frames[0])
     assert np.isfinite(pictures).all()
-    assert pictures.shape[-3:] == (height, width, 3)
+    assert pictures.shape[-1] == 3
+    assert "height" not in options or pictures.shape[-3:-1] == (height, width)
     return pictures

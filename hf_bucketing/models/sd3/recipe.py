@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
+from types import SimpleNamespace
+
 import torch
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ..recipe import Recipe, TextEmbeddings, image_spec
 from .packing import FAMILY
-
-"""Text tokens that CLIP makes of every caption."""
 
 
 class SD3Recipe(Recipe):
@@ -44,7 +45,10 @@ class SD3Recipe(Recipe):
                 raise BucketingError(
                     f"This {self.pipeline_class} has no {name}; only text_encoder_3, the T5, may be absent."
                 )
-        values, _, pooled, _ = self.pipeline.encode_prompt(
+        pipeline = copy(self.pipeline)
+        if pipeline.transformer is None:  # its configuration has the width of the zeros in place of T5's embeddings
+            vars(pipeline)["transformer"] = SimpleNamespace(config=SimpleNamespace(**self.config))
+        values, _, pooled, _ = pipeline.encode_prompt(
             captions,
             prompt_2=None,
             prompt_3=None,

@@ -108,6 +108,7 @@ TEXT_TO_IMAGE = replace(
     sizes=IMAGES,
     render={"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64},
     bucket_frames="1",
+    max_tokens=96,
 )
 
 RECIPES = {

@@ -90,11 +90,22 @@ def loss(pipeline: Any, drawn: Drawn, *, first_frame: bool) -> torch.Tensor:
 
 SIZES = ((5, 32, 48), (1, 32, 32), (9, 48, 32))
 RENDER = {"num_inference_steps": 2, "num_frames": 5}
+MAX_TOKENS = 4096
+"""Those of three samples, whose texts and images have more than a thousand each."""
+
 RECIPES = {
     "hunyuan-video-1.5": RecipeCase(
-        tiny="hunyuan-video-1.5", loss=partial(loss, first_frame=False), sizes=SIZES, render=RENDER
+        tiny="hunyuan-video-1.5",
+        loss=partial(loss, first_frame=False),
+        sizes=SIZES,
+        render=RENDER,
+        max_tokens=MAX_TOKENS,
     ),
     "hunyuan-video-1.5-image": RecipeCase(
-        tiny="hunyuan-video-1.5-image", loss=partial(loss, first_frame=True), sizes=SIZES, render=RENDER
+        tiny="hunyuan-video-1.5-image",
+        loss=partial(loss, first_frame=True),
+        sizes=SIZES,
+        render=RENDER,
+        max_tokens=MAX_TOKENS,
     ),
 }

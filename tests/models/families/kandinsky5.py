@@ -117,5 +117,6 @@ RECIPES = {
         loss=text_to_video_loss,
         render={"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5, "max_sequence_length": 64},
         captions=("a red square", "a blue oval.", "a large blue circle on grey"),  # a stack has one length
+        bucket_settings={"train_batch_size": 1},
     )
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.models.recipe_cases import Drawn, RecipeCase
+from tests.models.recipe_cases import BLOCKS_OF_32, Drawn, RecipeCase
 
 Predict = Callable[[Any, Drawn, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -88,9 +88,12 @@ def image_to_video_loss(pipeline: Any, drawn: Drawn, *, predict: Predict = predi
 
 RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5, "max_sequence_length": 64}
 RECIPES = {
-    "ltx": RecipeCase(tiny="ltx", loss=text_to_video_loss, render=RENDER),
-    "ltx-i2v": RecipeCase(tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER),
+    "ltx": RecipeCase(tiny="ltx", loss=text_to_video_loss, render=RENDER, buckets=BLOCKS_OF_32),
+    "ltx-i2v": RecipeCase(tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER, buckets=BLOCKS_OF_32),
     "ltx-condition": RecipeCase(
-        tiny="ltx-condition", loss=partial(text_to_video_loss, predict=predict_causally), render=RENDER
+        tiny="ltx-condition",
+        loss=partial(text_to_video_loss, predict=predict_causally),
+        render=RENDER,
+        buckets=BLOCKS_OF_32,
     ),
 }

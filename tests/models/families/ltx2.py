@@ -11,7 +11,7 @@ from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
 
 from tests.models.cases import FamilyCase
 from tests.models.families.ltx import image_to_video_loss, text_to_video_loss, tokens
-from tests.models.recipe_cases import Drawn, RecipeCase
+from tests.models.recipe_cases import BLOCKS_OF_32, Drawn, RecipeCase
 
 
 def make_ltx2(**config: Any) -> LTX2VideoTransformer3DModel:
@@ -130,8 +130,13 @@ RENDER = {
     **{"audio_guidance_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0},
 }
 RECIPES = {
-    "ltx2": RecipeCase(tiny="ltx2", loss=partial(text_to_video_loss, predict=predict), render=RENDER),
+    "ltx2": RecipeCase(
+        tiny="ltx2", loss=partial(text_to_video_loss, predict=predict), render=RENDER, buckets=BLOCKS_OF_32
+    ),
     "ltx2-i2v": RecipeCase(
-        tiny="ltx2-i2v", loss=partial(image_to_video_loss, predict=predict), render={**RENDER, "image_crf": 0}
+        tiny="ltx2-i2v",
+        loss=partial(image_to_video_loss, predict=predict),
+        render={**RENDER, "image_crf": 0},
+        buckets=BLOCKS_OF_32,
     ),
 }

@@ -57,6 +57,7 @@ RECIPES = {
         tiny=tiny,
         loss=partial(text_to_image_loss, conditioned=tiny == "pixart-alpha"),
         sizes=IMAGES,
+        max_tokens=96,
         render={"num_inference_steps": 2, "guidance_scale": 1.0, "use_resolution_binning": False},
     )
     for tiny in ("pixart-alpha", "pixart-sigma")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from tests.models.recipe_cases import Drawn, RecipeCase
+from tests.models.recipe_cases import BLOCKS_OF_32, Drawn, RecipeCase
 
 
 @torch.no_grad()
@@ -85,23 +85,23 @@ def image_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
 
 RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5}
 VIDEOS = ((5, 32, 48), (9, 48, 32), (5, 32, 32))
-LARGE = ((5, 64, 96), (1, 64, 64), (9, 96, 64))
+LARGE = {"sizes": ((5, 64, 96), (1, 64, 64), (9, 96, 64)), "buckets": BLOCKS_OF_32}
 """Sizes for the VAE of Wan 2.2, whose latents are 16 pixels wide."""
 
 IMAGE_TO_VIDEO = RecipeCase(
-    tiny="wan-i2v", loss=image_to_video_loss, sizes=VIDEOS, render=RENDER, max_sequence_length=512
+    tiny="wan-i2v", loss=image_to_video_loss, sizes=VIDEOS, render=RENDER, max_sequence_length=512, images=False
 )
 RECIPES = {
     "wan": RecipeCase(tiny="wan", loss=text_to_video_loss, render={**RENDER, "max_sequence_length": 64}),
     "wan-2.2-t2v-5b": RecipeCase(
-        tiny="wan-2.2-t2v-5b", loss=text_to_video_loss, sizes=LARGE, render={**RENDER, "max_sequence_length": 64}
+        tiny="wan-2.2-t2v-5b", loss=text_to_video_loss, **LARGE, render={**RENDER, "max_sequence_length": 64}
     ),
     "wan-i2v": IMAGE_TO_VIDEO,
     "wan-flf2v": replace(IMAGE_TO_VIDEO, tiny="wan-flf2v"),
-    "wan-2.2-i2v": RecipeCase(
-        tiny="wan-2.2-i2v", loss=image_to_video_loss, sizes=VIDEOS, render={**RENDER, "max_sequence_length": 64}
+    "wan-2.2-i2v": replace(
+        IMAGE_TO_VIDEO, tiny="wan-2.2-i2v", render={**RENDER, "max_sequence_length": 64}, max_sequence_length=64
     ),
     "wan-2.2-ti2v": RecipeCase(
-        tiny="wan-2.2-ti2v", loss=image_to_video_loss, sizes=LARGE, render={**RENDER, "max_sequence_length": 64}
+        tiny="wan-2.2-ti2v", loss=image_to_video_loss, **LARGE, render={**RENDER, "max_sequence_length": 64}
     ),
 }
