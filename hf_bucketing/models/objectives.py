@@ -257,8 +257,9 @@ class DiffusionForcing(FlowMatching):
 
     That is the order in which videos are generated frame after frame: the earlier a frame, the less noise it has. A
     frame is chosen, and its level is drawn as in flow matching; those before it are distributed as this one but below
-    it, those after it above it, and sorted. It is the limit for many timesteps of the draws of AR-Diffusion (Sun et
-    al., 2025), which SkyReels-V2 is trained with. Images have one level, distributed as in flow matching.
+    it, those after it above it, and sorted. With uniform levels it is the limit, for many timesteps, of AR-Diffusion's
+    frame-oriented probability propagation (Sun et al., 2025), which SkyReels-V2 is trained with. Images have one
+    level, distributed as in flow matching.
 
     Args:
         num_train_timesteps (`int`): Timestep at σ = 1.
