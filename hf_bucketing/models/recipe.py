@@ -445,9 +445,9 @@ class Recipe(ABC):
         return {"latents": latents, **self.encode_conditions(pixel_values, latents)}
 
     def latent_statistics(self) -> tuple[Any, Any]:
-        """Return the mean and the standard deviation of each channel of the VAE's latents."""
-        config = self.pipeline.vae.config
-        return config.latents_mean, config.latents_std
+        """Return the mean and the standard deviation of each channel of the VAE's latents, 0 and 1 by default."""
+        mean, std = (self.pipeline.vae.config.get(name) for name in ("latents_mean", "latents_std"))
+        return (0.0, 1.0) if mean is None or std is None else (mean, std)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
@@ -592,6 +592,17 @@ def pipeline_folder(name_or_path: str) -> Path:
         return Path(name_or_path)
     with from_hub(name_or_path):
         return Path(DiffusionPipeline.download(name_or_path))
+
+
+def video_spec(name_or_path: str, *, temporal_stride: int = 4, spatial_stride: int = 8) -> LatentSpec:
+    """Read the strides of a pipeline's VAE, by default those given, and the transformer's patch."""
+    vae, transformer = read_configs(name_or_path)
+    patch = transformer["patch_size"]
+    return LatentSpec(
+        temporal_stride=vae.get("temporal_compression_ratio", temporal_stride),
+        spatial_stride=vae.get("spatial_compression_ratio", spatial_stride),
+        patch=(transformer["patch_size_t"], patch, patch) if isinstance(patch, int) else tuple(patch),
+    )
 
 
 def image_spec(name_or_path: str, *, side: int | None = None) -> LatentSpec:

@@ -16,7 +16,7 @@ from ...buckets.sizes import LatentSpec, Size
 from ...errors import BucketingError
 from ..first_frame import with_clean_first_frame
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
-from ..recipe import ModelInputs, Recipe, Samples, read_configs
+from ..recipe import ModelInputs, Recipe, Samples, read_configs, video_spec
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from .packing import FAMILY
 
@@ -94,12 +94,7 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        return LatentSpec(
-            temporal_stride=vae["temporal_compression_ratio"],
-            spatial_stride=vae["spatial_compression_ratio"],
-            patch=tuple(transformer["patch_size"]),
-        )
+        return video_spec(name_or_path)
 
     def objective(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, Samples, TextEmbeddings, read_configs
+from ..recipe import Recipe, Samples, TextEmbeddings, video_spec
 from .packing import FAMILY
 
 GUIDANCE = 1000.0
@@ -29,17 +29,7 @@ class HunyuanVideoRecipe(Recipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        side = transformer["patch_size"]
-        return LatentSpec(
-            temporal_stride=vae.get("temporal_compression_ratio", 4),
-            spatial_stride=vae.get("spatial_compression_ratio", 8),
-            patch=(transformer["patch_size_t"], side, side),
-        )
-
-    def latent_statistics(self) -> tuple[Any, Any]:
-        """Return 0 and 1: the VAE's scaling factor is all that normalises latents."""
-        return 0.0, 1.0
+        return video_spec(name_or_path)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

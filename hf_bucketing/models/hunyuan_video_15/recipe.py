@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ...buckets.sizes import LatentSpec, Size
-from ..recipe import Loading, ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from ..recipe import Loading, ModelInputs, Recipe, Samples, TextEmbeddings, video_spec
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
@@ -40,17 +40,7 @@ class HunyuanVideo15Recipe(Recipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        side = transformer["patch_size"]
-        return LatentSpec(
-            temporal_stride=vae.get("temporal_compression_ratio", 4),
-            spatial_stride=vae.get("spatial_compression_ratio", 16),
-            patch=(transformer["patch_size_t"], side, side),
-        )
-
-    def latent_statistics(self) -> tuple[Any, Any]:
-        """Return 0 and 1: the VAE's scaling factor is all that normalises latents."""
-        return 0.0, 1.0
+        return video_spec(name_or_path, spatial_stride=16)
 
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode sample by sample: the attention mask of diffusers' VAE fits one sample only."""

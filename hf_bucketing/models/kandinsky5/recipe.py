@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, video_spec
 from .packing import FAMILY, SCALE
 
 
@@ -28,21 +28,12 @@ class Kandinsky5Recipe(Recipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        return LatentSpec(
-            temporal_stride=vae.get("temporal_compression_ratio", 4),
-            spatial_stride=vae.get("spatial_compression_ratio", 8),
-            patch=tuple(transformer["patch_size"]),
-        )
+        return video_spec(name_or_path)
 
     @property
     def latent_channels(self) -> int:
         """Channels of the VAE's latents, without those of a visual condition."""
         return int(self.transformer.config.in_visual_dim)
-
-    def latent_statistics(self) -> tuple[Any, Any]:
-        """Return 0 and 1: the VAE's scaling factor is all that normalises latents."""
-        return 0.0, 1.0
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -33,11 +32,6 @@ class MochiRecipe(Recipe):
             spatial_stride=math.prod(vae["spatial_expansions"]),
             patch=(1, side, side),
         )
-
-    def latent_statistics(self) -> tuple[Any, Any]:
-        """Return the statistics of each channel, where the VAE has both."""
-        mean, std = super().latent_statistics()
-        return (0.0, 1.0) if mean is None or std is None else (mean, std)
 
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions; one by one if any is empty, because the pipeline looks at the last one of a batch alone."""
