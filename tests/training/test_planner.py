@@ -267,10 +267,10 @@ def test_small_runs_take_what_is_planned(tmp_path: Path) -> None:
 
 
 def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text('{"_class_name": "HunyuanVideoPipeline"}')
+    (tmp_path / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
     failed = run_script_here("plan_memory.py", tmp_path, "--gpu_memory", 24, check=False)
     assert failed.returncode == 1
-    assert "is a HunyuanVideoPipeline; there are training recipes for" in failed.stderr
+    assert "is a SanaPipeline; there are training recipes for" in failed.stderr
     (tmp_path / "model_index.json").unlink()
     failed = run_script_here("plan_memory.py", tmp_path, "--gpu_memory", 24, check=False)
     assert "is no diffusers pipeline" in failed.stderr
