@@ -13,7 +13,8 @@ from hf_bucketing import BucketingError, Size
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, tiny_pipelines
 from hf_bucketing.testing import make_tiny_pipeline
-from hf_bucketing.training import AdapterConfig, PlanConfig, plan_memory
+from hf_bucketing.testing.published import write_published_configs
+from hf_bucketing.training import AdapterConfig, MemoryConfig, PlanConfig, plan_memory
 from hf_bucketing.training.adapters import add_lora
 from hf_bucketing.training.memory import planner
 from hf_bucketing.training.memory.components import read_components
@@ -116,5 +117,21 @@ def test_options_that_a_model_cannot_have_are_no_rows_of_the_table(tmp_path: Pat
     make_tiny_pipeline(tmp_path, family="pixart-sigma")
     rows = plan_options(str(tmp_path), settings("pixart-sigma", tmp_path), gpu_memory=0.01)
     names = [row.name for row in rows]
-    assert "--gradient_checkpointing" in names
+    assert "--optimizer adamw_8bit" in names
     assert not any("lora" in name or "quantize" in name for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "billions"), [("flux", 11.9), ("hunyuan-video", 12.8)])
+def test_a_published_model_with_two_kinds_of_blocks_has_its_published_weights(
+    name: str, billions: float, tmp_path: Path
+) -> None:
+    write_published_configs(tmp_path, name)
+    config = PlanConfig(
+        cached="all", adapters=AdapterConfig(lora_rank=16), memory=MemoryConfig(gradient_checkpointing=True)
+    )
+    plan = plan_memory(str(tmp_path), config)
+    assert plan.phases["optimizer"].weights == pytest.approx(2e9 * billions, rel=0.01)
+    memory = dataclasses.replace(config.memory, offload_blocks=plan.blocks)
+    offloaded = plan_memory(str(tmp_path), dataclasses.replace(config, memory=memory)).phases["optimizer"].weights
+    assert 0 < offloaded < 0.15 * plan.phases["optimizer"].weights, "the largest block, and what is outside of blocks"

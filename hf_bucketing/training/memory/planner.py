@@ -364,8 +364,14 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
 
 
 def _offloaded(traced: Traced, config: PlanConfig) -> int:
-    """Return what blocks that wait on the CPU save, as a negative number: all of them but the one that is computed."""
-    return -round(max(config.memory.offload_blocks - 1, 0) * traced.block_bytes)
+    """Return what blocks that wait on the CPU save, as a negative number: all of them but the one that is computed.
+
+    Where blocks differ, as those of two streams and of one, each that waits counts as their mean.
+    """
+    if not config.memory.offload_blocks:
+        return 0
+    waiting = traced.frozen_bytes * config.memory.offload_blocks / traced.blocks
+    return -round(max(waiting - traced.block_bytes, 0))
 
 
 def _made_by_optimizer(traced: Traced, config: PlanConfig) -> float:

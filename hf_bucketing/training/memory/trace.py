@@ -90,7 +90,8 @@ class Traced:
         trained (`float`): Numbers that are trained.
         trained_bytes (`float`): Bytes of these numbers, and of their gradients.
         largest (`float`): Bytes of the largest trained tensor.
-        block_bytes (`float`): Bytes of the frozen weights of one block.
+        block_bytes (`float`): Bytes of the frozen weights of the largest block.
+        frozen_bytes (`float`): Bytes of the frozen weights of all blocks.
         blocks (`float`): Number of blocks.
     """
 
@@ -100,10 +101,11 @@ class Traced:
     trained_bytes: float
     largest: float
     block_bytes: float
+    frozen_bytes: float
     blocks: float
 
     def plus(self, other: Traced, times: float) -> Traced:
-        """Return this and some times the other; a block and the largest tensor remain what they are."""
+        """Return this and some times the other; the largest block and tensor remain what they are."""
         return Traced(
             peaks={phase: kinds.plus(other.peaks[phase], times) for phase, kinds in self.peaks.items()},
             weights=self.weights + times * other.weights,
@@ -111,6 +113,7 @@ class Traced:
             trained_bytes=self.trained_bytes + times * other.trained_bytes,
             largest=self.largest,
             block_bytes=self.block_bytes,
+            frozen_bytes=self.frozen_bytes + times * other.frozen_bytes,
             blocks=self.blocks + times * other.blocks,
         )
 
@@ -197,6 +200,7 @@ def _count(model: torch.nn.Module) -> Callable[..., Traced]:
         trained_bytes=sum(sizes),
         largest=max(sizes),
         block_bytes=max(frozen),
+        frozen_bytes=sum(frozen),
         blocks=len(blocks),
     )
 
@@ -299,7 +303,9 @@ def _assign(model: torch.nn.Module, dtype_of: Callable[[str, torch.Tensor], torc
                 module._parameters[name] = shared[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                is_loaded = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+                dtype = dtype_of(f"{prefix}.{name}", buffer) if is_loaded else buffer.dtype
+                module._buffers[name] = torch.empty(buffer.shape, dtype=dtype)
 
 
 def _leave(tensor: torch.Tensor) -> Any:
@@ -371,7 +377,7 @@ def _quantize(model: torch.nn.Module, kind: Quantization) -> None:
             weight = torch.empty(rows, columns, dtype=dtype, device="meta")
             scales = torch.empty(rows, 1, device="meta")
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        layer.register_buffer("scale", scales)
+        layer.register_buffer("scale", scales, persistent=False)
 
 
 @contextmanager
