@@ -75,7 +75,9 @@ def test_sd3_without_t5_encodes_captions_also_where_the_transformer_is_not_loade
     source = folder_of("sd3-without-t5")
     loading = Loading(parts=("text_encoders",))
     encoder = recipe_of(source).load(source, max_sequence_length=32, loading=loading)
-    assert torch.equal(encoder.encode_text(["red", "x"]).values, load("sd3-without-t5").encode_text(["red", "x"]).values)
+    assert torch.equal(
+        encoder.encode_text(["red", "x"]).values, load("sd3-without-t5").encode_text(["red", "x"]).values
+    )
     assert encoder.pipeline.transformer is None
 
 

@@ -95,9 +95,17 @@ MAX_TOKENS = 4096
 
 RECIPES = {
     "hunyuan-video-1.5": RecipeCase(
-        tiny="hunyuan-video-1.5", loss=partial(loss, first_frame=False), sizes=SIZES, render=RENDER, max_tokens=MAX_TOKENS
+        tiny="hunyuan-video-1.5",
+        loss=partial(loss, first_frame=False),
+        sizes=SIZES,
+        render=RENDER,
+        max_tokens=MAX_TOKENS,
     ),
     "hunyuan-video-1.5-image": RecipeCase(
-        tiny="hunyuan-video-1.5-image", loss=partial(loss, first_frame=True), sizes=SIZES, render=RENDER, max_tokens=MAX_TOKENS
+        tiny="hunyuan-video-1.5-image",
+        loss=partial(loss, first_frame=True),
+        sizes=SIZES,
+        render=RENDER,
+        max_tokens=MAX_TOKENS,
     ),
 }

@@ -131,9 +131,7 @@ RENDER = {
     **{"audio_guidance_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0},
 }
 RECIPES = {
-    "ltx2": RecipeCase(
-        tiny="ltx2", loss=partial(text_to_video_loss, predict=predict), render=RENDER, **STRIDES
-    ),
+    "ltx2": RecipeCase(tiny="ltx2", loss=partial(text_to_video_loss, predict=predict), render=RENDER, **STRIDES),
     "ltx2-i2v": RecipeCase(
         tiny="ltx2-i2v",
         loss=partial(image_to_video_loss, predict=predict),
