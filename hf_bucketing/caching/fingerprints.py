@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 
+from ..buckets.open_table import OpenTable
 from ..buckets.table import BucketTable
 
 RULE_VERSION = 1
@@ -31,7 +32,7 @@ class Encoder(Protocol):
     def media_rule(self) -> str:
         """What `encode_media` depends on beside these models, if anything."""
 
-    def check_frames(self, table: BucketTable, bucket_ids: npt.ArrayLike) -> None:
+    def check_frames(self, table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> None:
         """Raise BucketingError if samples are too short for the model, given their buckets."""
 
     def encode_media(self, pixel_values: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from accelerate import init_empty_weights
 from accelerate.utils import compare_versions
 from accelerate.utils.memory import clear_device_cache
 
+from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
@@ -409,11 +410,11 @@ class Recipe(ABC):
         """Frames of the shortest clip that leaves the model something to predict; 1 where it may be an image."""
         return 1
 
-    def check_frames(self, table: BucketTable, bucket_ids: npt.ArrayLike) -> None:
+    def check_frames(self, table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> None:
         """Raise BucketingError if samples are too short to train this model on, such as images for image-to-video.
 
         Args:
-            table ([`BucketTable`][hf_bucketing.BucketTable]): Sizes of samples.
+            table (`BucketTable` or `OpenTable`): Sizes of samples.
             bucket_ids (array of `int`, shape `(n,)`): The bucket of each sample.
         """
         ids, counts = np.unique(np.asarray(bucket_ids), return_counts=True)

@@ -44,7 +44,8 @@ class AdapterConfig:
             adapters.
         lora_alpha (`int`, *optional*): Numerator of the scale, which is alpha ÷ rank; by default the alpha of
             `init_from_adapters`, or else the rank.
-        lora_targets (`str`): Module-name suffixes that receive LoRA, separated by commas.
+        lora_targets (`str`): Module-name suffixes that receive LoRA, separated by commas; by default those of
+            attention, whose names differ in Kandinsky 5.
         init_from_adapters (`str`, *optional*): LoRA weights to start from, by default none: a file, or a folder with
             pytorch_lora_weights.safetensors.
 
@@ -54,7 +55,9 @@ class AdapterConfig:
 
     lora_rank: int | None = None
     lora_alpha: int | None = None
-    lora_targets: str = "to_q,to_k,to_v,to_out.0"
+    lora_targets: str = (
+        "to_q,to_k,to_v,to_out.0,to_query,to_key,to_value,self_attention.out_layer,cross_attention.out_layer"
+    )
     init_from_adapters: str | None = None
 
     def __post_init__(self) -> None:

@@ -49,11 +49,12 @@ class RecipeCase:
         max_sequence_length: Text tokens.
         buckets: Heights and widths of a training run's buckets, in pixels.
         bucket_frames: Their numbers of frames, unless the model takes images.
+        target_fps: Frames per second of a training run's videos, the longest of which have two seconds.
         max_tokens: Tokens of a training run's packs.
         images: Whether a training run's files contain images, beside videos.
         bucket_settings: Settings of a training run in buckets, beside those of all.
         captions: One per sample.
-        components: Components with which diffusers loads the pipeline.
+        components: Components with which diffusers loads the pipeline; None for those that it comes without.
         one_size: Whether the model runs a single height and width, which files in packs do not have.
     """
 
@@ -63,7 +64,8 @@ class RecipeCase:
     render: dict[str, Any]
     max_sequence_length: int = 64
     buckets: str = "32,48;48,32;32,32"
-    bucket_frames: str = "1,9,17"
+    bucket_frames: str = "1,5,9"
+    target_fps: int = 4
     max_tokens: int = 256
     images: bool = True
     bucket_settings: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from hf_bucketing import BucketingError, Size
+from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Loading, Recipe, Samples
@@ -88,6 +88,10 @@ def test_samples_that_are_all_condition_are_refused(name: str, fewest: int, fold
     assert recipe.fewest_frames == fewest
     with pytest.raises(BucketingError, match=r"nothing to predict.*without images"):
         recipe.encode_media(clips(1))
+    table = BucketTable.parse("32,32", frames=[1, fewest])
+    recipe.check_frames(table, [1, 1])
+    with pytest.raises(BucketingError, match=rf"2 of the samples have fewer than the {fewest} frames.*without images"):
+        recipe.check_frames(table, [0, 1, 0])
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from hf_bucketing import BucketingError
+from hf_bucketing.models.recipe import IMAGES
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.testing.media import DEMO_CLIPS
@@ -40,7 +41,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
     frames = "1" if recipe.family.images_only else case.bucket_frames
     run_script_here(
         *("prepare_dataset.py", "--dataset", clips if case.images else clips / "videos", "--output_dir", prepared),
-        *("--pretrained_model_name_or_path", pipeline, "--target_fps", 8),
+        *("--pretrained_model_name_or_path", pipeline, "--target_fps", case.target_fps),
         *("--buckets", case.buckets, "--bucket_frames", frames, "--max_frames", max(map(int, frames.split(",")))),
     )
     run_script_here(
@@ -70,12 +71,12 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
 
 
 def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
-    """Call a stock pipeline, with a first frame if it takes one."""
+    """Call a stock pipeline, with the first and the last frame if it takes them."""
     height, width = (int(side) for side in case.buckets.split(";")[0].split(","))
     pipeline.set_progress_bar_config(disable=True)
     ramp = np.linspace(0, 255, height * width * 3).reshape(height, width, 3).astype(np.uint8)
-    takes_image = recipes()[type(pipeline).__name__].takes_image
-    options = {"image": Image.fromarray(ramp)} if takes_image else {}
+    count = recipes()[type(pipeline).__name__].num_images(pipeline.transformer.config)
+    options = dict(zip(IMAGES[:count], [Image.fromarray(ramp)] * count, strict=True))
     if "height" in inspect.signature(pipeline.__call__).parameters:
         options |= {"height": height, "width": width}
     else:  # its sides have about this mean, in the image's ratio

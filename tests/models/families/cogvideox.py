@@ -61,7 +61,7 @@ COGVIDEOX = RecipeCase(
     loss=loss,
     render={"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5, "max_sequence_length": 64},
 )
-PAIRS = replace(COGVIDEOX, tiny="cogvideox-1.5", sizes=((9, 32, 48), (1, 32, 32), (17, 48, 32)))
+PAIRS = replace(COGVIDEOX, tiny="cogvideox-1.5", sizes=((9, 32, 48), (1, 32, 32), (17, 48, 32)), bucket_frames="1,9")
 
 RECIPES = {
     "cogvideox": COGVIDEOX,

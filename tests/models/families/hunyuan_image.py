@@ -78,6 +78,7 @@ RECIPES = {
         tiny="hunyuan-image",
         loss=text_to_image_loss,
         sizes=IMAGES,
+        max_tokens=512,
         render={"num_inference_steps": 2},
     )
 }

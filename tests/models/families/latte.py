@@ -35,6 +35,6 @@ RECIPES = {
         render={"num_inference_steps": 2, "guidance_scale": 1.0, "video_length": 16},
         max_sequence_length=120,
         bucket_frames="1,16",
-        max_tokens=1280,
+        target_fps=8,
     )
 }

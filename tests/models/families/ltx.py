@@ -86,14 +86,15 @@ def image_to_video_loss(pipeline: Any, drawn: Drawn, *, predict: Predict = predi
     return (output - (noise - clean))[:, :, 1:].square().mean()
 
 
+STRIDES = {"buckets": BLOCKS_OF_32, "bucket_frames": "1,9"}
 RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5, "max_sequence_length": 64}
 RECIPES = {
-    "ltx": RecipeCase(tiny="ltx", loss=text_to_video_loss, render=RENDER, buckets=BLOCKS_OF_32),
-    "ltx-i2v": RecipeCase(tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER, buckets=BLOCKS_OF_32),
+    "ltx": RecipeCase(tiny="ltx", loss=text_to_video_loss, render=RENDER, **STRIDES),
+    "ltx-i2v": RecipeCase(tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER, **STRIDES),
     "ltx-condition": RecipeCase(
         tiny="ltx-condition",
         loss=partial(text_to_video_loss, predict=predict_causally),
         render=RENDER,
-        buckets=BLOCKS_OF_32,
+        **STRIDES,
     ),
 }

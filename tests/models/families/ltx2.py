@@ -124,19 +124,18 @@ CASES = {
         text_dim=32,
     ),
 }
+STRIDES = {"buckets": BLOCKS_OF_32, "bucket_frames": "1,9"}
 RENDER = {
     **{"num_inference_steps": 2, "num_frames": 5, "max_sequence_length": 64, "guidance_scale": 1.0},
     **{"stg_scale": 0.0, "modality_scale": 1.0},
     **{"audio_guidance_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0},
 }
 RECIPES = {
-    "ltx2": RecipeCase(
-        tiny="ltx2", loss=partial(text_to_video_loss, predict=predict), render=RENDER, buckets=BLOCKS_OF_32
-    ),
+    "ltx2": RecipeCase(tiny="ltx2", loss=partial(text_to_video_loss, predict=predict), render=RENDER, **STRIDES),
     "ltx2-i2v": RecipeCase(
         tiny="ltx2-i2v",
         loss=partial(image_to_video_loss, predict=predict),
         render={**RENDER, "image_crf": 0},
-        buckets=BLOCKS_OF_32,
+        **STRIDES,
     ),
 }

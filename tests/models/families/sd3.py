@@ -26,6 +26,6 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
 
 RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64}
 RECIPES = {
-    tiny: RecipeCase(tiny=tiny, loss=text_to_image_loss, sizes=IMAGES, render=RENDER)
-    for tiny in ("sd3", "sd3-without-t5")
+    tiny: RecipeCase(tiny=tiny, loss=text_to_image_loss, sizes=IMAGES, render=RENDER, components=absent)
+    for tiny, absent in (("sd3", {}), ("sd3-without-t5", {"text_encoder_3": None, "tokenizer_3": None}))
 }

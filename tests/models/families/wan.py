@@ -85,11 +85,17 @@ def image_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
 
 RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5}
 VIDEOS = ((5, 32, 48), (9, 48, 32), (5, 32, 32))
-LARGE = {"sizes": ((5, 64, 96), (1, 64, 64), (9, 96, 64)), "buckets": BLOCKS_OF_32}
+LARGE = {"sizes": ((5, 64, 96), (1, 64, 64), (9, 96, 64)), "buckets": BLOCKS_OF_32, "max_tokens": 32}
 """Sizes for the VAE of Wan 2.2, whose latents are 16 pixels wide."""
 
 IMAGE_TO_VIDEO = RecipeCase(
-    tiny="wan-i2v", loss=image_to_video_loss, sizes=VIDEOS, render=RENDER, max_sequence_length=512, images=False
+    tiny="wan-i2v",
+    loss=image_to_video_loss,
+    sizes=VIDEOS,
+    render=RENDER,
+    max_sequence_length=512,
+    max_tokens=64,
+    images=False,
 )
 RECIPES = {
     "wan": RecipeCase(tiny="wan", loss=text_to_video_loss, render={**RENDER, "max_sequence_length": 64}),
