@@ -65,6 +65,7 @@ class Family:
             many; else they are one row.
         shares_texts (`bool`): Whether a text that several samples have is stored once; not where the model modulates
             text by the noise level of its sample.
+        lora_targets (`tuple` of `str`): Ends of the names of the projections that get adapters by default.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
@@ -97,6 +98,7 @@ class Family:
     position_module: ClassVar[str | None] = None
     text_by_strip: ClassVar[bool] = False
     shares_texts: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
     conditioning_by_strip: ClassVar[bool] = True

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from ..errors import BucketingError
 from ..files import complete_parts
+from ..models.registry import family_of
 from ..settings import check_at_least
 from .memory.shards import copy_whole, gather, named_weights
 
@@ -44,8 +45,8 @@ class AdapterConfig:
             adapters.
         lora_alpha (`int`, *optional*): Numerator of the scale, which is alpha ÷ rank; by default the alpha of
             `init_from_adapters`, or else the rank.
-        lora_targets (`str`): Module-name suffixes that receive LoRA, separated by commas; by default those of
-            attention, whose names differ in Kandinsky 5.
+        lora_targets (`str`, *optional*): Module-name suffixes that receive LoRA, separated by commas; by default the
+            model's projections of attention.
         init_from_adapters (`str`, *optional*): LoRA weights to start from, by default none: a file, or a folder with
             pytorch_lora_weights.safetensors.
 
@@ -55,9 +56,7 @@ class AdapterConfig:
 
     lora_rank: int | None = None
     lora_alpha: int | None = None
-    lora_targets: str = (
-        "to_q,to_k,to_v,to_out.0,to_query,to_key,to_value,self_attention.out_layer,cross_attention.out_layer"
-    )
+    lora_targets: str | None = None
     init_from_adapters: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,53 +67,53 @@ class AdapterConfig:
             raise BucketingError("`init_from_adapters` starts from LoRA weights; give their rank too (`lora_rank`).")
 
 
-def add_lora(
-    pipeline: Any, config: AdapterConfig, *, component: str = "transformer", unused: Sequence[str] = ()
-) -> None:
+def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> None:
     """Freeze a component of a pipeline, its transformer, and add trainable low-rank adapters to it.
-
-    Modules with one of `unused` in their name get none, see [`Family`][hf_bucketing.packing.family.Family].
 
     Raises:
         BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
     """
     check_loads_lora(type(pipeline))
-    add_adapters(getattr(pipeline, component), config, unused=unused)
+    add_adapters(getattr(pipeline, component), config)
 
 
-def add_adapters(transformer: Any, config: AdapterConfig, *, unused: Sequence[str] = ()) -> None:
-    """Freeze a transformer and add trainable low-rank adapters, none to modules with one of `unused` in their name.
+def add_adapters(transformer: Any, config: AdapterConfig) -> None:
+    """Freeze a transformer and add trainable low-rank adapters, none to modules that the model does not use.
 
     Raises:
         BucketingError: If no module name ends with a target.
     """
+    targets = lora_targets(transformer, config)
+    settings = _lora_config(config, targets=targets, unused=family_of(transformer).unused(transformer))
     transformer.requires_grad_(False)
     try:
-        transformer.add_adapter(_lora_config(config, unused=unused), adapter_name=ADAPTER)
+        transformer.add_adapter(settings, adapter_name=ADAPTER)
     except ValueError as error:
-        targets = config.lora_targets.split(",")
         raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
 
 
-def _lora_config(config: AdapterConfig, *, unused: Sequence[str] = ()) -> LoraConfig:
+def lora_targets(transformer: Any, config: AdapterConfig) -> list[str]:
+    """Return the suffixes of the names of modules that receive adapters."""
+    return list(family_of(transformer).lora_targets) if config.lora_targets is None else config.lora_targets.split(",")
+
+
+def _lora_config(config: AdapterConfig, *, targets: list[str], unused: Sequence[str]) -> LoraConfig:
     """Return the settings of adapters as peft takes them; modules with one of `unused` in their name get none."""
     assert config.lora_rank is not None, "the caller checks it"
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha or config.lora_rank,
         init_lora_weights="gaussian",
-        target_modules=config.lora_targets.split(","),
+        target_modules=targets,
         exclude_modules=f".*({'|'.join(map(re.escape, unused))}).*" if unused else None,
     )
 
 
-def start_adapters(
-    pipeline: Any, config: AdapterConfig, *, component: str = "transformer", unused: Sequence[str] = ()
-) -> AdapterConfig:
+def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> AdapterConfig:
     """Add adapters to a pipeline, see [`add_lora`], with the weights that they start from.
 
     Returns:
-        [`AdapterConfig`]: The settings with the alpha that the adapters have.
+        [`AdapterConfig`]: The settings with the alpha and the targets that the adapters have.
 
     Raises:
         BucketingError: If adapters cannot be added, or do not fit the file that they start from.
@@ -122,8 +121,12 @@ def start_adapters(
     if config.init_from_adapters is not None:
         check_component(config.init_from_adapters, component=component)
     start = None if config.init_from_adapters is None else read_lora(pipeline, config.init_from_adapters)
-    config = replace(config, lora_alpha=config.lora_alpha or (config.lora_rank if start is None else start.alpha))
-    add_lora(pipeline, config, component=component, unused=unused)
+    config = replace(
+        config,
+        lora_alpha=config.lora_alpha or (config.lora_rank if start is None else start.alpha),
+        lora_targets=",".join(lora_targets(getattr(pipeline, component), config)),
+    )
+    add_lora(pipeline, config, component=component)
     if start is not None:
         load_lora(pipeline, start, component=component)
         logger.info(f"Starting from the adapters of {len(start.layers)} layers in {start.path}")

@@ -155,10 +155,9 @@ class Trainer:
         """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters."""
         recipe, accelerator = self.recipe, self.accelerator
         if config.adapters.lora_rank is not None:
-            unused = recipe.family.unused(recipe.transformer)
-            adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained, unused=unused)
+            adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
             cast_training_params(recipe.transformer, dtype=trained_dtype(config))
-            config = changed(config, lora_alpha=adapters.lora_alpha)
+            config = changed(config, lora_alpha=adapters.lora_alpha, lora_targets=adapters.lora_targets)
             checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()

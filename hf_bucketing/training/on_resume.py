@@ -69,7 +69,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
 ON_RESUME: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names}
 """The rule of each setting of [`TrainingConfig`]."""
 
-_LEFT_OPEN: dict[str, object] = {"max_tokens": "auto", "lora_alpha": None}
+_LEFT_OPEN: dict[str, object] = {"max_tokens": "auto", "lora_alpha": None, "lora_targets": None}
 """Values that let the run choose a setting: a resumed run takes the choice of the saved run."""
 
 _NOT_SETTINGS = ("distributed_type",)

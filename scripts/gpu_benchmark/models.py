@@ -13,7 +13,7 @@ from peft import LoraConfig
 from hf_bucketing import BucketTable, LatentSpec, Size
 from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import AdapterConfig
+from hf_bucketing.training.adapters import AdapterConfig, lora_targets
 from hf_bucketing.training.memory.quantization import quantization_of
 
 Grid = tuple[int, int, int]
@@ -168,7 +168,7 @@ def make_transformer(scale: Scale, *, layers: int, dtype: torch.dtype = torch.fl
 def add_adapters(model: WanTransformer3DModel) -> None:
     """Freeze a transformer and add LoRA in float32, as the training script does."""
     model.requires_grad_(False)
-    targets = AdapterConfig().lora_targets.split(",")
+    targets = lora_targets(model, AdapterConfig())
     model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=targets))
     cast_training_params(model, torch.float32)
 

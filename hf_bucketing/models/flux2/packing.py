@@ -74,6 +74,7 @@ class Flux2Family(FluxFamily):
     """Packing of `Flux2Transformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "Flux2Transformer2DModel"
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
     tested_forwards = ("f8c4f809f3a8",)
     stock_processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     guidance = 4.0

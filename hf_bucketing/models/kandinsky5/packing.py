@@ -92,6 +92,7 @@ class Kandinsky5Family(JointFamily):
     """
 
     transformer_class = "Kandinsky5Transformer3DModel"
+    lora_targets = ("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
     tested_forwards = ("6e07c4013e40",)
     stock_processors = ("Kandinsky5AttnProcessor",)
     text_channels = "in_text_dim"

@@ -149,7 +149,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
         _quantize(model, step.quantize_base)
     if step.adapters.lora_rank is not None:
         with torch.device("meta"):
-            add_adapters(model, step.adapters, unused=family.unused(model))
+            add_adapters(model, step.adapters)
     if step.gradient_checkpointing:
         model.enable_gradient_checkpointing()
         bind_checkpoints(model)
