@@ -136,7 +136,7 @@ def test_a_quantised_transformer_renders_prompts(pipeline_dir: Path, prepared_di
             quantize_base="int8", offload_blocks=2, validation_inference_steps=2, max_train_steps=1,
         )
     )  # fmt: skip
-    assert (tmp_path / "validation" / "step-1" / "1x32x48-red.mp4").stat().st_size > 0
+    assert (tmp_path / "validation" / "step-1" / "1x32x48-red.png").stat().st_size > 0
 
 
 def test_two_processes_train_a_quantised_base_that_waits(

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,7 @@ import torch.distributed.checkpoint
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
@@ -50,7 +50,7 @@ RENDER = {
     **{"validation_prompts": ["red"], "validation_sizes": "1,32,48", "validation_steps": 2},
     "validation_inference_steps": 2,
 }
-RENDERED = "validation/step-{}/1x32x48-red.mp4"
+RENDERED = "validation/step-{}/1x32x48-red.png"
 SAVE = {"checkpointing_steps": 2}
 
 TWO_PROCESSES = {
@@ -162,9 +162,8 @@ def test_sharded_validation_renders_what_ddp_renders(ddp: str, fsdp: str, step: 
     assert np.abs(expected - other).max() > 2, "weights show in what is rendered"
 
 
-def frame_of(video: Path) -> np.ndarray:
-    with av.open(video) as container:
-        return next(container.decode(video=0)).to_ndarray(format="rgb24").astype(int)
+def frame_of(image: Path) -> np.ndarray:
+    return np.asarray(Image.open(image)).astype(int)
 
 
 @pytest.mark.slow

@@ -1,27 +1,23 @@
-"""Pipelines of HunyuanVideo 1.5 with small random weights."""
+"""Pipelines of HunyuanVideo 1.5 with small random weights.
+
+Earlier releases of transformers lack classes that diffusers' pipelines import: these are looked up when one is made.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import diffusers
+import transformers
 from diffusers import (
     AutoencoderKLHunyuanVideo15,
     ClassifierFreeGuidance,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
-    HunyuanVideo15ImageToVideoPipeline,
-    HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
-from transformers import (
-    Qwen2_5_VLTextConfig,
-    Qwen2_5_VLTextModel,
-    SiglipImageProcessor,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-    T5EncoderModel,
-)
+from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel, T5EncoderModel
 
 from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, numbered, t5_components, template_tokenizer
 
@@ -34,14 +30,14 @@ CHAT = (
 
 
 def _text_to_video() -> DiffusionPipeline:
-    return HunyuanVideo15Pipeline(**_components())
+    return diffusers.HunyuanVideo15Pipeline(**_components())
 
 
 def _image_to_video() -> DiffusionPipeline:
     tokens, patch = 27, 2  # 27 × 27 tokens, as the pipelines expect
     size = tokens * patch
     shape = {"hidden_size": IMAGE_DIM, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return HunyuanVideo15ImageToVideoPipeline(
+    return diffusers.HunyuanVideo15ImageToVideoPipeline(
         **_components(),
         image_encoder=SiglipVisionModel(SiglipVisionConfig(image_size=size, patch_size=patch, **shape)).eval(),
         feature_extractor=SiglipImageProcessor(size={"height": size, "width": size}),
@@ -71,11 +67,11 @@ def _components() -> dict[str, Any]:
 
 
 def _qwen_components() -> dict[str, Any]:
-    defaults = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+    defaults = inspect.signature(diffusers.HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
     system, count = (defaults[name].default for name in ("system_message", "crop_start"))
     prefix = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
     tokenizer = template_tokenizer(prefix, count, chat_template=CHAT)
-    config = Qwen2_5_VLTextConfig(
+    config = transformers.Qwen2_5_VLTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=TEXT_DIM,
         intermediate_size=64,
@@ -88,7 +84,7 @@ def _qwen_components() -> dict[str, Any]:
         pad_token_id=tokenizer.pad_token_id,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
     )
-    return {"tokenizer": tokenizer, "text_encoder": Qwen2_5_VLTextModel(config).eval()}
+    return {"tokenizer": tokenizer, "text_encoder": transformers.Qwen2_5_VLTextModel(config).eval()}
 
 
 def _vae() -> AutoencoderKLHunyuanVideo15:
