@@ -599,9 +599,12 @@ def video_spec(name_or_path: str, *, temporal_stride: int = 4, spatial_stride: i
     """Read the strides of a pipeline's VAE, by default those given, and the transformer's patch."""
     vae, transformer = read_configs(name_or_path)
     patch = transformer["patch_size"]
+    temporal, spatial = (  # the latter names are those of Wan's VAE
+        vae.get(f"{axis}_compression_ratio", vae.get(f"scale_factor_{axis}")) for axis in ("temporal", "spatial")
+    )
     return LatentSpec(
-        temporal_stride=vae.get("temporal_compression_ratio", temporal_stride),
-        spatial_stride=vae.get("spatial_compression_ratio", spatial_stride),
+        temporal_stride=temporal or temporal_stride,
+        spatial_stride=spatial or spatial_stride,
         patch=(transformer["patch_size_t"], patch, patch) if isinstance(patch, int) else tuple(patch),
     )
 

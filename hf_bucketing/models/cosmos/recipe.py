@@ -16,7 +16,7 @@ from ...buckets.sizes import LatentSpec, Size
 from ...errors import BucketingError
 from ..first_frame import with_clean_first_frame
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
-from ..recipe import ModelInputs, Recipe, Samples, read_configs, video_spec
+from ..recipe import ModelInputs, Recipe, Samples, video_spec
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from .packing import FAMILY
 
@@ -170,12 +170,7 @@ class Cosmos2Recipe(CosmosRecipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        return LatentSpec(
-            temporal_stride=vae.get("scale_factor_temporal", 4),
-            spatial_stride=vae.get("scale_factor_spatial", 8),
-            patch=tuple(transformer["patch_size"]),
-        )
+        return video_spec(name_or_path)
 
     def objective(self, *, shift: float | str | ShiftLaw | None = None, **options: Any) -> Objective:
         """Return flow matching with timesteps from 0 to 1; see [`Recipe.objective`]."""

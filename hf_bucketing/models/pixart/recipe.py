@@ -22,7 +22,7 @@ class PixArtAlphaRecipe(Recipe):
     image_vae = True
     default_sequence_length = 120
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 512), (1024, 1024))
-    """Of the two models, in 512 and in 1024 pixels; the pipeline has 32 sizes of other shapes for each."""
+    """One for each of the two models; the pipeline also has 32 sizes of other shapes for each."""
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -61,7 +61,7 @@ class PixArtSigmaRecipe(PixArtAlphaRecipe):
     pipeline_class = "PixArtSigmaPipeline"
     default_sequence_length = 300
     native_sizes = ((256, 256), (512, 512), (1024, 1024), (2048, 2048))
-    """Of the four models, one for each size."""
+    """One for each of the four models."""
 
 
 def _cleans() -> bool:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
-from ..recipe import ModelInputs, Recipe, Samples, read_configs
+from ..recipe import ModelInputs, Recipe, Samples, video_spec
 from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS, TEXT_LENGTH
 
 IMAGE_LATENTS = "image_latents"
@@ -37,12 +37,7 @@ class WanRecipe(Recipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        return LatentSpec(
-            temporal_stride=vae.get("scale_factor_temporal", 4),
-            spatial_stride=vae.get("scale_factor_spatial", 8),
-            patch=tuple(transformer["patch_size"]),
-        )
+        return video_spec(name_or_path)
 
     def sigmas(self) -> tuple[float, float]:
         """Return the trained transformer's side of the boundary."""
