@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     TOKEN_DROP = 10  # whatever key the caller gives each sample
     LOADER = 11  # seed and epoch, of a stream the epoch: base seed of DataLoader workers
     LADDER_MIX = 12  # seed: samples on which reports compare ladders
+    STREAM = 15  # seed: order of the files of a stream, and of the rows in its shuffle buffer
 
 
 def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:

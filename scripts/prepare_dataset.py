@@ -8,6 +8,7 @@ import argparse
 
 from hf_bucketing.columns import column_array
 from hf_bucketing.columns.preparation import SourceConfig, prepare
+from hf_bucketing.columns.prepared_stream import prepare_stream
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable
@@ -29,6 +30,12 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--overwrite", action="store_true", help="Replace bucket columns, such as aspect_ratio, that the data set has."
     )
+    parser.add_argument(
+        "--streaming",
+        action="store_true",
+        help="Check only the first rows of a data set that does not fit on a disk, and describe it as a stream, which "
+        "scripts/train_text_to_video.py --streaming reads while it trains.",
+    )
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
     parser.add_settings(SourceConfig, skip=["metric"])
     return parser
@@ -39,6 +46,20 @@ def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
+    if args.streaming:
+        stream, columns = prepare_stream(
+            source, spec=spec, native_sizes=recipe.native_sizes, max_frames=args.max_frames, say=print
+        )
+        stream.save(args.output_dir)
+        print(f"A sample, the first {stream.sample.rows} rows; the others are assigned while training reads them:")
+        named = columns["file"]
+        print(
+            describe_assignment(
+                columns, table=stream.table, spec=spec, rule=source.rule, name_rows=lambda rows: named[rows].tolist()
+            )
+        )
+        print(f"Saved the description of the stream to {args.output_dir}")
+        return
     prepared = prepare(
         source,
         spec=spec,

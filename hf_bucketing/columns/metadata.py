@@ -175,10 +175,12 @@ class SizedDataset(NamedTuple):
     Attributes:
         dataset (`Dataset`): Rows with `width`, `height`, `num_frames` and `fps`.
         origin (`str`): Sentence that says where the sizes come from.
+        columns (tuple of `str`): Columns of the data set that held the sizes; none if headers were read.
     """
 
     dataset: Dataset
     origin: str
+    columns: tuple[str, ...] = ()
 
 
 def add_sizes(
@@ -215,7 +217,8 @@ def add_sizes(
         times = dict(zip(_TIMES, names[2:], strict=False))
         sized = map_columns(sized, ExistingMetadata(*_SIZES, **times, target_fps=target), overwrite=True)
     checked = min(len(dataset), _SAMPLED_FILES)
-    return SizedDataset(sized, f"Sizes are the columns {', '.join(names)}; the headers of {checked} files agree.")
+    origin = f"Sizes are the columns {', '.join(names)}; the headers of {checked} files agree."
+    return SizedDataset(sized, origin, names)
 
 
 def _usable_columns(dataset: Dataset, media_column: str) -> tuple[tuple[str, ...], str]:
