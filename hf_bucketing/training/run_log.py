@@ -165,8 +165,10 @@ class StepMetrics:
         pairs = np.square(tokens, dtype=np.float64).sum()
         self._counts += (len(values), tokens.sum(), cost, 1, pairs, seconds)
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, factor: float = 1.0) -> dict[str, float]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
+
+        The weights that were added are multiplied by `factor`, where they were not known before the step's end.
 
         `train_loss` is the loss, and `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2.
         `samples`, `tokens`, `samples_per_second` and `tokens_per_second` count all processes. `seconds` is the time
@@ -184,7 +186,7 @@ class StepMetrics:
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         metrics = {
-            "train_loss": float(loss.sum()),
+            "train_loss": float(loss.sum()) * factor,
             "samples": int(samples.sum()),
             "tokens": int(tokens.sum()),
             "seconds": seconds,
