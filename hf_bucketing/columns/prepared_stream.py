@@ -25,7 +25,7 @@ from .buckets import BucketColumns
 from .metadata import SizedDataset, add_sizes
 from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
 from .preparation import SourceConfig
-from .stream_columns import CAPTION, MEDIA, name_of, value_at
+from .stream_columns import CAPTION, MEDIA, name_of, named_cell, value_at
 from .stream_source import (
     SIZE_COLUMNS,
     StreamSource,
@@ -256,7 +256,7 @@ def _sized(
     typed = type((features or {}).get(source.media_column)) is Image
     names = [name for name in SIZE_COLUMNS if all(name in row for row in rows)]
     sample = Dataset.from_dict({
-        MEDIA: [value_at(row, source.media_column) for row in rows],
+        MEDIA: [named_cell(value_at(row, source.media_column), row) for row in rows],
         **{name: [row[name] for row in rows] for name in names},
     })  # fmt: skip
     if typed:

@@ -66,7 +66,7 @@ class StreamColumns:
             MediaError: If a file cannot be read, unless `metadata.on_error` is `"reject"`.
         """
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        media = [_named_cell(value_at(row, self.media_column), row) for row in rows]
+        media = [named_cell(value_at(row, self.media_column), row) for row in rows]
         captions = [self._caption(row, cell) for row, cell in zip(rows, media, strict=True)]
         columns = self._sizes(batch, media)
         for position, (_, usable) in enumerate(captions):
@@ -79,7 +79,7 @@ class StreamColumns:
             MEDIA: media,
             CAPTION: texts,
             **{
-                name: [_named_cell(value_at(row, column), row) for row in rows]
+                name: [named_cell(value_at(row, column), row) for row in rows]
                 for name, column in self.conditions.items()
             },
             **columns,
@@ -153,7 +153,7 @@ def index_of(cell: Any, caption: str) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def _named_cell(cell: Any, row: Mapping[str, Any]) -> Any:
+def named_cell(cell: Any, row: Mapping[str, Any]) -> Any:
     """Return a cell whose bytes, if it has any, are named by their tar and key, or by their path."""
     data = cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(data, bytes | bytearray):

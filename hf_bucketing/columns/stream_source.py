@@ -130,7 +130,7 @@ def open_rows(dataset: str, *, split: str = "train", config_name: str | None = N
     A folder with a table named `metadata` is that table; `datasets` chooses how it reads any other one.
 
     Raises:
-        MediaError: If datasets cannot read the files, or they are of several kinds.
+        MediaError: If datasets cannot read the files, they are empty, or of several kinds.
         HubError: If there are no such files, and the hub has no such data set or cannot be reached.
         BucketingError: If datasets cannot read the folder or hub data set.
     """
@@ -145,6 +145,8 @@ def open_rows(dataset: str, *, split: str = "train", config_name: str | None = N
         with from_hub(dataset):
             return load_dataset(dataset, config_name, split=split, streaming=True)
     builder, options = _builder_of(dataset, files)
+    if not any(map(os.path.getsize, files)):
+        raise MediaError(f"{dataset} is empty; write one row per sample, with a file and a caption.")
     data_files = {split: [glob.escape(os.path.abspath(file)) for file in files]}
     try:
         return load_dataset(builder, data_files=data_files, split=split, streaming=True, **options)
