@@ -23,8 +23,8 @@ from ..files import complete_folder
 from ..settings import names_of, not_default
 from .buckets import BucketColumns
 from .metadata import SizedDataset, add_sizes
-from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
 from .preparation import SourceConfig
+from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
 from .stream_columns import CAPTION, MEDIA, name_of, named_cell, value_at
 from .stream_source import (
     SIZE_COLUMNS,
@@ -62,6 +62,18 @@ class StreamSample:
     row_bytes: int
     buckets: Mapping[int, int]
     sizes: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], columns: Columns) -> StreamSample:
+        """Return what rows are like, by their arrays `num_frames`, `height`, `width` and `bucket_id`."""
+        usable = columns["bucket_id"] >= 0
+        sizes = np.stack([columns[name][usable] for name in ("num_frames", "height", "width")])
+        return cls(
+            rows=len(rows),
+            row_bytes=sum(map(bytes_in, rows)) // len(rows),
+            buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
+            sizes=np.unique(sizes, axis=1).T.tolist(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +174,9 @@ class PreparedStream:
             open_table=read_open_table(manifest["open_table"]),
             rule=AssignmentRule(**stream["rule"]),
             num_shards=stream["num_shards"],
-            sample=StreamSample(**{**sample, "buckets": {int(key): count for key, count in sample["buckets"].items()}}),
+            sample=StreamSample(
+                **{**sample, "buckets": {int(key): count for key, count in sample["buckets"].items()}}
+            ),
         )
 
 
@@ -225,26 +239,19 @@ def prepare_stream(
     batch = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     found = source.columns(BucketColumns(table, spec, rule=config.rule))(batch)
     columns = {name: np.array(found[name]) for name in ("num_frames", "height", "width", "bucket_id", "rejection")}
-    usable = columns["bucket_id"] >= 0
-    if not usable.any():
+    if not (columns["bucket_id"] >= 0).any():
         reasons = ", ".join(f"{count} {label}" for label, count in count_rejections(columns["rejection"]).items())
         raise BucketingError(
             f"None of the first {len(rows)} rows of {config.dataset} can be trained: {reasons}; choose other buckets, "
             "or other columns (`media_column`, `caption_column`)."
         )
-    sample = StreamSample(
-        rows=len(rows),
-        row_bytes=sum(map(bytes_in, rows)) // len(rows),
-        buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
-        sizes=np.unique([columns[name][usable] for name in ("num_frames", "height", "width")], axis=1).T.tolist(),
-    )
     prepared = PreparedStream(
         source=source,
         table=table,
         open_table=open_table(spec, max_frames=max_frames),
         rule=config.rule,
         num_shards=dataset.num_shards,
-        sample=sample,
+        sample=StreamSample.of(rows, columns),
     )
     return prepared, {**columns, "file": np.array([name_of(cell) for cell in found[MEDIA]], object)}
 

@@ -140,7 +140,9 @@ def open_rows(dataset: str, *, split: str = "train", config_name: str | None = N
         raise MediaError(
             f"{' and '.join(map(str, tables))} could both be meant; name one of them instead of the folder."
         )
-    files = [str(tables[0])] if tables else [str(path)] if path.is_file() else sorted(glob.glob(dataset, recursive=True))
+    files = (
+        [str(tables[0])] if tables else [str(path)] if path.is_file() else sorted(glob.glob(dataset, recursive=True))
+    )
     if not files or (path.is_dir() and not tables):
         with from_hub(dataset):
             return load_dataset(dataset, config_name, split=split, streaming=True)
@@ -215,7 +217,9 @@ def _find(rows: Sequence[Mapping[str, Any]], given: str | None, usual: Sequence[
             raise ColumnError(f"The first rows have no {kind} column {given!r}, only {', '.join(present)}{hint}.")
         return given
     if len(found) > 1:
-        raise ColumnError(f"Several {kind} columns could be meant: {' and '.join(found)}; name one as `{kind}_column`.")
+        raise ColumnError(
+            f"Several {kind} columns could be meant: {' and '.join(found)}; name one as `{kind}_column`."
+        )
     if not found:
         raise ColumnError(
             f"No {kind} column was found among {', '.join(present)}; name one as `{kind}_column`. A stream reads tars "
@@ -244,7 +248,6 @@ def _builder_of(dataset: str, files: Sequence[str]) -> tuple[str, dict[str, Any]
             f"{', '.join(BUILDERS)}."
         )
     return BUILDERS[endings.pop()]
-
 
 
 def bytes_in(row: Mapping[str, Any]) -> int:

@@ -17,7 +17,6 @@ from ..packing.token_drop import TokenDrop
 from ..plans.bin_packing import PackStrategy
 from ..plans.deal import Remainder
 from ..plans.packs import Balance
-from ..streaming.config import StreamConfig
 from ..settings import (
     build,
     check_at_least,
@@ -28,6 +27,7 @@ from ..settings import (
     not_default,
     number_or_text,
 )
+from ..streaming.config import StreamConfig
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .memory.config import MemoryConfig

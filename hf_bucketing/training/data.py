@@ -267,7 +267,7 @@ def kept_tokens(
     ids, buckets = np.unique(bucket_ids[usable], return_inverse=True)
     kept = num_tokens.copy()
     grids = [spec.grid(table.size(bucket_id)) for bucket_id in ids.tolist()]
-    kept[usable] = np.array(drop.numkept_tokens(grids, seeds=[0] * len(grids)), np.int64)[buckets]
+    kept[usable] = np.array(drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)[buckets]
     return kept
 
 

@@ -293,7 +293,7 @@ class Trainer:
     def _run_epoch(self, epoch: int) -> None:
         if self.loader.step == 0 and (summary := self.data.epoch_summary(self.loader)) is not None:
             self.log.write_plan(epoch, summary)
-        num_batches, factor = 0, 1.0
+        num_batches, factor = self.loader.step, 1.0
         for batch in self.loader:
             start = time.perf_counter()
             num_batches += 1

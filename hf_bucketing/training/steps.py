@@ -153,9 +153,7 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     return PackStep(packing=packing, token_drop=batches.token_drop, **common)
 
 
-def check_positions(
-    step: Step, table: BucketTable | OpenTable, counts: Mapping[int, int], spec: LatentSpec
-) -> None:
+def check_positions(step: Step, table: BucketTable | OpenTable, counts: Mapping[int, int], spec: LatentSpec) -> None:
     """Raise BucketingError if a sample lies beyond the positions that the model has, such as a video for images.
 
     `counts` are the buckets of samples in the table, each with its number of samples.

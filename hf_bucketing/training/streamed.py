@@ -22,6 +22,7 @@ from ..columns.apply import map_columns
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
+from ..columns.stream_source import SAMPLED_ROWS
 from ..errors import BucketingError
 from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
@@ -47,12 +48,12 @@ class OpenedStream(NamedTuple):
     Attributes:
         prepared ([`PreparedStream`] or [`PreparedDataset`]): Description of the stream, or the folder of its rows.
         dataset (`IterableDataset`): Its rows.
-        sample ([`StreamSample`], *optional*): First rows of a described stream.
+        sample ([`StreamSample`]): Its first rows.
     """
 
     prepared: PreparedStream | PreparedDataset
     dataset: IterableDataset
-    sample: StreamSample | None
+    sample: StreamSample
 
 
 def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStream:
@@ -78,7 +79,7 @@ def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStrea
         return OpenedStream(prepared, rows, prepared.sample)
     whole = PreparedDataset.load(config.dataset_dir)
     rows = _rows_of_folder(config, whole, num_shards=accelerator.num_processes * max(1, num_workers))
-    return OpenedStream(whole, rows, None)
+    return OpenedStream(whole, rows, _sample_of(whole))
 
 
 def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_shards: int) -> IterableDataset:
@@ -96,6 +97,13 @@ def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_sh
     return rows
 
 
+def _sample_of(prepared: PreparedDataset) -> StreamSample:
+    """Return what the first rows of a prepared folder are like."""
+    rows = list(prepared.dataset.with_format(None).select(range(min(SAMPLED_ROWS, len(prepared.dataset)))))
+    names = ("num_frames", "height", "width", "bucket_id")
+    return StreamSample.of(rows, {name: np.array([row[name] for row in rows]) for name in names})
+
+
 @dataclass(kw_only=True)
 class StreamedData:
     """The loader of a run that draws from a stream, and what its batches count for.
@@ -105,7 +113,7 @@ class StreamedData:
         stream ([`StreamingBucketBatcher`]): The stream.
         table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
         spec ([`LatentSpec`]): Strides and patch of the model.
-        sample ([`StreamSample`], *optional*): First rows of the stream.
+        sample ([`StreamSample`]): First rows of the stream.
         text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
@@ -119,7 +127,7 @@ class StreamedData:
     stream: StreamingBucketBatcher
     table: BucketTable | OpenTable
     spec: LatentSpec
-    sample: StreamSample | None
+    sample: StreamSample
     text_tokens: int
     cost_model: CostModel
     reduction: Reduction
@@ -141,8 +149,6 @@ class StreamedData:
 
     def bucket_counts(self) -> dict[int, int]:
         """Return the buckets of the first rows, each with its number of rows."""
-        if self.sample is None:
-            return {}
         if isinstance(self.table, BucketTable):
             return dict(self.sample.buckets)
         return dict.fromkeys(self._buckets_of([Size(*size) for size in self.sample.sizes]), 1)
@@ -167,8 +173,6 @@ class StreamedData:
             else:
                 count = grouping.size_of(bucket)
             largest = max(largest, LargestStep([size] * count, count * each), key=lambda step: step.tokens)
-        if not largest.sizes:
-            raise BucketingError("no row of the stream was looked at when it was prepared")
         return largest
 
     def epoch_summary(self, loader: Any) -> None:
@@ -179,9 +183,8 @@ class StreamedData:
         stream, batches = config.stream, config.batches
         shards, processes = self.stream.num_shards, accelerator.num_processes
         each = f"{shards // processes} per process" if shards % processes == 0 else "all read by every process"
-        rows = "not known before they come"
-        if self.sample is not None:
-            rows += f"; of the first {self.sample.rows}, {sum(self.sample.buckets.values())} have a bucket"
+        assigned = sum(self.sample.buckets.values())
+        rows = f"not known before they come; of the first {self.sample.rows}, {assigned} have a bucket"
         steps = "those of one pass over all rows"
         if stream.steps_per_epoch is not None:
             steps = f"{stream.steps_per_epoch} on each process, fewer where the rows end"
@@ -208,8 +211,8 @@ class StreamedData:
     def _order(self, shuffle_buffer: int) -> str:
         if not shuffle_buffer:
             return "rows in the order of the files"
-        size = "" if self.sample is None else f", about {format_bytes(shuffle_buffer * self.sample.row_bytes)}"
-        return f"rows shuffled among {shuffle_buffer} in each worker{size}"
+        size = format_bytes(shuffle_buffer * self.sample.row_bytes)
+        return f"rows shuffled among {shuffle_buffer} in each worker, about {size}"
 
     def after_epoch(self, loader: Any, accelerator: Accelerator, *, num_batches: int) -> list[str]:
         """Return what came of an epoch that ended, as lines of text; all processes call it together.
@@ -273,7 +276,7 @@ def make_streamed_data(
             spec=spec,
             text_tokens=text_tokens,
         )
-        for bucket in sample.buckets if sample is not None else ():
+        for bucket in sample.buckets:
             grouping.size_of(bucket)
     batcher = StreamingBucketBatcher(
         rows,

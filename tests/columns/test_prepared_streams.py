@@ -10,8 +10,7 @@ import pytest
 from datasets import IterableDataset
 
 from hf_bucketing import BucketingError, LatentSpec
-from hf_bucketing.columns import PreparedDataset, column_array
-from hf_bucketing.columns import prepared_stream, stream_source
+from hf_bucketing.columns import PreparedDataset, column_array, prepared_stream, stream_source
 from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.stream_columns import text_of, value_at

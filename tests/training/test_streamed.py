@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -18,14 +18,17 @@ from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.preparation import SourceConfig, TableConfig
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.loaders import resume
 from hf_bucketing.losses import global_mean
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.settings import changed
 from hf_bucketing.streaming.shards import warn_of_shards
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import StepRows
+from hf_bucketing.training.data import StepRows, make_data
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.loss_window import LossWindow
 from hf_bucketing.training.review import count_samples, losses_of, review_run
+from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.columns.stream_cases import samples_of, write_parquet, write_tars
 from tests.training.training_cases import BATCHING, in_process, run, train
 
@@ -55,7 +58,7 @@ def parquet_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory) -> Path:
 
 
 def streamed(pipeline: Path, prepared: Path, output: Path, **settings) -> TrainingConfig:
-    return in_process(pipeline, prepared, output, streaming=True, **settings)
+    return in_process(pipeline, prepared, output, **{"streaming": True, **settings})
 
 
 def fresh_run(config: TrainingConfig) -> list[float]:
@@ -95,7 +98,7 @@ def test_a_window_has_the_gradient_of_one_mean_whether_its_weights_are_known_bef
         for part, values in zip(weights, inputs, strict=True):
             weighed = window.weigh(StepRows(tokens=part.long().numpy(), weights=part, total=total))
             losses = parameter * values
-            logged += float((losses * weighed).sum())
+            logged += float((losses * weighed).sum().detach())
             (global_mean(losses, weighed, accelerator=accelerator, total=1.0) / 3).backward()
         factor = window.finish([parameter])
         mean = float(torch.cat(inputs) @ torch.cat(weights) / torch.cat(weights).sum())
@@ -130,7 +133,9 @@ def test_a_dry_run_says_the_limits_and_the_shards_before_weights_are_loaded(
     recipe = recipe_of(str(pipeline_dir))
     load = recipe.load
     at_load: list[str] = []
-    monkeypatch.setattr(recipe, "load", lambda *args, **options: at_load.extend(caplog.messages) or load(*args, **options))
+    monkeypatch.setattr(
+        recipe, "load", lambda *args, **options: at_load.extend(caplog.messages) or load(*args, **options)
+    )
     trainer = Trainer(config)
     lines = "\n".join(trainer.describe())
     trainer.release()
@@ -144,48 +149,41 @@ def test_a_dry_run_says_the_limits_and_the_shards_before_weights_are_loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["tars", "parquet", "rows"])
-@pytest.mark.parametrize("settings", [{"loss_reduction": "token"}, PACK], ids=["bucket", "pack"])
+@pytest.mark.parametrize(("settings", "source"), [
+    ({"loss_reduction": "token", "shuffle_buffer": 6}, "tars"), ({"steps_per_epoch": 3}, "parquet"),
+    ({**PACK, "steps_per_epoch": 3}, "tars"), ({**PACK, "shuffle_buffer": 6}, "parquet"),
+])  # fmt: skip
 def test_a_resumed_stream_repeats_the_losses_and_samples_of_an_uninterrupted_run(
-    settings, source: str, pipeline_dir, stream_dir, parquet_dir, prepared_dir, tmp_path: Path
+    settings, source: str, pipeline_dir, stream_dir, parquet_dir, tmp_path: Path
 ) -> None:
-    prepared = {"tars": stream_dir, "parquet": parquet_dir, "rows": prepared_dir}[source]
-    settings = {**settings, "gradient_accumulation_steps": 2, "max_train_steps": 5, "ema_decay": 0.9}
-    settings |= {"shuffle_buffer": 6} if source == "tars" else {"steps_per_epoch": 3} if source == "parquet" else {}
-    whole = fresh_run(streamed(pipeline_dir, prepared, tmp_path / "whole", **settings))
-    parts = streamed(pipeline_dir, prepared, tmp_path / "parts", **settings, checkpointing_steps=1)
-    fresh_run(parts)
-    for step in (3, 4, 5):
-        shutil.rmtree(tmp_path / "parts" / f"checkpoint-{step}")
-    resumed = streamed(
-        pipeline_dir, prepared, tmp_path / "parts", **settings, resume_from_checkpoint="checkpoint-2"
-    )
-    assert fresh_run(resumed) == whole
-    assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
-    fresh = streamed(pipeline_dir, prepared, tmp_path / "parts", **settings, resume_from_checkpoint="checkpoint-2")
-    for changed, message in (({"max_buffered": 9}, "max_buffered was 1024 and is 9"), ({"seed": 4}, "seed was 0")):
-        with pytest.raises(PlanError, match=message):
-            fresh_run(TrainingConfig.from_flat(**{**fresh.flat(), **changed}))
+    prepared = {"tars": stream_dir, "parquet": parquet_dir}[source]
+    settings = {**settings, "gradient_accumulation_steps": 2, "max_train_steps": 4, "ema_decay": 0.9}
+    config = streamed(pipeline_dir, prepared, tmp_path, **settings, checkpointing_steps=1)
+    whole, drawn = fresh_run(config), samples(tmp_path)
+    for step in (1, 2):
+        resumed = changed(config, resume_from_checkpoint=f"checkpoint-{step}", checkpointing_steps=None)
+        assert fresh_run(resumed) == whole
+        assert samples(tmp_path) == drawn
+    with pytest.raises(PlanError, match="max_buffered was 1024 and is 9"):
+        fresh_run(changed(resumed, max_buffered=9))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"loss_reduction": "token"}, PACK], ids=["bucket", "pack"])
 def test_losses_are_the_mean_over_the_samples_of_a_window_by_hand(
-    settings, pipeline_dir, stream_dir, tmp_path: Path
+    settings, pipeline_dir, stream_dir, tmp_path: Path, monkeypatch
 ) -> None:
-    config = streamed(
-        pipeline_dir, stream_dir, tmp_path, **settings, gradient_accumulation_steps=2, max_train_steps=4
-    )
+    config = streamed(pipeline_dir, stream_dir, tmp_path, **settings, gradient_accumulation_steps=2, max_train_steps=4)
     trainer = Trainer(config)
-    spec, step, seen = trainer.recipe.spec, trainer.step, []
+    spec, step, seen = trainer.recipe.spec, type(trainer.step).__call__, []
 
-    def recorded(transformer, batch, *, epoch):
-        losses = step(transformer, batch, epoch=epoch)
+    def recorded(self, transformer, batch, *, epoch):
+        losses = step(self, transformer, batch, epoch=epoch)
         tokens = [int(np.prod(spec.grid(size))) for size in batch["size"]]
         seen.append((losses.values.detach().double().numpy(), tokens, trainer.loader.end_of_dataloader))
         return losses
 
-    trainer.step = recorded
+    monkeypatch.setattr(type(trainer.step), "__call__", recorded)
     trainer.run()
     wanted, window = [], []
     for batch in seen:
@@ -205,7 +203,7 @@ def test_two_processes_see_each_row_of_a_stream_once_per_epoch(
     flags, media_dir, pipeline_dir, stream_dir, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    result = train(pipeline_dir, stream_dir, out, *flags, "--streaming", "--max_train_steps", 9)
+    result = train(pipeline_dir, stream_dir, out, *flags, "--streaming", "--max_train_steps", 10)
     assert "Stream = 4 shards, 2 per process" in result.stderr
     rows = {row["index"] for row in PreparedStream.load(stream_dir).open()}
     assert len(rows) == len(samples_of(media_dir))
@@ -214,17 +212,59 @@ def test_two_processes_see_each_row_of_a_stream_once_per_epoch(
     assert len(set(first.steps)) == 1, "in equal steps"
     by_process = [samples(out, process) for process in range(2)]
     assert {index for lines in by_process for line in lines for index in line["index"]} == rows
-    assert len(losses_of(out)) == 9
+    assert len(losses_of(out)) == 10
     logged = [json.loads(line) for line in (out / "logs" / "losses.jsonl").read_text().splitlines()]
     counted = Counter(line["batch"] for lines in by_process for line in lines for _ in line["index"])
-    assert [entry["samples"] for entry in logged] == [counted[batch] for batch in range(9)]
+    assert [entry["samples"] for entry in logged] == [counted[batch] for batch in range(10)]
     with pytest.raises(BucketingError, match="drew its rows from a stream"):
         review_run(out)
 
 
-@pytest.mark.slow
-def test_the_rows_of_a_prepared_folder_stream_once_per_epoch(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    config = streamed(pipeline_dir, prepared_dir, tmp_path, max_train_steps=30, steps_per_epoch=100)
-    fresh_run(config)
-    first = count_samples(tmp_path)[0]
-    assert (first.seen, first.repeated) == (len(PreparedDataset.load(prepared_dir).dataset), 0)
+def loaded(pipeline: Path, prepared: Path, output: Path, *, text_tokens: int = 0, **settings):
+    """Make the data of a run, and the loader that its loop draws from."""
+    config = streamed(pipeline, prepared, output, **settings)
+    accelerator = Accelerator(cpu=True)
+    spec = recipe_of(str(pipeline)).read_spec(str(pipeline))
+    opened = open_stream(config, accelerator)
+    data = make_streamed_data(config, spec, opened, width=96, text_tokens=text_tokens)
+    return data, resume(accelerator, data.loader)
+
+
+@pytest.mark.parametrize("settings", [
+    {"text_tokens": 50, "loss_reduction": "token"}, {**PACK, "text_tokens": 50}, {**PACK, "token_drop_rate": 0.5},
+], ids=["bucket", "pack", "kept tokens"])  # fmt: skip
+def test_the_rows_of_a_prepared_folder_stream_once_with_the_tokens_of_a_plan(
+    settings, pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
+    text_tokens = settings.get("text_tokens", 0)
+    settings = {"max_tokens": 640, **settings}
+    data, loader = loaded(pipeline_dir, prepared_dir, tmp_path, **settings)
+    new: list[int] = []
+    data.on_new_buckets = new.extend
+    planned = {name: value for name, value in settings.items() if name != "text_tokens"}
+    config = in_process(pipeline_dir, prepared_dir, tmp_path, **planned)
+    plan = make_data(config, data.spec, width=96, text_tokens=text_tokens)
+    seen: list[int] = []
+    for batch in loader:
+        rows = data.rows_of(loader, batch, epoch=0)
+        assert rows.tokens.tolist() == plan.lengths_of(np.array(batch["index"]), epoch=0).tolist()
+        assert rows.weights.tolist() == plan.loss_weights(np.array(batch["index"]), epoch=0).tolist()
+        assert rows.total is None
+        strips = -(-(rows.tokens - text_tokens) // 16) * 16 if "batching" in settings else rows.tokens - text_tokens
+        assert (strips + text_tokens).sum() <= 640
+        seen += batch["index"]
+    assert sorted(seen) == list(range(len(PreparedDataset.load(prepared_dir).dataset)))
+    assert len(new) == len(set(new)) == len(set(plan.bucket_ids.tolist())), (
+        "each bucket is checked when it first comes"
+    )
+    assert data.largest_step().tokens <= 640
+
+
+def test_what_only_a_plan_can_draw_does_not_stream(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(prepared_dir)
+    weighted = dataclasses.replace(prepared, dataset=prepared.dataset.add_column("weight", [2.0] * 20))
+    weighted.save(tmp_path / "weighted")
+    with pytest.raises(BucketingError, match="rows that occur other than once per epoch, .* omit `streaming`"):
+        loaded(pipeline_dir, tmp_path / "weighted", tmp_path)
+    with pytest.raises(BucketingError, match="takes [0-9]+ tokens and exceeds max_tokens=100"):
+        loaded(pipeline_dir, prepared_dir, tmp_path, max_tokens=100)

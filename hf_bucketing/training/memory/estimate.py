@@ -101,9 +101,7 @@ def describe_memory(
     return lines
 
 
-def plan_of_run(
-    config: TrainingConfig, data: TrainingData | StreamedData, *, accelerator: Accelerator
-) -> MemoryPlan:
+def plan_of_run(config: TrainingConfig, data: TrainingData | StreamedData, *, accelerator: Accelerator) -> MemoryPlan:
     """Plan the memory of the most expensive step of a run's epoch.
 
     Raises:
