@@ -115,7 +115,7 @@ class PreparedStream:
         return self.open_table.spec
 
     def open(self, *, packed: bool = False, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
-        """Return the stream of rows with `media`, `caption`, sizes, `bucket_id`, `num_tokens`, `rejection` and `index`.
+        """Return the stream of rows with the columns of `StreamColumns`.
 
         Args:
             packed (`bool`): Whether `bucket_id` and `num_tokens` are those of the open table.
@@ -184,7 +184,7 @@ def holds_stream(folder: str | os.PathLike[str]) -> bool:
     """Return whether a prepared folder describes a stream instead of holding rows.
 
     Raises:
-        BucketingError: If it is no prepared folder.
+        BucketingError: If it is not a prepared folder.
     """
     return STREAM in read_manifest(Path(folder))
 
@@ -230,8 +230,8 @@ def prepare_stream(
         on_error=config.on_error,
     )
     say(
-        f"{config.dataset}: a stream of {dataset.num_shards} shards; media column {source.media_column}, caption column "
-        f"{source.caption_column}"
+        f"{config.dataset}: a stream of {dataset.num_shards} shards; media column {source.media_column}, caption "
+        f"column {source.caption_column}"
     )
     sized = _sized(source, rows, features=dataset.features, read_headers=config.read_headers)
     source = replace(source, sizes=list(sized.columns))

@@ -45,7 +45,7 @@ class StreamColumns:
         existing ([`ExistingMetadata`], *optional*): Columns that sizes are taken from instead.
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of captions that are not text, as in
             [`check_captions`][hf_bucketing.columns.check_captions].
-        conditions (mapping of `str` to `str`): Column of each condition, which becomes a column of the condition's name.
+        conditions (mapping of `str` to `str`): Column of each condition, which becomes a column of its name.
         buckets ([`BucketColumns`]): Table and rule of the buckets.
     """
 

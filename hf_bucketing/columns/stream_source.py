@@ -140,9 +140,7 @@ def open_rows(dataset: str, *, split: str = "train", config_name: str | None = N
         raise MediaError(
             f"{' and '.join(map(str, tables))} could both be meant; name one of them instead of the folder."
         )
-    files = (
-        [str(tables[0])] if tables else [str(path)] if path.is_file() else sorted(glob.glob(dataset, recursive=True))
-    )
+    files = [str(table) for table in tables] or _files_of(dataset)
     if not files or (path.is_dir() and not tables):
         with from_hub(dataset):
             return load_dataset(dataset, config_name, split=split, streaming=True)
@@ -158,11 +156,15 @@ def open_rows(dataset: str, *, split: str = "train", config_name: str | None = N
 
 def root_of(dataset: str) -> str | None:
     """Return the folder that relative paths in the rows start from: that of the files; None for a hub data set."""
-    path = Path(dataset)
-    if path.is_dir():
-        return str(path.absolute())
-    files = [dataset] if path.is_file() else sorted(glob.glob(dataset, recursive=True))
+    if os.path.isdir(dataset):
+        return os.path.abspath(dataset)
+    files = _files_of(dataset)
     return os.path.dirname(os.path.abspath(files[0])) if files else None
+
+
+def _files_of(dataset: str) -> list[str]:
+    """Return the file of a name, or the files of a pattern."""
+    return [dataset] if os.path.isfile(dataset) else sorted(glob.glob(dataset, recursive=True))
 
 
 def first_rows(dataset: IterableDataset, *, name: str) -> list[dict[str, Any]]:
@@ -223,8 +225,8 @@ def _find(rows: Sequence[Mapping[str, Any]], given: str | None, usual: Sequence[
     if not found:
         raise ColumnError(
             f"No {kind} column was found among {', '.join(present)}; name one as `{kind}_column`. A stream reads tars "
-            "of media and captions, parquet files, and tables of paths; prepare a folder of media with captions beside "
-            "them without `streaming`."
+            "of media and captions, parquet files, and tables of paths; prepare a folder of media with captions "
+            "beside them without `streaming`."
         )
     return found[0]
 

@@ -13,8 +13,8 @@ class StreamConfig:
     """Rows from a stream.
 
     Args:
-        streaming (`bool`): Whether rows are read while training, in the order of the files, and nothing is planned: for
-            data sets that do not fit on a disk, and more rows than a plan holds.
+        streaming (`bool`): Whether rows are read while training, in the order of the files, and nothing is planned:
+            for data sets that do not fit on a disk, and more rows than a plan holds.
         shuffle_buffer (`int`): Rows held in each worker, with their files where these are in tars or parquet, among
             which the next one is drawn at random; 0 keeps the order of the files. The buffer is in no checkpoint: a
             resumed run reads again all rows since the start of its pass over the stream.

@@ -28,8 +28,8 @@ def warn_of_shards(num_shards: int, *, num_processes: int, num_workers: int) -> 
     if not divides:
         fewer = max(count for count in range(1, num_processes + 1) if num_shards % count == 0)
         return [
-            f"The {num_shards} shards do not divide among {num_processes} processes, so each process reads all of them "
-            f"and keeps every row out of {num_processes}: reading takes {num_processes} times as long. Run "
+            f"The {num_shards} shards do not divide among {num_processes} processes, so each reads all of them and "
+            f"keeps one row in {num_processes}: reading takes {num_processes} times as long. Run "
             f"{fewer} process{'es' if fewer > 1 else ''}, or {make}."
         ]
     if own < workers:
@@ -38,9 +38,10 @@ def warn_of_shards(num_shards: int, *, num_processes: int, num_workers: int) -> 
             f"`dataloader_num_workers={own}`, or {make}."
         ]
     if own % workers:
+        fewer = max(count for count in range(1, workers) if own % count == 0)
         return [
-            f"The {own} shards of each process do not divide among its {workers} workers: {workers - own % workers} of "
-            f"them read {own // workers} and then wait for the others, which read {own // workers + 1}. Give "
-            f"`dataloader_num_workers={max(count for count in range(1, workers) if own % count == 0)}`, or {make}."
+            f"The {own} shards of each process do not divide among its {workers} workers: {workers - own % workers} "
+            f"of them read {own // workers} and then wait for the others, which read {own // workers + 1}. Give "
+            f"`dataloader_num_workers={fewer}`, or {make}."
         ]
     return []

@@ -160,7 +160,7 @@ class StreamedData:
         return config.num_train_epochs * each - finished
 
     def largest_step(self) -> LargestStep:
-        """Return the largest step that can come: of a bucket of the table, or a pack of the largest of the first rows."""
+        """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
         grouping = self.stream.grouping
         largest = LargestStep([], 0)
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():

@@ -72,7 +72,7 @@ def test_only_the_first_rows_are_read_and_sizes_come_from_columns_that_agree(med
     assert [(row["width"], row["num_frames"], row["fps"]) for row in rows[::100]] == [(128, 17, 8.0), (96, 17, 8.0)]
     assert list(prepared(path, read_headers=True).source.sizes) == []
     wrong = write_table(tmp_path / "wrong.jsonl", [{**file, "width": 130}])
-    with pytest.raises(ColumnError, match="has width 130, .* but the file has width 128"):
+    with pytest.raises(ColumnError, match=r"has width 130, .* but the file has width 128"):
         prepared(wrong)
 
 

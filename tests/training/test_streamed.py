@@ -216,7 +216,7 @@ def test_two_processes_see_each_row_of_a_stream_once_per_epoch(
     logged = [json.loads(line) for line in (out / "logs" / "losses.jsonl").read_text().splitlines()]
     counted = Counter(line["batch"] for lines in by_process for line in lines for _ in line["index"])
     assert [entry["samples"] for entry in logged] == [counted[batch] for batch in range(10)]
-    with pytest.raises(BucketingError, match="drew its rows from a stream"):
+    with pytest.raises(BucketingError, match="drew from a stream"):
         review_run(out)
 
 
@@ -264,7 +264,7 @@ def test_what_only_a_plan_can_draw_does_not_stream(pipeline_dir, prepared_dir, t
     prepared = PreparedDataset.load(prepared_dir)
     weighted = dataclasses.replace(prepared, dataset=prepared.dataset.add_column("weight", [2.0] * 20))
     weighted.save(tmp_path / "weighted")
-    with pytest.raises(BucketingError, match="rows that occur other than once per epoch, .* omit `streaming`"):
+    with pytest.raises(BucketingError, match=r"rows that occur other than once per epoch, .* omit `streaming`"):
         loaded(pipeline_dir, tmp_path / "weighted", tmp_path)
-    with pytest.raises(BucketingError, match="takes [0-9]+ tokens and exceeds max_tokens=100"):
+    with pytest.raises(BucketingError, match=r"takes [0-9]+ tokens and exceeds max_tokens=100"):
         loaded(pipeline_dir, prepared_dir, tmp_path, max_tokens=100)
