@@ -118,9 +118,9 @@ class StreamSource:
         outer = {column.partition(".")[0] for column in (self.media_column, *self.conditions.values())}
         named = {self.media_column, *self.conditions.values()}
         rows = undecoded(rows, outer | named)
+        present = list(rows.column_names or next(iter(rows)))
         if shuffle_buffer:
             rows = rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=shuffle_buffer)
-        present = list(rows.column_names or next(iter(rows)))
         return rows.map(self.columns(buckets), batched=True, batch_size=_BATCH_ROWS, remove_columns=present)
 
 

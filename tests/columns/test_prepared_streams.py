@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,20 @@ def test_an_unreadable_file_is_an_error_that_names_it_or_rejected(media_dir, tmp
         prepared(folder)
     stream = prepared(folder, on_error="reject")
     assert [row["rejection"] for row in stream.open()][:2] == ["unreadable", "none"]
+
+
+def test_columns_of_conditions_come_with_their_row_under_their_own_names(media_dir, tmp_path: Path) -> None:
+    row = samples_of(media_dir)[0]
+    path = write_table(
+        tmp_path / "rows.jsonl", [{**row, "file_name": str(media_dir / row["file_name"]), "depth": "d"}]
+    )
+    stream = prepared(path)
+    source = dataclasses.replace(stream.source, conditions={"control": "depth"})
+    stream = dataclasses.replace(stream, source=source)
+    assert [shown["control"] for shown in stream.open()] == ["d"]
+    assert stream.conditions == {"control": "control"}
+    stream.save(tmp_path / "stream")
+    assert PreparedStream.load(tmp_path / "stream") == stream
 
 
 def rows_that_count(total: int, read: list[int]):

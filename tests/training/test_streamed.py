@@ -149,21 +149,20 @@ def test_a_dry_run_says_the_limits_and_the_shards_before_weights_are_loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "source"), [
-    ({"loss_reduction": "token", "shuffle_buffer": 6}, "tars"), ({"steps_per_epoch": 3}, "parquet"),
-    ({**PACK, "steps_per_epoch": 3}, "tars"), ({**PACK, "shuffle_buffer": 6}, "parquet"),
+@pytest.mark.parametrize(("settings", "source", "step"), [
+    ({"loss_reduction": "token", "shuffle_buffer": 6}, "tars", 1), ({"steps_per_epoch": 3}, "parquet", 2),
+    ({**PACK, "steps_per_epoch": 3}, "tars", 1), ({**PACK, "shuffle_buffer": 6}, "parquet", 1),
 ])  # fmt: skip
 def test_a_resumed_stream_repeats_the_losses_and_samples_of_an_uninterrupted_run(
-    settings, source: str, pipeline_dir, stream_dir, parquet_dir, tmp_path: Path
+    settings, source: str, step: int, pipeline_dir, stream_dir, parquet_dir, tmp_path: Path
 ) -> None:
     prepared = {"tars": stream_dir, "parquet": parquet_dir}[source]
-    settings = {**settings, "gradient_accumulation_steps": 2, "max_train_steps": 4, "ema_decay": 0.9}
+    settings = {**settings, "gradient_accumulation_steps": 2, "max_train_steps": 3, "ema_decay": 0.9}
     config = streamed(pipeline_dir, prepared, tmp_path, **settings, checkpointing_steps=1)
     whole, drawn = fresh_run(config), samples(tmp_path)
-    for step in (1, 2):
-        resumed = changed(config, resume_from_checkpoint=f"checkpoint-{step}", checkpointing_steps=None)
-        assert fresh_run(resumed) == whole
-        assert samples(tmp_path) == drawn
+    resumed = changed(config, resume_from_checkpoint=f"checkpoint-{step}", checkpointing_steps=None)
+    assert fresh_run(resumed) == whole
+    assert samples(tmp_path) == drawn
     with pytest.raises(PlanError, match="max_buffered was 1024 and is 9"):
         fresh_run(changed(resumed, max_buffered=9))
 
@@ -173,7 +172,7 @@ def test_a_resumed_stream_repeats_the_losses_and_samples_of_an_uninterrupted_run
 def test_losses_are_the_mean_over_the_samples_of_a_window_by_hand(
     settings, pipeline_dir, stream_dir, tmp_path: Path, monkeypatch
 ) -> None:
-    config = streamed(pipeline_dir, stream_dir, tmp_path, **settings, gradient_accumulation_steps=2, max_train_steps=4)
+    config = streamed(pipeline_dir, stream_dir, tmp_path, **settings, gradient_accumulation_steps=2, max_train_steps=3)
     trainer = Trainer(config)
     spec, step, seen = trainer.recipe.spec, type(trainer.step).__call__, []
 
@@ -198,12 +197,11 @@ def test_losses_are_the_mean_over_the_samples_of_a_window_by_hand(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
 def test_two_processes_see_each_row_of_a_stream_once_per_epoch(
-    flags, media_dir, pipeline_dir, stream_dir, tmp_path: Path
+    media_dir, pipeline_dir, stream_dir, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    result = train(pipeline_dir, stream_dir, out, *flags, "--streaming", "--max_train_steps", 10)
+    result = train(pipeline_dir, stream_dir, out, *BATCHING["bucket"], "--streaming", "--max_train_steps", 10)
     assert "Stream = 4 shards, 2 per process" in result.stderr
     rows = {row["index"] for row in PreparedStream.load(stream_dir).open()}
     assert len(rows) == len(samples_of(media_dir))
