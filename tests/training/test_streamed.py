@@ -125,6 +125,7 @@ def test_settings_that_need_a_plan_are_refused_by_name(settings, message: str, t
         streamed(tmp_path, tmp_path, tmp_path, **settings)
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_the_limits_and_the_shards_before_weights_are_loaded(
     pipeline_dir, stream_dir, tmp_path: Path, caplog, capsys, monkeypatch
 ) -> None:
