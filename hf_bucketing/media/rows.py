@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,14 @@ from .views import View, ViewRule
 
 CLIP_START = "start"
 """Column of the second of its file at which a row's clip begins, for rows that are clips of longer videos."""
+
+ConditionName: TypeAlias = Literal["first_frame", "last_frame", "control", "mask", "reference"]
+"""What a sample can be shown beside its pixels and text: images or videos in columns of their own."""
+
+CONDITIONS: tuple[ConditionName, ...] = get_args(ConditionName)
+
+MASK: ConditionName = "mask"
+"""The condition that every model takes, because it weighs the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
