@@ -146,7 +146,10 @@ def stream_of_packs(folder: Path, case: Case, tmp: Path) -> dict[str, Any]:
     return stream(folder, case, tmp, packs=True)
 
 
-WAYS = (bucket, pack, resized_pack, cache, stream, stream_of_packs)
+WAYS = [
+    *((load, name) for load in (bucket, pack, cache, stream) for name in CASES),
+    *((load, name) for load in (resized_pack, stream_of_packs) for name in ("crop", "clip")),
+]
 
 
 def centre(marked: torch.Tensor) -> tuple[float, float]:
@@ -163,8 +166,7 @@ def lies_over(condition: torch.Tensor, sample: torch.Tensor) -> bool:
     return float(np.abs(np.subtract(centre(condition), centre(sample))).max()) < 1 / 3
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("load", WAYS)
+@pytest.mark.parametrize(("load", "name"), WAYS)
 def test_marked_pixels_stay_together(load: Callable[..., dict[str, Any]], name: str, media: Path, tmp_path) -> None:
     batch = load(media, CASES[name], tmp_path)
     shown = batch["shown"]
