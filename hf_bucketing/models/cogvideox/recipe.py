@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError, PackingError
 from ...packing.strips import token_grid
-from ..recipe import ModelInputs, Recipe, Samples, read_configs
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, read_configs
 from .packing import FAMILY, has_table
 
 OFFSET = 2.0
@@ -114,7 +115,9 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         return f"{super().media_rule}, conditions of 1 frame"
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
         """Encode the first frame of videos: `image_latents`, `(B, C, 1, h, w)`, zeros for images."""
         if pixel_values.shape[2] == 1:
             return {"image_latents": torch.zeros_like(latents[:, :, :1])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 from ...buckets.sizes import LatentSpec, Size
-from ..recipe import Loading, ModelInputs, Recipe, Samples, TextEmbeddings, video_spec
+from ..recipe import Conditions, Loading, ModelInputs, Recipe, Samples, Shown, TextEmbeddings, video_spec
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
@@ -103,7 +104,9 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
     takes_image = True
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
         """Encode the first frame alone, by the VAE and by the image encoder, as the pipeline does."""
         levels = ((pixel_values[:, :, 0].float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
         frames = [Image.fromarray(frame) for frame in levels.permute(0, 2, 3, 1).cpu().numpy()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from PIL import Image
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
-from ..recipe import ModelInputs, Recipe, Samples, video_spec
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, video_spec
 from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS, TEXT_LENGTH
 
 IMAGE_LATENTS = "image_latents"
@@ -108,7 +109,9 @@ class WanImageToVideoRecipe(WanRecipe):
         return self.config.get("image_dim") is not None
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
         """Encode the frames that the model is shown, as its pipeline does; nothing where they are latents' own.
 
         Raises:
@@ -122,9 +125,9 @@ class WanImageToVideoRecipe(WanRecipe):
                 f"needs {self.fewest_frames} or more: prepare the data set without images."
             )
         given = [0, -1][: self.num_images(self.config)]
-        shown = torch.zeros_like(pixel_values)
-        shown[:, :, given] = pixel_values[:, :, given]
-        conditions = {IMAGE_LATENTS: self.encode_latents(shown)}
+        frames = torch.zeros_like(pixel_values)
+        frames[:, :, given] = pixel_values[:, :, given]
+        conditions = {IMAGE_LATENTS: self.encode_latents(frames)}
         if self._embeds_images:
             conditions[IMAGE_TOKENS] = self._image_tokens(pixel_values[:, :, given])
         return conditions
