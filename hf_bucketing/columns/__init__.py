@@ -3,7 +3,7 @@
 from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
-from .captions import CaptionCheck, check_captions
+from .captions import CaptionCheck, CaptionTexts, check_captions
 from .metadata import ExistingMetadata, MediaMetadata, SizedDataset, add_sizes
 from .prepared import CacheInfo, PreparedDataset
 from .sources import MediaDataset, load_source
@@ -12,6 +12,7 @@ __all__ = [
     "BucketColumns",
     "CacheInfo",
     "CaptionCheck",
+    "CaptionTexts",
     "ExistingMetadata",
     "MediaDataset",
     "MediaMetadata",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Image, IterableDataset, Video, concatenate_datasets
+from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, Video, concatenate_datasets
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
 
@@ -104,6 +104,24 @@ def map_columns(
         shown = [name for name in mapped.column_names if name in caller_format["columns"] or name not in columns]
         mapped.set_format(caller_format["type"], shown, **caller_format["format_kwargs"])
     return mapped
+
+
+def with_columns(dataset: Dataset, columns: Mapping[str, Any], *, features: Features | None = None) -> Dataset:
+    """Add columns, or replace those of the same names in place; the others are not copied.
+
+    `Dataset.add_column` would write all columns anew where rows were shuffled, selected or split.
+
+    Args:
+        dataset (`Dataset`): The rows.
+        columns (mapping of `str` to arrays): Columns of numpy or Arrow, of shape `(n,)`.
+        features (`Features`, *optional*): Types of the columns; by default those that their arrays have.
+    """
+    new = Dataset(InMemoryTable(pa.table(dict(columns))))
+    if features is not None:
+        new = Dataset(new.data.cast(features.arrow_schema), info=DatasetInfo(features=features))
+    kept = dataset.remove_columns([name for name in columns if name in dataset.column_names])
+    names = [*dataset.column_names, *(name for name in columns if name not in dataset.column_names)]
+    return (_side_by_side(kept, new) if kept.column_names else new).select_columns(names)
 
 
 def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:

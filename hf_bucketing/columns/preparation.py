@@ -18,7 +18,7 @@ from ..settings import check_literals
 from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
-from .captions import OnCaptionError, check_captions
+from .captions import OnCaptionError, check_captions, check_template
 from .metadata import MediaMetadata, add_sizes
 from .prepared import PreparedDataset
 from .sources import MediaDataset, load_source
@@ -96,7 +96,11 @@ class SourceConfig:
         dataset_config_name (`str`, *optional*): Configuration of a hub data set.
         split (`str`): Split, such as train or train[:100].
         media_column (`str`, *optional*): Image or video column (default: found by its name).
-        caption_column (`str`, *optional*): Text column (default: found by its name).
+        caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
+            short_caption,long_caption; training draws one of the captions of a row in every epoch (default: found by
+            its name).
+        caption_template (`str`, *optional*): Text that each caption becomes, with {caption} in its place, such as
+            "TOK, {caption}"; an empty caption becomes the rest of it.
         read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
         target_fps (`float`): Frame rate to train at.
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
@@ -111,6 +115,7 @@ class SourceConfig:
     split: str = "train"
     media_column: str | None = None
     caption_column: str | None = None
+    caption_template: str | None = None
     read_headers: bool = False
     target_fps: float = 16.0
     on_error: OnCaptionError = "raise"
@@ -119,6 +124,8 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        if self.caption_template is not None:
+            check_template(self.caption_template)
 
 
 def read_source(
@@ -139,12 +146,13 @@ def read_source(
         ColumnError: If there is no caption column, or a caption is not text; and as `load_source`.
         MediaError: If a file cannot be read, unless `on_error` is `"reject"`; and as `load_source`.
     """
+    names = [] if source.caption_column is None else source.caption_column.split(",")
     loaded = load_source(
         source.dataset,
         split=source.split,
         config_name=source.dataset_config_name,
         media_column=source.media_column,
-        caption_column=source.caption_column,
+        caption_column=names[0] if names else None,
     )
     say(loaded.describe())
     if loaded.caption_column is None:
@@ -152,7 +160,11 @@ def read_source(
             "No caption column was found; name one as `caption_column`, or write captions beside the files."
         )
     captions = check_captions(
-        loaded.dataset, loaded.caption_column, on_error=source.on_error, media_column=loaded.column
+        loaded.dataset,
+        [loaded.caption_column, *names[1:]],
+        on_error=source.on_error,
+        template=source.caption_template,
+        media_column=loaded.column,
     )
     metadata = MediaMetadata(
         loaded.column,
