@@ -89,7 +89,7 @@ def texts_of(row: Mapping[str, Any], column: str) -> Sequence[str]:
 
 def _generator(purpose: Purpose, row: Mapping[str, Any], *, seed: int | None, epoch: int) -> np.random.Generator:
     if seed is None:
-        return np.random.default_rng(int(torch.randint(2**62, ())))
+        return generator(purpose, int(torch.randint(2**62, ())))
     if "index" not in row:
         raise ColumnError(
             "A caption is drawn by the index of its row, but there is no such column; add one with "
