@@ -4,6 +4,7 @@ from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
 from .captions import CaptionCheck, CaptionTexts, check_captions
+from .clips import ClipRows, ClipRule, cut_clips
 from .metadata import ExistingMetadata, MediaMetadata, SizedDataset, add_sizes
 from .prepared import CacheInfo, PreparedDataset
 from .sources import MediaDataset, load_source
@@ -13,6 +14,8 @@ __all__ = [
     "CacheInfo",
     "CaptionCheck",
     "CaptionTexts",
+    "ClipRows",
+    "ClipRule",
     "ExistingMetadata",
     "MediaDataset",
     "MediaMetadata",
@@ -21,6 +24,7 @@ __all__ = [
     "add_sizes",
     "check_captions",
     "column_array",
+    "cut_clips",
     "load_source",
     "map_columns",
 ]

@@ -83,14 +83,16 @@ def map_columns(
     elif not _can_cache(dataset):
         reuse = {"keep_in_memory": True}
     new: Dataset = (
-        dataset.with_format("arrow" if function.vectorised else None, columns=inputs)
+        dataset.with_format(None)
+        .select_columns(list(dict.fromkeys(inputs)))  # else processes would be sent all columns
+        .with_format("arrow" if function.vectorised else None)
         .map(
             function,
             batched=True,
             batch_size=batch_size,
             writer_batch_size=batch_size,
             num_proc=num_proc,
-            remove_columns=columns,
+            remove_columns=list(dict.fromkeys(inputs)),
             features=getattr(function, "features", None),
             desc=f"{type(function).__name__}: {', '.join(function.output_columns)}",
             **reuse,
@@ -116,9 +118,12 @@ def with_columns(dataset: Dataset, columns: Mapping[str, Any], *, features: Feat
         columns (mapping of `str` to arrays): Columns of numpy or Arrow, of shape `(n,)`.
         features (`Features`, *optional*): Types of the columns; by default those that their arrays have.
     """
-    new = Dataset(InMemoryTable(pa.table(dict(columns))))
+    table = InMemoryTable(pa.table(dict(columns)))
     if features is not None:
-        new = Dataset(new.data.cast(features.arrow_schema), info=DatasetInfo(features=features))
+        table = table.cast(features.arrow_schema)
+    # Without a fingerprint, datasets would pickle the table to make one.
+    fingerprint = Hasher.hash([dataset._fingerprint, *columns, *(table.column(name) for name in columns)])
+    new = Dataset(table, info=DatasetInfo(features=features), fingerprint=fingerprint)
     kept = dataset.remove_columns([name for name in columns if name in dataset.column_names])
     names = [*dataset.column_names, *(name for name in columns if name not in dataset.column_names)]
     return (_side_by_side(kept, new) if kept.column_names else new).select_columns(names)
@@ -137,9 +142,12 @@ def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:
     source = np.full(kept.data.num_rows, -1)
     source[chosen] = np.arange(len(chosen))
     stored_order = new.data.table.take(pa.array(source, mask=source < 0))
-    stored = [Dataset(kept.data, info=kept.info), Dataset(InMemoryTable(stored_order), info=new.info)]
-    whole = concatenate_datasets(stored, axis=1, split=kept.split)
     fingerprint = Hasher.hash([kept._fingerprint, new._fingerprint])
+    stored = [
+        Dataset(kept.data, info=kept.info, fingerprint=fingerprint),
+        Dataset(InMemoryTable(stored_order), info=new.info, fingerprint=fingerprint),
+    ]
+    whole = concatenate_datasets(stored, axis=1, split=kept.split)
     return Dataset(whole.data, whole.info, kept.split, kept._indices, fingerprint)
 
 

@@ -19,6 +19,7 @@ from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
 from .captions import OnCaptionError, check_captions, check_template
+from .clips import SCENE_END, SCENE_START, ClipRule, cut_clips
 from .metadata import MediaMetadata, add_sizes
 from .prepared import PreparedDataset
 from .sources import MediaDataset, load_source
@@ -103,6 +104,10 @@ class SourceConfig:
             "TOK, {caption}"; an empty caption becomes the rest of it.
         read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
         target_fps (`float`): Frame rate to train at.
+        clips (`str`, *optional*): Clips that each longer video is cut into, one row each: head, one from the start;
+            uniform:N, N of them spread evenly; slide:STRIDE, one every STRIDE frames; all, consecutive ones; or
+            scenes, those of the columns start and end, in seconds (default: each file is one row).
+        clip_frames (`int`, *optional*): Frames of a clip at `target_fps` (default: the most frames of a bucket).
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
             the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
             script at an unreadable file.
@@ -118,6 +123,8 @@ class SourceConfig:
     caption_template: str | None = None
     read_headers: bool = False
     target_fps: float = 16.0
+    clips: str | None = None
+    clip_frames: int | None = None
     on_error: OnCaptionError = "raise"
     table: TableConfig
     rule: AssignmentRule = field(default_factory=AssignmentRule)
@@ -126,15 +133,28 @@ class SourceConfig:
         check_literals(self)
         if self.caption_template is not None:
             check_template(self.caption_template)
+        if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
+            raise ColumnError("Omit `clip_frames`: no effect without `clips`, nor with the scenes of a data set.")
+        self.clip_rule(1)
+
+    def clip_rule(self, longest: int) -> ClipRule | None:
+        """Return the rule of the clips, of `longest` frames where their number is not given; None for whole files."""
+        frames = longest if self.clip_frames is None else self.clip_frames
+        return None if self.clips is None else ClipRule.parse(self.clips, frames=frames)
 
 
 def read_source(
-    source: SourceConfig, *, num_proc: int | None = None, say: Callable[[str], None] = print
+    source: SourceConfig,
+    *,
+    clips: ClipRule | None = None,
+    num_proc: int | None = None,
+    say: Callable[[str], None] = print,
 ) -> MediaDataset:
     """Read the rows of a source, check their captions and add the columns of their sizes.
 
     Args:
         source ([`SourceConfig`]): What to read.
+        clips ([`ClipRule`], *optional*): Clips that videos are cut into; by default each file is one row.
         num_proc (`int`, *optional*): Processes that read file headers; by default this one.
         say (callable): Called with each sentence about what was found.
 
@@ -175,7 +195,19 @@ def read_source(
     sized = add_sizes(captions.dataset, metadata, read_headers=source.read_headers, num_proc=num_proc)
     for sentence in filter(None, [captions.summary, sized.origin]):
         say(sentence)
-    return replace(loaded, dataset=captions.mark(sized.dataset))
+    dataset = captions.mark(sized.dataset)
+    if clips is not None:
+        dataset, summary = cut_clips(
+            dataset,
+            clips,
+            on_error=metadata.on_error,
+            media_column=loaded.column,
+            caption_column=captions.column,
+        )
+        say(summary)
+    elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
+        say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
+    return replace(loaded, dataset=dataset)
 
 
 def prepare(
@@ -203,7 +235,8 @@ def prepare(
         BucketingError: As [`read_source`], and if the data set already has bucket columns.
     """
     table = source.table.make(spec, native_sizes=native_sizes)
-    loaded = read_source(source, num_proc=num_proc, say=say)
+    clips = source.clip_rule(max(size.frames for size in table.sizes))
+    loaded = read_source(source, clips=clips, num_proc=num_proc, say=say)
     columns = BucketColumns(table, spec, rule=source.rule)
     dataset = map_columns(loaded.dataset, columns, num_proc=num_proc, overwrite=overwrite)
     packed: OpenTable = open_table(spec, max_frames=max_frames)
