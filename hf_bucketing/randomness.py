@@ -29,6 +29,8 @@ class Purpose(IntEnum):
     TOKEN_DROP = 10  # whatever key the caller gives each sample
     LOADER = 11  # seed and epoch, of a stream the epoch: base seed of DataLoader workers
     LADDER_MIX = 12  # seed: samples on which reports compare ladders
+    CAPTION = 13  # seed, epoch, index, or without a seed a number from torch: which of several captions
+    TAG_ORDER = 14  # as CAPTION
 
 
 def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:

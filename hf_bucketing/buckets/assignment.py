@@ -30,6 +30,9 @@ Such a row has no valid size, so it is rejected wherever sizes are turned into b
 CONDITION_SIZE = -3
 """Width, height and number of frames of a row that is rejected for what its sample would be shown."""
 
+CLIP_SIZE = -4
+"""Width, height and number of frames of a row that is rejected because its clip does not lie in its file."""
+
 DETOUR = 0.06
 """Largest |ln(aspect ratio ÷ bucket's)| of a bucket that replaces a nearer one: it crops away 5.8 % at most."""
 
@@ -61,6 +64,8 @@ class Rejection(IntEnum):
     """The caption is missing or no text (sizes of `CAPTION_SIZE`)."""
     CONDITION = 7
     """A condition, such as a mask, is missing or does not fit its sample (sizes of `CONDITION_SIZE`)."""
+    CLIP = 8
+    """The clip does not lie in its file (sizes of `CLIP_SIZE`)."""
 
     @property
     def label(self) -> str:
@@ -151,7 +156,8 @@ def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
     bad = np.flatnonzero(smallest < 1)
     if len(bad):
         rejection[bad] = np.where(smallest[bad] < 0, Rejection.UNREADABLE, Rejection.EMPTY)
-        for mark, reason in ((CAPTION_SIZE, Rejection.CAPTION), (CONDITION_SIZE, Rejection.CONDITION)):
+        marks = ((CAPTION_SIZE, Rejection.CAPTION), (CONDITION_SIZE, Rejection.CONDITION), (CLIP_SIZE, Rejection.CLIP))
+        for mark, reason in marks:
             rejection[bad[np.logical_and.reduce([column[bad] == mark for column in columns])]] = reason
     return rejection
 

@@ -18,7 +18,8 @@ import torch
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
-from ..errors import ColumnError, MediaError
+from ..errors import MediaError
+from ..loaders.captions import texts_of
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
@@ -231,18 +232,18 @@ class LatentColumns(_CachedColumns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextColumns(_CachedColumns):
-    """Encode captions into a cache and compute `text_key`, the key of each row's entry.
+    """Encode captions into a cache and compute `text_key`, the key of each row's entry, or the keys of its captions.
 
-    A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. Identical
-    captions share an entry, and entries that exist are not encoded again. Trailing padding is not stored: tokens that
-    the mask excludes or, without a mask, that are zero. An entry keeps the padded `length`, and the collator restores
-    what the encoder returned.
+    A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. All
+    captions of a row are encoded, identical ones share an entry, and entries that exist are not encoded again.
+    Trailing padding is not stored: tokens that the mask excludes or, without a mask, that are zero. An entry keeps the
+    padded `length`, and the collator restores what the encoder returned.
 
     Args:
         encode (callable): Encodes captions to embeddings `(n, length, dim)`, a mask `(n, length)` or None, and a
             mapping of what else the model takes of a caption, `(n, …)` each.
         model (`str`): Fingerprint of all that `encode` depends on.
-        column (`str`): Text column.
+        column (`str`): Column of a text or a list of texts.
         config ([`CacheConfig`]): Folder of the entries, and captions per call of `encode`.
         counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, or `found` in the cache.
     """
@@ -262,22 +263,21 @@ class TextColumns(_CachedColumns):
         """Return the key of a caption's entry."""
         return entry_key(kind="text", model=self.model, caption=caption)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-        """Write missing entries and return the key of each caption's entry.
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Write missing entries and return the key of each caption's entry, in lists where a row has a list.
 
         Raises:
-            ColumnError: If a caption is not text.
+            ColumnError: If a caption is neither a text nor a list of texts.
         """
-        captions = list(batch[self.column])
-        wrong = next((caption for caption in captions if not isinstance(caption, str)), "")
-        if not isinstance(wrong, str):
-            raise ColumnError(f"The column {self.column} must hold text, got {wrong!r}; use '' for no caption.")
-        keys = {caption: self.key(caption) for caption in captions}
-        missing = [caption for caption, key in keys.items() if not self.config.cache.holds(key)]
+        cells = list(batch[self.column])
+        captions = [texts_of({self.column: cell}, self.column) for cell in cells]
+        keys = {text: self.key(text) for texts in captions for text in texts}
+        missing = [text for text, key in keys.items() if not self.config.cache.holds(key)]
         for start in range(0, len(missing), self.config.batch_size):
-            self._encode({caption: keys[caption] for caption in missing[start : start + self.config.batch_size]})
+            self._encode({text: keys[text] for text in missing[start : start + self.config.batch_size]})
         self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
-        return {"text_key": [keys[caption] for caption in captions]}
+        own = ([keys[text] for text in texts] for texts in captions)
+        return {"text_key": [key[0] if isinstance(cell, str) else key for cell, key in zip(cells, own, strict=True)]}
 
     def _encode(self, keys: Mapping[str, str]) -> None:
         values, mask, others = self.encode(list(keys))

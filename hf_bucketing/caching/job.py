@@ -17,6 +17,7 @@ from ..buckets.assignment import Rejection
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
+from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
 from .columns import CacheConfig, LatentColumns, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
@@ -58,7 +59,7 @@ def cache_dataset(
         text = TextColumns(
             encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
         )
-        captions = Dataset.from_dict({text.column: sorted({*prepared.dataset[text.column][:], ""})})
+        captions = Dataset.from_dict({text.column: sorted({*all_texts(prepared.dataset, text.column), ""})})
         _encode_share(captions, text, state, desc="texts")
     mine = {**latents.counts, **{f"captions {name}": n for name, n in (text.counts if text else {}).items()}}
     state.wait_for_everyone()

@@ -3,7 +3,8 @@
 from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
-from .captions import CaptionCheck, check_captions
+from .captions import CaptionCheck, CaptionTexts, check_captions
+from .clips import ClipRows, ClipRule, cut_clips
 from .metadata import ExistingMetadata, MediaMetadata, SizedDataset, add_sizes
 from .prepared import CacheInfo, PreparedDataset
 from .sources import MediaDataset, load_source
@@ -12,6 +13,9 @@ __all__ = [
     "BucketColumns",
     "CacheInfo",
     "CaptionCheck",
+    "CaptionTexts",
+    "ClipRows",
+    "ClipRule",
     "ExistingMetadata",
     "MediaDataset",
     "MediaMetadata",
@@ -20,6 +24,7 @@ __all__ = [
     "add_sizes",
     "check_captions",
     "column_array",
+    "cut_clips",
     "load_source",
     "map_columns",
 ]

@@ -20,7 +20,8 @@ from ..settings import check_literals
 from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
-from .captions import OnCaptionError, check_captions
+from .captions import OnCaptionError, check_captions, check_template
+from .clips import SCENE_END, SCENE_START, ClipRule, cut_clips
 from .conditions import ConditionColumns, check_condition_columns, check_conditions
 from .metadata import MediaMetadata, add_sizes
 from .prepared import PreparedDataset
@@ -107,8 +108,17 @@ class SourceConfig:
         mask_column (`str`, *optional*): Column of masks, videos or images: white is learned, black is not. A row
             without a mask is learned as a whole.
         reference_column (`str`, *optional*): Column of reference images, which keep their own size.
+        caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
+            short_caption,long_caption; training draws one of the captions of a row in every epoch (default: found by
+            its name).
+        caption_template (`str`, *optional*): Text that each caption becomes, with {caption} in its place, such as
+            "TOK, {caption}"; an empty caption becomes the rest of it.
         read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
         target_fps (`float`): Frame rate to train at.
+        clips (`str`, *optional*): Clips that each longer video is cut into, one row each: head, one from the start;
+            uniform:N, N of them spread evenly; slide:STRIDE, one every STRIDE frames; all, consecutive ones; or
+            scenes, those of the columns start and end, in seconds (default: each file is one row).
+        clip_frames (`int`, *optional*): Frames of a clip at `target_fps` (default: the most frames of a bucket).
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
             the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
             script at an unreadable file.
@@ -126,14 +136,27 @@ class SourceConfig:
     control_column: str | None = None
     mask_column: str | None = None
     reference_column: str | None = None
+    caption_template: str | None = None
     read_headers: bool = False
     target_fps: float = 16.0
+    clips: str | None = None
+    clip_frames: int | None = None
     on_error: OnCaptionError = "raise"
     table: TableConfig
     rule: AssignmentRule = field(default_factory=AssignmentRule)
 
     def __post_init__(self) -> None:
         check_literals(self)
+        if self.caption_template is not None:
+            check_template(self.caption_template)
+        if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
+            raise ColumnError("Omit `clip_frames`: no effect without `clips`, nor with the scenes of a data set.")
+        self.clip_rule(1)
+
+    def clip_rule(self, longest: int) -> ClipRule | None:
+        """Return the rule of the clips, of `longest` frames where their number is not given; None for whole files."""
+        frames = longest if self.clip_frames is None else self.clip_frames
+        return None if self.clips is None else ClipRule.parse(self.clips, frames=frames)
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -143,12 +166,17 @@ class SourceConfig:
 
 
 def read_source(
-    source: SourceConfig, *, num_proc: int | None = None, say: Callable[[str], None] = print
+    source: SourceConfig,
+    *,
+    clips: ClipRule | None = None,
+    num_proc: int | None = None,
+    say: Callable[[str], None] = print,
 ) -> MediaDataset:
     """Read the rows of a source, check their captions and conditions, and add the columns of their sizes.
 
     Args:
         source ([`SourceConfig`]): What to read.
+        clips ([`ClipRule`], *optional*): Clips that videos are cut into; by default each file is one row.
         num_proc (`int`, *optional*): Processes that read file headers; by default this one.
         say (callable): Called with each sentence about what was found.
 
@@ -161,12 +189,13 @@ def read_source(
         MediaError: If a file cannot be read or a condition does not fit its sample, unless `on_error` is `"reject"`;
             and as `load_source`.
     """
+    names = [] if source.caption_column is None else source.caption_column.split(",")
     loaded = load_source(
         source.dataset,
         split=source.split,
         config_name=source.dataset_config_name,
         media_column=source.media_column,
-        caption_column=source.caption_column,
+        caption_column=names[0] if names else None,
     )
     say(loaded.describe())
     if loaded.caption_column is None:
@@ -175,19 +204,34 @@ def read_source(
         )
     check_condition_columns(loaded.dataset, source.conditions)
     captions = check_captions(
-        loaded.dataset, loaded.caption_column, on_error=source.on_error, media_column=loaded.column
+        loaded.dataset,
+        [loaded.caption_column, *names[1:]],
+        on_error=source.on_error,
+        template=source.caption_template,
+        media_column=loaded.column,
     )
     on_error: Literal["raise", "reject"] = "reject" if source.on_error == "reject" else "raise"
     metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=on_error)
     sized = add_sizes(captions.dataset, metadata, read_headers=source.read_headers, num_proc=num_proc)
+    dataset = captions.mark(sized.dataset)
+    for sentence in filter(None, [captions.summary, sized.origin]):
+        say(sentence)
+    if clips is not None:
+        dataset, summary = cut_clips(
+            dataset,
+            clips,
+            on_error=on_error,
+            media_column=loaded.column,
+            caption_column=captions.column,
+        )
+        say(summary)
+    elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
+        say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
     files = MediaColumns(column=loaded.column, root=loaded.root, conditions=source.conditions)
-    dataset, conditions = check_conditions(
-        captions.mark(sized.dataset),
-        ConditionColumns(files, on_error=on_error),
-        media_column=loaded.column,
-        num_proc=num_proc,
+    dataset, sentences = check_conditions(
+        dataset, ConditionColumns(files, on_error=on_error), media_column=loaded.column, num_proc=num_proc
     )
-    for sentence in filter(None, [captions.summary, sized.origin, *conditions]):
+    for sentence in sentences:
         say(sentence)
     return replace(loaded, dataset=dataset)
 
@@ -217,7 +261,8 @@ def prepare(
         BucketingError: As [`read_source`], and if the data set already has bucket columns.
     """
     table = source.table.make(spec, native_sizes=native_sizes)
-    loaded = read_source(source, num_proc=num_proc, say=say)
+    clips = source.clip_rule(max(size.frames for size in table.sizes))
+    loaded = read_source(source, clips=clips, num_proc=num_proc, say=say)
     columns = BucketColumns(table, spec, rule=source.rule)
     dataset = map_columns(loaded.dataset, columns, num_proc=num_proc, overwrite=overwrite)
     packed: OpenTable = open_table(spec, max_frames=max_frames)

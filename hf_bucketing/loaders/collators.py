@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..errors import BucketingError, ColumnError, MediaError, refuse_old_names
 from ..media.rows import MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
+from .captions import CaptionRule
 from .faults import Replacements
 from .random_resize import RandomResize
 
@@ -38,14 +40,15 @@ _refuse_old_options = refuse_old_names(
 class MediaCollator:
     """Decode the rows of a batch, each at the size that [`target`][MediaCollator.target] returns.
 
-    The base class of [`BucketCollator`] and [`PackCollator`]. Crops, first frames and flips are random. With a `seed`,
-    they are a function of the seed, the epoch (see [`set_epoch`][MediaCollator.set_epoch]) and the row's `index`
-    column alone, so a resumed run repeats them on any number of workers and processes. Without a seed they follow
-    torch's random state in the worker.
+    The base class of [`BucketCollator`] and [`PackCollator`]. Crops, first frames and flips are random, and so is the
+    choice of one of several captions. With a `seed`, they are a function of the seed, the epoch (see
+    [`set_epoch`][MediaCollator.set_epoch]) and the row's `index` column alone, so a resumed run repeats them on any
+    number of workers and processes. Without a seed they follow torch's random state in the worker.
 
     Args:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
-        caption_column (`str`, *optional*): Text column; None if there is none.
+        caption_column (`str`, *optional*): Column of a text or a list of texts; None if there is none.
+        captions ([`CaptionRule`]): Order of tags in captions.
         root (`str`, *optional*): Folder that relative paths start from.
         conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample, such as
             `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, see
@@ -61,6 +64,7 @@ class MediaCollator:
 
     column: str = "video"
     caption_column: str | None = "caption"
+    captions: CaptionRule = field(default_factory=CaptionRule)
     root: str | None = None
     conditions: Mapping[str, str] = field(default_factory=dict)
     reference_multiples: tuple[int, int] = (1, 1)
@@ -110,7 +114,8 @@ class MediaCollator:
         if self.conditions:
             batch["shown"] = {name: [sample.shown[name] for sample, _ in loaded] for name in self.conditions}
         if self.caption_column is not None:
-            batch["caption"] = [row[self.caption_column] for row, *_ in found]
+            draw = partial(self.captions.caption, column=self.caption_column, seed=self.seed, epoch=int(self._epoch))
+            batch["caption"] = [draw(row) for row, *_ in found]
         if "index" in found[0][0]:
             batch["index"] = [int(row["index"]) for row, *_ in found]
         return batch

@@ -15,8 +15,8 @@ from .conditions import MASK, is_missing
 from .source import MediaSource
 from .views import View, ViewRule
 
-CLIP_START = "start"
-"""Column of the second of its file at which a row's clip begins, for rows that are clips of longer videos."""
+CLIP_START, CLIP_END = "clip_start", "clip_end"
+"""Columns of the seconds of its file at which a row's clip begins and ends, for rows that are clips of videos."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

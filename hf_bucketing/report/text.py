@@ -51,6 +51,7 @@ _REASONS = {
         "what they would be shown is missing or does not fit",
         "write those files again; --on_error raise says what is wrong with the first ones",
     ),
+    Rejection.CLIP: ("their clip does not lie in its file", "correct the columns start and end, in seconds"),
 }
 
 

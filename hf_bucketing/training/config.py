@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import BucketingError, quoted
+from ..loaders.captions import CaptionRule
 from ..loaders.faults import FaultRule
 from ..losses.reduction import Reduction
 from ..media.views import ViewRule
@@ -208,6 +209,7 @@ class TrainingConfig:
         batches ([`BatchConfig`]): Batches or packs.
         memory ([`MemoryConfig`][hf_bucketing.training.memory.config.MemoryConfig]): How the model is kept in memory.
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Crop, frames, flip and decoder.
+        captions ([`CaptionRule`][hf_bucketing.loaders.CaptionRule]): Tags of captions.
         faults ([`FaultRule`][hf_bucketing.loaders.FaultRule]): Unreadable samples.
         loader ([`LoaderConfig`]): Worker processes.
         objective ([`ObjectiveConfig`]): Noise levels and loss.
@@ -236,6 +238,7 @@ class TrainingConfig:
     batches: BatchConfig = field(default_factory=BatchConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     views: ViewRule = field(default_factory=ViewRule)
+    captions: CaptionRule = field(default_factory=CaptionRule)
     faults: FaultRule = field(default_factory=FaultRule)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

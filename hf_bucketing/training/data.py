@@ -208,10 +208,11 @@ def _make_collator(
 ) -> BucketCollator | PackCollator | CachedCollator:
     if prepared.cache is not None:
         _check_cached(config, prepared.cache)
-        return CachedCollator(prepared.cache, caption_column=prepared.caption_column)
+        return CachedCollator(prepared.cache, caption_column=prepared.caption_column, seed=config.seed)
     options: dict[str, Any] = {
         "column": prepared.column,
         "caption_column": prepared.caption_column,
+        "captions": config.captions,
         "root": prepared.root,
         "conditions": prepared.conditions,
         "reference_multiples": prepared.spec.multiples,
@@ -236,4 +237,9 @@ def _check_cached(config: TrainingConfig, cache: CacheInfo) -> None:
         raise BucketingError(
             f"Omit {quoted(given)}: {config.dataset_dir} holds encoded latents, and such settings change what is "
             "decoded. Give them to scripts/cache_latents.py."
+        )
+    if given := not_default(config, "shuffle_tags", "tag_separator", "keep_tags"):
+        raise BucketingError(
+            f"Omit {quoted(given)}: {config.dataset_dir} holds encoded captions, whose tags keep their order; train "
+            "from the folder that scripts/prepare_dataset.py wrote."
         )

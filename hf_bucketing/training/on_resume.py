@@ -15,11 +15,13 @@ from .memory.shards import SHARDED
 Rule = Literal["applied", "equal", "plan", "weights", "free"]
 
 _NAMES: dict[Rule, tuple[str, ...]] = {
-    # Take effect from the next step on, and are logged: the optimizer, the length of the run and the views.
+    # Take effect from the next step on, and are logged: the optimizer, the length of the run, the views
+    # and the order of tags.
     "applied": (
         *("learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta1", "adam_beta2", "adam_weight_decay"),
         *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_train_steps", "gradient_accumulation_steps"),
         *("random_crop", "frame_picking", "flip_probability", "video_decoder", "caption_dropout"),
+        *("shuffle_tags", "tag_separator", "keep_tags"),
         *(
             "on_error",
             "max_errors",

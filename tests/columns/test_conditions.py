@@ -101,7 +101,7 @@ def test_conditions_of_an_image_are_images(media: Path) -> None:
 
 
 def test_a_clip_may_have_the_condition_of_the_whole_video(media: Path) -> None:
-    clip = {"num_frames": 9, "start": 1.0}
+    clip = {"num_frames": 9, "clip_start": 1.0}
     assert marked(media, {"mask": "clip.mp4"}, **clip) == ""
     assert marked(media, {"mask": "long.mp4"}, **clip) == ""
     assert "shown at 2.000 s" in marked(media, {"mask": "short.mp4"}, **clip)

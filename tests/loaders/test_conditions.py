@@ -82,7 +82,7 @@ CASES = {
     "uniform": Case(replace(FIXED, frame_picking="uniform"), size=Size(5, 48, 80)),
     "other fps": Case(FIXED, row={"fps": 4.0, "num_frames": FRAMES // 2}),
     "control of other fps": Case(FIXED, row={"control": "control_at_16.mp4"}),
-    "clip": Case(FIXED, row={"start": 1.25, "num_frames": FRAMES // 2}),
+    "clip": Case(FIXED, row={"clip_start": 1.25, "num_frames": FRAMES // 2}),
 }
 
 
