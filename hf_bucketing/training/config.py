@@ -29,6 +29,7 @@ from ..settings import (
 )
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
+from .held_out import HeldOutConfig
 from .memory.config import MemoryConfig
 from .optimizers import OptimizerConfig
 from .run_log import COST_MODEL
@@ -214,6 +215,7 @@ class TrainingConfig:
         adapters ([`AdapterConfig`][hf_bucketing.training.adapters.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.training.optimizers.OptimizerConfig]): AdamW and its schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
+        held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
 
     Raises:
@@ -242,6 +244,7 @@ class TrainingConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
