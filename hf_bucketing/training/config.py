@@ -260,6 +260,12 @@ class TrainingConfig:
                 f"`cost_model` is {given}, which this run replaces by its own; copy the file to another place, or "
                 "give another `output_dir`."
             )
+        validation = self.held_out.validation_dataset_dir
+        if validation is not None and Path(validation).resolve() == Path(self.dataset_dir).resolve():
+            raise BucketingError(
+                f"`validation_dataset_dir` is {validation}, as `dataset_dir` is; hold some of its rows out with "
+                "`validation_split`."
+            )
         if self.adapters.init_from_adapters and self.checkpoints.resume_from_checkpoint not in (None, "latest"):
             raise BucketingError(
                 "`init_from_adapters` begins a new run and `resume_from_checkpoint` continues one; omit one of them, "

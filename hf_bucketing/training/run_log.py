@@ -70,14 +70,14 @@ class RunLog:
         degree: int = 1,
         keep: Mapping[str, int] | None = None,
     ) -> None:
-        keep = keep or {"samples": 0, "plans": 0, "losses": 0}
-        self._batches = keep["samples"]
+        keep = keep or {}
+        self._batches = keep.get("samples", 0)
         self._files: dict[str, _JsonLines] = {}
         if process_index % degree == 0:
             self._files["samples"] = self._samples(log_path(output_dir, "samples", process_index // degree))
         if process_index == 0:
-            for name in ("plans", "losses"):
-                self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep[name])
+            for name in ("plans", "losses", "validation"):
+                self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep.get(name, 0))
             for path in _sample_logs(output_dir)[num_processes // degree :]:
                 self._samples(path).file.close()
 
@@ -101,6 +101,10 @@ class RunLog:
     def write_loss(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log an optimizer step, in process 0."""
         self._write("losses", {"global_step": global_step, **entry})
+
+    def write_validation(self, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log a held-out loss, in process 0."""
+        self._write("validation", {"global_step": global_step, **entry})
 
     def state_dict(self) -> dict[str, int]:
         """Return the batches that each process has logged, and the lines of the other logs."""
@@ -224,12 +228,12 @@ def write_cost_model(output_dir: Path) -> str:
 
 
 def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
-    """Return the path of a log: `"plans"`, `"losses"` or `"samples"`."""
+    """Return the path of a log: `"plans"`, `"losses"`, `"validation"` or `"samples"`."""
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 
 def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the entries of the log `"plans"` or `"losses"`, or the last of them.
+    """Return the entries of the log `"plans"`, `"losses"` or `"validation"`, or the last of them.
 
     Raises:
         BucketingError: If there is no such file.
