@@ -274,9 +274,7 @@ class FlowMatching(Objective):
     def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
         return losses.mse(prediction, losses.join(noised.targets))
 
-    def _draw_sigma(
-        self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None
-    ) -> float:
+    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None) -> float:
         shift = self.shift(size) if callable(self.shift) else self.shift
         if quantile is not None:
             return float(self._sigmas_at(torch.tensor(quantile, dtype=torch.float64), shift))
@@ -405,9 +403,7 @@ class EDM(Objective):
     def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
         return losses.mse(prediction, losses.join(noised.targets))
 
-    def _draw_sigma(
-        self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None
-    ) -> float:
+    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None) -> float:
         shift = self.shift(size) if callable(self.shift) else self.shift
         if quantile is None:
             drawn = torch.randn((), generator=generator, dtype=torch.float64)

@@ -81,7 +81,7 @@ class Files(NamedTuple):
     paths: list[str]
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Number of files."""
         return int(self.of_row.max(initial=-1)) + 1
 
@@ -117,17 +117,17 @@ def split_rows(prepared: PreparedDataset, share: float) -> tuple[PreparedDataset
     """
     dataset, files = prepared.dataset, files_of(prepared)
     usable, image = column_array(dataset, "num_tokens") > 0, column_array(dataset, "fps") == 0
-    order = generator(Purpose.HELD_OUT_ROWS, files.count).permutation(files.count)
-    held_out = np.zeros(files.count, bool)
+    order = generator(Purpose.HELD_OUT_ROWS, files.number).permutation(files.number)
+    held_out = np.zeros(files.number, bool)
     for kind in (usable & image, usable & ~image):
-        rows = np.bincount(files.of_row[kind], minlength=files.count)[order]
+        rows = np.bincount(files.of_row[kind], minlength=files.number)[order]
         wanted = int(share * rows.sum() + 0.5)
         held_out[order[(rows > 0) & (np.cumsum(rows) - rows < wanted)]] = True
     chosen = held_out[files.of_row]
     for side, what in ((usable & chosen, "holds out none"), (usable & ~chosen, "leaves none to train on")):
         if not side.any():
             raise BucketingError(
-                f"`validation_split={share}` of {np.count_nonzero(usable)} usable rows in {files.count} files {what}; "
+                f"`validation_split={share}` of {np.count_nonzero(usable)} usable rows in {files.number} files {what}; "
                 "choose another share, or name other samples as `validation_dataset_dir`. All rows of one file are on "
                 "the same side."
             )

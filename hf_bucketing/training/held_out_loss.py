@@ -75,7 +75,7 @@ class HeldOutLoss:
         batches = [plan.batch(position) for position in positions]
         counts_once = np.zeros(len(plan.indices), bool)
         counts_once[np.unique(plan.indices, return_index=True)[1]] = True
-        index = column_array(self.data.loader.dataset, "index")  # type: ignore[arg-type]
+        index = column_array(self.data.loader.dataset, "index")
         # Of each row: whether it counts, its loss at each noise level, and those levels.
         found = torch.zeros(len(index), 1 + 2 * levels)
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):

@@ -231,6 +231,7 @@ class Trainer:
             process_index=accelerator.process_index,
             num_processes=accelerator.num_processes,
             degree=self.config.memory.context_parallel_degree,
+            held_out=self.held_out is not None,
             keep=keep,
         )
         if accelerator.is_main_process:

@@ -55,6 +55,7 @@ class RunLog:
         process_index (`int`): Index of this process. Process 0 writes plans and losses; each writes its samples.
         num_processes (`int`): Number of processes. Logs of further ones are from a part of the run before it resumed.
         degree (`int`): Neighbouring processes that take the same samples: only the first of them logs these.
+        held_out (`bool`): Whether process 0 logs held-out losses.
         keep (mapping, *optional*): [`state_dict`][RunLog.state_dict] of the run when its checkpoint was saved.
 
     Raises:
@@ -68,6 +69,7 @@ class RunLog:
         process_index: int,
         num_processes: int,
         degree: int = 1,
+        held_out: bool = False,
         keep: Mapping[str, int] | None = None,
     ) -> None:
         keep = keep or {}
@@ -76,7 +78,10 @@ class RunLog:
         if process_index % degree == 0:
             self._files["samples"] = self._samples(log_path(output_dir, "samples", process_index // degree))
         if process_index == 0:
-            for name in ("plans", "losses", "validation"):
+            names = ["plans", "losses"]
+            if held_out or log_path(output_dir, "validation").is_file():
+                names.append("validation")
+            for name in names:
                 self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep.get(name, 0))
             for path in _sample_logs(output_dir)[num_processes // degree :]:
                 self._samples(path).file.close()
