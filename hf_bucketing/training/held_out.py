@@ -119,17 +119,17 @@ def split_rows(prepared: PreparedDataset, share: float) -> tuple[PreparedDataset
     usable, image = column_array(dataset, "num_tokens") > 0, column_array(dataset, "fps") == 0
     order = generator(Purpose.HELD_OUT_ROWS, files.number).permutation(files.number)
     held_out = np.zeros(files.number, bool)
-    for kind in (usable & image, usable & ~image):
+    images, rows_in_all = (int(share * np.count_nonzero(rows) + 0.5) for rows in (usable & image, usable))
+    for kind, wanted in ((usable & image, images), (usable & ~image, rows_in_all - images)):
         rows = np.bincount(files.of_row[kind], minlength=files.number)[order]
-        wanted = int(share * rows.sum() + 0.5)
         held_out[order[(rows > 0) & (np.cumsum(rows) - rows < wanted)]] = True
     chosen = held_out[files.of_row]
     for side, what in ((usable & chosen, "holds out none"), (usable & ~chosen, "leaves none to train on")):
         if not side.any():
+            rows = f"{np.count_nonzero(usable)} usable rows in {files.number} files"
             raise BucketingError(
-                f"`validation_split={share}` of {np.count_nonzero(usable)} usable rows in {files.number} files {what}; "
-                "choose another share, or name other samples as `validation_dataset_dir`. All rows of one file are on "
-                "the same side."
+                f"`validation_split={share}` of {rows} {what}, as all rows of one file are on the same side.",
+                advice=["choose another share", "name other samples as `validation_dataset_dir`"],
             )
     training, validation = (
         dataclasses.replace(prepared, dataset=dataset.select(np.flatnonzero(rows))) for rows in (~chosen, chosen)
@@ -164,10 +164,10 @@ def _check_caches(training: CacheInfo | None, validation: CacheInfo | None) -> N
         )
     for what in ("latents_model", "text_model"):
         if getattr(training, what) != getattr(validation, what):
+            models = f"{what} {getattr(training, what)} and {getattr(validation, what)}"
             raise BucketingError(
-                f"The caches of `dataset_dir` and `validation_dataset_dir` were made by different models ({what} "
-                f"{getattr(training, what)} and {getattr(validation, what)}); run scripts/cache_latents.py on both with "
-                "one pipeline."
+                f"The caches of `dataset_dir` and `validation_dataset_dir` were made by different models ({models}); "
+                "run scripts/cache_latents.py on both with one pipeline."
             )
 
 

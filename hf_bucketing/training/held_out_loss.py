@@ -31,8 +31,8 @@ _NAMED = 5
 class HeldOutLoss:
     """Compute the loss of held-out samples.
 
-    It draws no global random number, and accelerate knows nothing of its loader, so that training goes on as if it had
-    not been computed.
+    No global random number is drawn, and accelerate knows nothing of the loader, so that training continues as if the
+    loss had not been computed.
 
     Args:
         data ([`TrainingData`][hf_bucketing.training.data.TrainingData]): Held-out rows, planned for evaluation.
@@ -62,8 +62,8 @@ class HeldOutLoss:
         sample that replaces an unreadable one.
 
         Returns:
-            `dict`: `validation_loss`, weighted as in training; `samples` that count; `unreadable`, the `index` of those
-            that do not; `by_bucket` and `by_noise`, lists of mean losses; and `seconds`.
+            `dict`: `validation_loss`, weighted as in training; `samples`, the number that counts; `unreadable`, the
+            `index` of those that do not; `by_bucket` and `by_noise`, lists of mean losses; and `seconds`.
 
         Raises:
             BucketingError: If no sample can be read, or a loss is not finite.
@@ -98,7 +98,7 @@ class HeldOutLoss:
         }
 
     def _loader(self, batches: list[IntArray]) -> DataLoader[Any]:
-        """Return a loader of this process's batches, which draws the seed of its workers from a generator of its own."""
+        """Return a loader of this process's batches; its workers get their seed from a generator of its own."""
         workers, loader = self.workers.dataloader_num_workers, self.data.loader
         return DataLoader(
             loader.dataset,
@@ -159,8 +159,8 @@ def unreadable_message(now: list[int], before: list[int] | None) -> str | None:
     """Return a warning if held-out samples cannot be read, or others than when the loss was computed before.
 
     Args:
-        now (list of `int`): Their `index`.
-        before (list of `int`, *optional*): That of those which could not be read before.
+        now (list of `int`): The `index` of samples that cannot be read.
+        before (list of `int`, *optional*): The same when the loss was computed before, if it was.
     """
     if not now and not before:
         return None
