@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from hf_bucketing import BucketingError, MediaError
+from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, View
 from hf_bucketing.media.sample import load_sample
@@ -25,7 +24,6 @@ from hf_bucketing.randomness import Purpose, integer_seed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.held_out import check_apart, files_of, split_rows
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import describe_held_out, losses_of
 from tests.conftest import run_script_here
 from tests.training.test_sharding import DDP, train_all
 from tests.training.training_cases import in_process, run
@@ -182,7 +180,9 @@ def apart(prepared: PreparedDataset, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def logged(output: Path) -> list[dict[str, Any]]:
-    return [without_times(json.loads(line)) for line in (output / "logs" / "validation.jsonl").read_text().splitlines()]
+    return [
+        without_times(json.loads(line)) for line in (output / "logs" / "validation.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.slow
