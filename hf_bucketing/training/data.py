@@ -39,9 +39,6 @@ from .held_out import check_apart, split_rows
 UNREADABLE = "unreadable.jsonl"
 """Log of unreadable samples, beside those of the run."""
 
-UNREADABLE_HELD_OUT = "unreadable-validation.jsonl"
-"""Log of unreadable held-out samples."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
@@ -124,7 +121,7 @@ def make_held_out_data(
     else:
         prepared = _read(config, str(held_out.validation_dataset_dir), spec)
         check_apart(training, prepared)
-    fixed: dict[str, Any] = {"caption_dropout": 0.0, "longest_first": False}
+    fixed: dict[str, Any] = {"caption_dropout": 0.0, "longest_first": False, "on_error": "raise"}
     if prepared.cache is None:
         fixed |= {"random_crop": False, "flip_probability": 0.0}
         fixed |= {"frame_picking": None} if config.views.frame_picking == "random" else {}
@@ -203,8 +200,7 @@ def _data_of(
             oversize="own_batch" if evaluation else "error",  # without gradients, a longer sample takes less memory
             **common,
         )
-    log = Path(config.output_dir) / "logs" / (UNREADABLE_HELD_OUT if evaluation else UNREADABLE)
-    collator = _make_collator(config, prepared, table=table, resize=resize, log=log)
+    collator = _make_collator(config, prepared, table=table, resize=resize)
     empty_text = None
     if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
         empty = collator.empty_text()
@@ -254,7 +250,6 @@ def _make_collator(
     *,
     table: BucketTable | OpenTable,
     resize: RandomResize | None,
-    log: Path,
 ) -> BucketCollator | PackCollator | CachedCollator:
     if prepared.cache is not None:
         return CachedCollator(prepared.cache, caption_column=prepared.caption_column)
@@ -264,7 +259,9 @@ def _make_collator(
         "root": prepared.root,
         "views": config.views,
         "seed": config.seed,
-        "replacements": config.faults.replacements(prepared.dataset, log=log),
+        "replacements": config.faults.replacements(
+            prepared.dataset, log=Path(config.output_dir) / "logs" / UNREADABLE
+        ),
     }
     if isinstance(table, OpenTable):
         return PackCollator(table, resize=resize, **options)

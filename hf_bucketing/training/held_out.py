@@ -126,9 +126,9 @@ def split_rows(prepared: PreparedDataset, share: float) -> tuple[PreparedDataset
     chosen = held_out[files.of_row]
     for side, what in ((usable & chosen, "holds out none"), (usable & ~chosen, "leaves none to train on")):
         if not side.any():
-            rows = f"{np.count_nonzero(usable)} usable rows in {files.number} files"
+            counts = f"{np.count_nonzero(usable)} usable rows in {files.number} files"
             raise BucketingError(
-                f"`validation_split={share}` of {rows} {what}, as all rows of one file are on the same side.",
+                f"`validation_split={share}` of {counts} {what}, as all rows of one file are on the same side.",
                 advice=["choose another share", "name other samples as `validation_dataset_dir`"],
             )
     training, validation = (

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from ..buckets.arrays import FloatArray, IntArray
 from ..columns.arrays import column_array
-from ..errors import BucketingError
+from ..errors import BucketingError, MediaError
+from ..loaders.collators import Row
+from ..loaders.faults import OnFault
 from ..loaders.workers import worker_options
 from .config import LoaderConfig
 from .data import TrainingData
 from .held_out import HeldOutConfig
 from .steps import Step
+
+logger = get_logger(__name__)
 
 _NAMED = 5
 """Rows that a message names."""
@@ -39,11 +45,13 @@ class HeldOutLoss:
         config ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Number of noise levels.
         workers ([`LoaderConfig`][hf_bucketing.training.config.LoaderConfig]): Worker processes, which end after each
             computation.
+        on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or does not count and is named.
     """
 
     data: TrainingData
     config: HeldOutConfig
     workers: LoaderConfig
+    on_error: OnFault = "raise"
 
     def describe(self) -> list[str]:
         """Return how many samples are held out and what computing their loss costs, as lines of text."""
@@ -58,52 +66,59 @@ class HeldOutLoss:
     def compute(self, step: Step, transformer: torch.nn.Module, accelerator: Accelerator) -> dict[str, Any]:
         """Run the held-out samples and return their losses as JSON values; call it on every process.
 
-        All processes run as many forwards. A row that only fills up the last step has no weight, and neither has a
-        sample that replaces an unreadable one.
+        All processes run as many forwards; rows that only fill up the last step do not count twice.
 
         Returns:
             `dict`: `validation_loss`, weighted as in training; `samples`, the number that counts; `unreadable`, the
             `index` of those that do not; `by_bucket` and `by_noise`, lists of mean losses; and `seconds`.
 
         Raises:
-            BucketingError: If no sample can be read, or a loss is not finite.
+            MediaError: If a sample cannot be read, or with `on_error="replace"` none can.
+            BucketingError: If a loss is not finite.
         """
         start, levels = time.perf_counter(), self.config.validation_noise_levels
         plan = self.data.sampler.plan()
         neighbours = accelerator.num_processes // plan.num_processes  # which take the same samples
         positions = range(accelerator.process_index // neighbours, plan.num_batches, plan.num_processes)
         batches = [plan.batch(position) for position in positions]
-        counts_once = np.zeros(len(plan.indices), bool)
-        counts_once[np.unique(plan.indices, return_index=True)[1]] = True
+        planned, first = np.unique(plan.indices, return_index=True)
+        counts = np.zeros(len(plan.indices), bool)
+        counts[first] = True
         index = column_array(self.data.loader.dataset, "index")
         # Of each row: whether it counts, its loss at each noise level, and those levels.
         found = torch.zeros(len(index), 1 + 2 * levels)
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):
-            first = int(plan.offsets[position])
-            counts = counts_once[first : first + len(rows)] & (np.asarray(batch["index"]) == index[rows])
+            for reason in batch.pop("unreadable", ()):
+                logger.warning(reason, main_process_only=False)
             batch = send_to_device(batch, accelerator.device)
             losses = step.held_out(transformer, batch, num_levels=levels)
             if accelerator.process_index % neighbours:
                 continue
-            columns = [torch.ones(len(rows)), *(one.values for one in losses), *(one.noise_levels for one in losses)]
-            found[rows[counts]] = torch.stack([one.float().cpu() for one in columns], 1)[torch.from_numpy(counts)]
+            mine = rows[counts[plan.offsets[position] : plan.offsets[position + 1]]]
+            place = {number: place for place, number in enumerate(batch["index"])}
+            read = [row for row in mine.tolist() if index[row] in place]
+            columns = [*(one.values for one in losses), *(one.noise_levels for one in losses)]
+            table = torch.stack([torch.ones_like(columns[0]), *columns], 1).float().cpu()
+            found[read] = table[[place[index[row]] for row in read]]
         whole = accelerator.reduce(found.to(accelerator.device), "sum").double().cpu().numpy()
-        read = whole[:, 0] == 1
         assert whole[:, 0].max() <= 1, "each row counts once over all processes"
-        planned = np.unique(plan.indices)
+        (seen,) = np.nonzero(whole[:, 0])
         return {
-            **self._summary(np.flatnonzero(read), whole[read, 1 : 1 + levels], whole[read, 1 + levels :], index),
-            "unreadable": index[planned[~read[planned]]].tolist(),
+            **self._summary(seen, whole[seen, 1 : 1 + levels], whole[seen, 1 + levels :], index),
+            "unreadable": index[np.setdiff1d(planned, seen)].tolist(),
             "seconds": time.perf_counter() - start,
         }
 
     def _loader(self, batches: list[IntArray]) -> DataLoader[Any]:
         """Return a loader of this process's batches; its workers get their seed from a generator of its own."""
         workers, loader = self.workers.dataloader_num_workers, self.data.loader
+        collator: Callable[[list[Any]], Any] = loader.collate_fn
+        if self.on_error == "replace":
+            collator = ReadableRows(collator, loader.dataset)
         return DataLoader(
             loader.dataset,
             batch_sampler=[rows.tolist() for rows in batches],
-            collate_fn=loader.collate_fn,
+            collate_fn=collator,
             timeout=self.workers.dataloader_timeout if workers else 0,
             generator=torch.Generator(),
             **worker_options(workers),
@@ -111,8 +126,6 @@ class HeldOutLoss:
 
     def _summary(self, rows: IntArray, losses: FloatArray, noise: FloatArray, index: IntArray) -> dict[str, Any]:
         """Return means of losses and of noise levels, `(n, levels)` each, of rows `(n,)`."""
-        if not len(rows):
-            raise BucketingError("None of the held-out samples can be read; see logs/unreadable-validation.jsonl.")
         if not np.isfinite(losses).all():
             wrong = index[rows[~np.isfinite(losses).all(1)]].tolist()
             raise BucketingError(
@@ -141,6 +154,47 @@ class HeldOutLoss:
     def _of_bucket(self, bucket: int, losses: FloatArray) -> dict[str, Any]:
         size = self.data.table.size(bucket)
         return {"bucket_id": bucket, "size": list(size), "samples": len(losses), "loss": float(losses.mean())}
+
+
+@dataclass(frozen=True)
+class ReadableRows:
+    """Collate those rows that can be read, and say under `unreadable` why the others cannot.
+
+    If none can, the batch holds another row of the data set, since every process runs as many forwards.
+
+    Args:
+        collator (callable): Collator of the rows.
+        dataset (`Dataset`): All rows.
+    """
+
+    collator: Callable[[list[Any]], Any]
+    dataset: Any
+
+    def __call__(self, rows: list[Row]) -> dict[str, Any]:
+        """Return the batch of the readable rows.
+
+        Raises:
+            MediaError: If no row of the data set can be read.
+        """
+        try:
+            batch: dict[str, Any] = self.collator(rows)
+            return batch
+        except MediaError:
+            reasons = [self._reason(row) for row in rows]
+        readable = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
+        if not readable:
+            readable = list(islice((row for row in self.dataset if self._reason(row) is None), 1))
+        if not readable:
+            raise MediaError(f"None of the {len(self.dataset)} held-out samples can be read. {reasons[0]}")
+        return {**self.collator(readable), "unreadable": [reason for reason in reasons if reason is not None]}
+
+    def _reason(self, row: Row) -> str | None:
+        """Return why a row cannot be read; None if it can."""
+        try:
+            self.collator([row])
+        except MediaError as error:
+            return str(error)
+        return None
 
 
 @contextmanager

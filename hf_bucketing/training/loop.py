@@ -42,7 +42,7 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data import UNREADABLE, UNREADABLE_HELD_OUT, make_data, make_held_out_data
+from .data import UNREADABLE, make_data, make_held_out_data
 from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
 from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
@@ -139,8 +139,7 @@ class Trainer:
         self.config = fill_max_tokens(config, spec, accelerator=self.accelerator, step=self.step)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None:
-                for name in (UNREADABLE, UNREADABLE_HELD_OUT):
-                    (self.folder / "logs" / name).unlink(missing_ok=True)
+                (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
             about_tokens = {
                 "width": self.recipe.family.width(self.recipe.transformer),
                 "text_tokens": self.recipe.text_tokens(self.recipe.max_sequence_length),
@@ -154,7 +153,12 @@ class Trainer:
             check_cached(self.recipe, data)
         self.held_out = None
         if held_out is not None:
-            self.held_out = HeldOutLoss(data=held_out, config=self.config.held_out, workers=self.config.loader)
+            self.held_out = HeldOutLoss(
+                data=held_out,
+                config=self.config.held_out,
+                workers=self.config.loader,
+                on_error=self.config.faults.on_error,
+            )
         self._prepare()
         self.global_step = 0
 
