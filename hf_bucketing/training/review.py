@@ -192,10 +192,10 @@ def describe_held_out(output_dir: Path, *, by_bucket: bool = False) -> list[str]
         for what, entry in (("first", first), ("lowest", lowest), ("last", last))
     )
     counts = sorted({int(entry["samples"]) for entry in entries})
-    changed = "" if len(counts) == 1 else f" to {counts[-1]}, as some could not be read each time"
+    changed = " samples" if len(counts) == 1 else f" to {counts[-1]} samples, as some could not be read each time"
     levels = ", ".join(f"{one['loss']:.4f} at {one['noise_level']:.2f}" for one in last["by_noise"])
     lines = [
-        f"held-out loss of {counts[0]}{changed} samples: {values}",
+        f"held-out loss of {counts[0]}{changed}: {values}",
         f"held-out loss by noise level, last: {levels}",
     ]
     for one in last["by_bucket"] if by_bucket else []:

@@ -51,7 +51,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
         *("--max_sequence_length", case.max_sequence_length),
     )
     common = {"max_train_steps": None, "num_train_epochs": 2, "max_sequence_length": case.max_sequence_length}
-    common |= {"validation_split": 0.1, "validation_noise_levels": 2}
+    common |= {"validation_split": 0.2, "validation_noise_levels": 2}
     pack = {"batching": "pack", "max_tokens": case.max_tokens, "strip_length": 8, "train_batch_size": 1}
     adapters = {"lora_rank": 2} if hasattr(recipe.pipeline_type(), "load_lora_weights") else {}
     runs = {"bucket": (prepared, case.bucket_settings), "pack": (tmp_path / "cached", {**pack, **adapters})}
@@ -66,8 +66,8 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
         assert len(losses) >= 4
         assert np.isfinite(losses).all()
         (held_out,) = read_log(out, "validation")
-        assert held_out["samples"] == 1
-        assert [one["samples"] for one in held_out["by_noise"]] == [1, 1]
+        assert held_out["samples"] in (1, 2)
+        assert [one["samples"] for one in held_out["by_noise"]] == [held_out["samples"]] * 2
         folder = out if (out / "model_index.json").exists() else pipeline
         trained = DiffusionPipeline.from_pretrained(folder, **case.components)
         if "lora_rank" in settings:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,18 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from hf_bucketing import BucketingError
+from hf_bucketing import BucketingError, MediaError
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.columns.prepared import CacheInfo
 from hf_bucketing.media import MediaSource, View
 from hf_bucketing.media.sample import load_sample
 from hf_bucketing.models import disable_packing
 from hf_bucketing.randomness import Purpose, integer_seed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.held_out import check_apart, files_of, split_rows
+from hf_bucketing.training.held_out_loss import ReadableRows, unreadable_message
 from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.review import describe_held_out, held_out_losses
 from tests.conftest import run_script_here
 from tests.training.test_sharding import DDP, train_all
 from tests.training.training_cases import in_process, run
@@ -180,9 +185,7 @@ def apart(prepared: PreparedDataset, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def logged(output: Path) -> list[dict[str, Any]]:
-    return [
-        without_times(json.loads(line)) for line in (output / "logs" / "validation.jsonl").read_text().splitlines()
-    ]
+    return [without_times(entry) for entry in held_out_losses(output)]
 
 
 @pytest.mark.slow
@@ -193,7 +196,6 @@ def test_training_does_not_notice_the_held_out_loss_and_a_resumed_run_logs_what_
     folder, validation = apart
     settings = {**batches, "ema_decay": 0.5, "gradient_accumulation_steps": 2, "checkpointing_steps": 2,
                 "max_train_steps": 3, "flip_probability": 0.5, "gradient_checkpointing": True}  # fmt: skip
-    settings |= {"dataloader_num_workers": int("batching" not in batches)}
     held_out = {"validation_dataset_dir": str(validation), "validation_loss_steps": 2, "validation_noise_levels": 1}
 
     def trained(name: str, **more: Any) -> list[float]:
@@ -209,6 +211,8 @@ def test_training_does_not_notice_the_held_out_loss_and_a_resumed_run_logs_what_
     assert not (tmp_path / "without" / "logs" / "validation.jsonl").exists()
     whole = logged(tmp_path / "with")
     assert [entry["global_step"] for entry in whole] == [2, 3], "and after the last step"
+    if "batching" in batches:
+        return
     trained("with", **held_out, resume_from_checkpoint="checkpoint-2")
     assert logged(tmp_path / "with") == whole
     averaged = in_process(tmp_path / "with", folder, tmp_path / "again", **batches, **held_out)
@@ -250,3 +254,90 @@ def test_two_processes_have_the_loss_of_one_also_on_rows_they_cannot_share_evenl
         assert not drawn & set(indices(split_rows(PreparedDataset.load(folder), 0.15)[1]))
     files, cached = (logged(tmp_path / name)[0]["validation_loss"] for name in ("bucket", "cached"))
     assert cached == pytest.approx(files, rel=1e-4)
+
+
+@pytest.fixture
+def with_a_broken_file(prepared: PreparedDataset, media_dir: Path, tmp_path: Path) -> Path:
+    """Three held-out rows, of which one breaks after they were prepared."""
+    shutil.copytree(media_dir, tmp_path / "media")
+    (row,) = (row for row, name in enumerate(prepared.dataset["file_name"]) if name.endswith("0004.mp4"))
+    dataset = prepared.dataset.select([row, *(other for other in (1, 2, 3) if other != row)][:3])
+    dataclasses.replace(prepared, dataset=dataset, root=str(tmp_path / "media")).save(tmp_path / "broken")
+    (tmp_path / "media" / "videos" / "0004.mp4").write_bytes(b"broken")
+    return tmp_path / "broken"
+
+
+@pytest.mark.slow
+def test_an_unreadable_held_out_sample_is_an_error_or_does_not_count_and_is_named(
+    pipeline_dir, prepared: PreparedDataset, with_a_broken_file, tmp_path: Path, caplog
+) -> None:
+    rows = [row for row, name in enumerate(prepared.dataset["file_name"]) if name.endswith("0000.mp4")]
+    dataclasses.replace(prepared, dataset=prepared.dataset.select(rows)).save(tmp_path / "train")
+    settings = {**BUCKET, "validation_dataset_dir": str(with_a_broken_file), "validation_noise_levels": 1}
+    make = partial(in_process, pipeline_dir, tmp_path / "train", tmp_path / "out", max_train_steps=1)
+    with pytest.raises(MediaError, match=r"0004\.mp4"):
+        computed(make(**settings))
+    settings |= {"on_error": "replace", "dataloader_num_workers": 1}
+    run(make(**settings))
+    (entry,) = logged(tmp_path / "out")
+    broken = PreparedDataset.load(with_a_broken_file).dataset[0]
+    assert (entry["samples"], entry["unreadable"]) == (2, [broken["index"]])
+    assert "0004.mp4" in caplog.text
+    assert "1 held-out samples cannot be read and do not count" in caplog.text
+
+
+def test_a_mean_over_other_samples_than_before_is_said() -> None:
+    assert unreadable_message([], None) is None
+    assert "different samples" not in unreadable_message([3], None)
+    assert "different samples" not in unreadable_message([3], [3])
+    assert "different samples" in unreadable_message([], [3])
+    assert "different samples" in unreadable_message([4], [3])
+
+
+def test_a_batch_that_cannot_be_read_holds_another_row_of_the_data_set() -> None:
+    def collate(rows: list[dict]) -> dict[str, Any]:
+        if unreadable := [row["index"] for row in rows if row["index"] in (0, 1, 3)]:
+            raise MediaError(f"row {unreadable[0]} is broken")
+        return {"index": [row["index"] for row in rows]}
+
+    rows = [{"index": index} for index in range(5)]
+    readable = ReadableRows(collate, rows)
+    assert readable(rows[2:3]) == {"index": [2]}
+    assert readable(rows[1:3]) == {"index": [2], "unreadable": ["row 1 is broken"]}
+    assert readable(rows[:2]) == {"index": [2], "unreadable": ["row 0 is broken", "row 1 is broken"]}
+    with pytest.raises(MediaError, match=r"None of the 2 held-out samples can be read\. row 0 is broken"):
+        ReadableRows(collate, rows[:2])(rows[:2])
+
+
+@pytest.mark.parametrize(("training", "validation", "message"), [
+    ("model", None, "`dataset_dir` holds encoded samples and `validation_dataset_dir` does not"),
+    (None, "model", "`validation_dataset_dir` holds encoded samples and `dataset_dir` does not"),
+    ("model", "other", "made by different models .latents_model model and other."),
+])  # fmt: skip
+def test_caches_that_do_not_go_together_are_refused(training, validation, message: str, prepared) -> None:
+    common = {"folder": "cache", "batching": "bucket", "text_model": "text", "empty_text_key": None, "views": {}}
+    folders = [
+        dataclasses.replace(prepared, cache=model and CacheInfo(latents_model=model, **common))
+        for model in (training, validation)
+    ]
+    with pytest.raises(BucketingError, match=message):
+        check_apart(*folders)
+
+
+def test_a_report_shows_the_held_out_loss(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    assert describe_held_out(tmp_path) == []
+    entries = [
+        {
+            **{"global_step": step, "validation_loss": loss, "samples": samples},
+            "by_noise": [{"noise_level": 0.25, "loss": loss - 0.5}, {"noise_level": 0.75, "loss": loss + 0.5}],
+            "by_bucket": [{"bucket_id": 3, "size": [9, 64, 96], "samples": samples, "loss": loss}],
+        }
+        for step, loss, samples in ((5, 3.0, 4), (10, 1.0, 4), (15, 2.0, 3))
+    ]
+    (tmp_path / "logs" / "validation.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    values, levels, bucket = describe_held_out(tmp_path, by_bucket=True)
+    assert "of 3 to 4 samples, as some could not be read each time: 3.0000 first (step 5), 1.0000 lowest" in values
+    assert values.endswith("2.0000 last (step 15)")
+    assert "1.5000 at 0.25, 2.5000 at 0.75" in levels
+    assert "bucket    3 (9x64x96),      3 held out, mean loss 2.0000" in bucket
