@@ -31,6 +31,8 @@ class Purpose(IntEnum):
     LADDER_MIX = 12  # seed: samples on which reports compare ladders
     CAPTION = 13  # seed, epoch, index, or without a seed a number from torch: which of several captions
     TAG_ORDER = 14  # as CAPTION
+    HELD_OUT_ROWS = 16  # number of files: the files of a split; without a seed, so that no run trains on them
+    HELD_OUT_NOISE = 17  # index, number of the noise level: timestep and noise of a held-out sample
 
 
 def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:

@@ -30,6 +30,7 @@ from ..settings import (
 )
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
+from .held_out import HeldOutConfig
 from .memory.config import MemoryConfig
 from .optimizers import OptimizerConfig
 from .run_log import COST_MODEL
@@ -216,6 +217,7 @@ class TrainingConfig:
         adapters ([`AdapterConfig`][hf_bucketing.training.adapters.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.training.optimizers.OptimizerConfig]): AdamW and its schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
+        held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
 
     Raises:
@@ -245,6 +247,7 @@ class TrainingConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
@@ -259,6 +262,12 @@ class TrainingConfig:
             raise BucketingError(
                 f"`cost_model` is {given}, which this run replaces by its own; copy the file to another place, or "
                 "give another `output_dir`."
+            )
+        validation = self.held_out.validation_dataset_dir
+        if validation is not None and Path(validation).resolve() == Path(self.dataset_dir).resolve():
+            raise BucketingError(
+                f"`validation_dataset_dir` is {validation}, as `dataset_dir` is; hold some of its rows out with "
+                "`validation_split`."
             )
         if self.adapters.init_from_adapters and self.checkpoints.resume_from_checkpoint not in (None, "latest"):
             raise BucketingError(

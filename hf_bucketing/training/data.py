@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..buckets.calibration import read_cost_model
@@ -24,6 +24,7 @@ from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
 from ..errors import BucketingError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
+from ..loaders.captions import CaptionRule
 from ..loaders.collators import BucketCollator, PackCollator
 from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler
@@ -32,8 +33,9 @@ from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
-from ..settings import not_default
+from ..settings import changed, flatten, not_default
 from .config import TrainingConfig
+from .held_out import check_apart, split_rows
 
 UNREADABLE = "unreadable.jsonl"
 """Log of unreadable samples, beside those of the run."""
@@ -96,23 +98,70 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
     Raises:
         BucketingError: If the data set was prepared for another model, or holds no usable row.
     """
-    prepared = PreparedDataset.load(config.dataset_dir)
+    prepared = _read(config, config.dataset_dir, spec)
+    share = config.held_out.validation_split
+    if share is not None:
+        prepared, _ = split_rows(prepared, share)
+    return _data_of(config, prepared, width=width, text_tokens=text_tokens)
+
+
+def make_held_out_data(
+    config: TrainingConfig, spec: LatentSpec, *, width: int, text_tokens: int = 0
+) -> TrainingData | None:
+    """Return the held-out rows, in order and each once; None if there are none. Arguments as of [`make_data`].
+
+    Nothing about them is random: their crops, frames and sizes are those of no augmentation, and all tokens count.
+
+    Raises:
+        BucketingError: As [`make_data`], and if a row is also trained on.
+    """
+    held_out = config.held_out
+    if not held_out.given:
+        return None
+    training = _read(config, config.dataset_dir, spec)
+    if held_out.validation_split is not None:
+        _, prepared = split_rows(training, held_out.validation_split)
+    else:
+        prepared = _read(config, str(held_out.validation_dataset_dir), spec)
+        check_apart(training, prepared)
+    fixed: dict[str, Any] = {"caption_dropout": 0.0, "longest_first": False, "on_error": "raise"}
+    fixed |= flatten(CaptionRule())
+    if prepared.cache is None:
+        fixed |= {"random_crop": False, "flip_probability": 0.0}
+        fixed |= {"frame_picking": None} if config.views.frame_picking == "random" else {}
+    if config.batches.batching == "bucket":
+        fixed |= {"remainder": "short"}
+    else:
+        fixed |= {"balance": "none", "random_resize": None, "token_drop_rate": 0.0, "token_drop_mode": "random"}
+    return _data_of(changed(config, **fixed), prepared, width=width, text_tokens=text_tokens, evaluation=True)
+
+
+def _read(config: TrainingConfig, folder: str, spec: LatentSpec) -> PreparedDataset:
+    """Read a prepared data set, with the sizes and tokens that its rows have in the run's kind of batches."""
+    prepared = PreparedDataset.load(folder)
     if prepared.spec != spec:
         raise BucketingError(
-            f"{config.dataset_dir} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
+            f"{folder} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
             f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
         )
     if prepared.caption_column is None:
         raise BucketingError(
-            f"The rows of {config.dataset_dir} have no captions, which the model needs; prepare the data set with "
+            f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
             "--caption_column, or with captions beside its files."
         )
-    batches = config.batches
-    dataset = prepared.dataset
-    table: BucketTable | OpenTable = prepared.table
-    if batches.batching == "pack":
-        table = prepared.open_table
-        dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
+    if prepared.cache is not None:
+        _check_cached(config, prepared.cache, folder=folder)
+    if config.batches.batching == "bucket":
+        return prepared
+    columns = BucketColumns(prepared.open_table, spec)
+    return dataclasses.replace(prepared, dataset=map_columns(prepared.dataset, columns, overwrite=True))
+
+
+def _data_of(
+    config: TrainingConfig, prepared: PreparedDataset, *, width: int, text_tokens: int, evaluation: bool = False
+) -> TrainingData:
+    batches, spec, dataset = config.batches, prepared.spec, prepared.dataset
+    table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     if batches.token_drop is not None:
         num_tokens = _kept(batches.token_drop, bucket_ids, num_tokens, table=table, spec=spec)
@@ -122,12 +171,15 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
     if batches.random_resize is not None:
         resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
     sampler: PlannedBatchSampler
+    weighted = ROW_WEIGHT in dataset.column_names and not evaluation
     common: dict[str, Any] = {
         "rejection": dataset["rejection"],
-        "weights": column_array(dataset, ROW_WEIGHT) if ROW_WEIGHT in dataset.column_names else None,
+        "weights": column_array(dataset, ROW_WEIGHT) if weighted else None,
         "text_tokens": text_tokens,
         "longest_first": batches.longest_first,
         "seed": config.seed,
+        "evaluation": evaluation,
+        "shuffle": not evaluation,
     }
     if batches.batching == "bucket":
         sampler = BucketBatchSampler(
@@ -151,9 +203,10 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
             balance=batches.balance,
             cost_model=cost_model if batches.balance == "cost" else None,
             accumulation_steps=config.gradient_accumulation_steps,
+            oversize="own_batch" if evaluation else "error",  # without gradients, a longer sample takes less memory
             **common,
         )
-    collator = _make_collator(config, prepared, dataset, table=table, resize=resize)
+    collator = _make_collator(config, prepared, table=table, resize=resize)
     empty_text = None
     if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
         empty = collator.empty_text()
@@ -201,13 +254,11 @@ def _kept(
 def _make_collator(
     config: TrainingConfig,
     prepared: PreparedDataset,
-    dataset: Dataset,
     *,
     table: BucketTable | OpenTable,
     resize: RandomResize | None,
 ) -> BucketCollator | PackCollator | CachedCollator:
     if prepared.cache is not None:
-        _check_cached(config, prepared.cache)
         return CachedCollator(prepared.cache, caption_column=prepared.caption_column, seed=config.seed)
     options: dict[str, Any] = {
         "column": prepared.column,
@@ -218,28 +269,30 @@ def _make_collator(
         "reference_multiples": prepared.spec.multiples,
         "views": config.views,
         "seed": config.seed,
-        "replacements": config.faults.replacements(dataset, log=Path(config.output_dir) / "logs" / UNREADABLE),
+        "replacements": config.faults.replacements(
+            prepared.dataset, log=Path(config.output_dir) / "logs" / UNREADABLE
+        ),
     }
     if isinstance(table, OpenTable):
         return PackCollator(table, resize=resize, **options)
     return BucketCollator(table, **options)
 
 
-def _check_cached(config: TrainingConfig, cache: CacheInfo) -> None:
+def _check_cached(config: TrainingConfig, cache: CacheInfo, *, folder: str) -> None:
     batching = config.batches.batching
     if cache.batching != batching:
         raise BucketingError(
-            f"{config.dataset_dir} caches latents for --batching {cache.batching}, not {batching}; run "
+            f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
             "scripts/cache_latents.py with the same --batching."
         )
     names = ("random_crop", "frame_picking", "flip_probability", "video_decoder", "random_resize", "on_error")
     if given := not_default(config, *names):
         raise BucketingError(
-            f"Omit {quoted(given)}: {config.dataset_dir} holds encoded latents, and such settings change what is "
+            f"Omit {quoted(given)}: {folder} holds encoded latents, and such settings change what is "
             "decoded. Give them to scripts/cache_latents.py."
         )
     if given := not_default(config, "shuffle_tags", "tag_separator", "keep_tags"):
         raise BucketingError(
-            f"Omit {quoted(given)}: {config.dataset_dir} holds encoded captions, whose tags keep their order; train "
+            f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
             "from the folder that scripts/prepare_dataset.py wrote."
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data import UNREADABLE, make_data
+from .data import UNREADABLE, make_data, make_held_out_data
+from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
 from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
 from .memory.offload import check_offload, offload_blocks
@@ -54,6 +55,7 @@ from .memory.sharding import (
     fingerprints_of,
     loads_once,
     rendering_in_lockstep,
+    resharded,
     sending_weights,
     sharded_adapters,
 )
@@ -61,7 +63,7 @@ from .memory.shards import SHARDED, averaged
 from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
-from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
+from .run_log import COST_MODEL, RunLog, StepMetrics, read_log, write_cost_model
 from .steps import StepLosses, check_cached, check_positions, make_step
 from .validation import Validation, images_of, parse_sizes
 
@@ -138,17 +140,26 @@ class Trainer:
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            self.data = make_data(
-                self.config,
-                spec,
-                width=self.recipe.family.width(self.recipe.transformer),
-                text_tokens=self.recipe.text_tokens(self.recipe.max_sequence_length),
-            )
+            about_tokens = {
+                "width": self.recipe.family.width(self.recipe.transformer),
+                "text_tokens": self.recipe.text_tokens(self.recipe.max_sequence_length),
+            }
+            self.data = make_data(self.config, spec, **about_tokens)
+            held_out = make_held_out_data(self.config, spec, **about_tokens)
         self.step.empty_text = self.data.empty_text
-        check_positions(self.step, self.data, spec)
-        self.recipe.check_frames(self.data.table, self.data.bucket_ids[self.data.num_tokens > 0])
-        self.recipe.check_conditions(self.data.conditions)
-        check_cached(self.recipe, self.data)
+        for data in (self.data, *([] if held_out is None else [held_out])):
+            check_positions(self.step, data, spec)
+            self.recipe.check_frames(data.table, data.bucket_ids[data.num_tokens > 0])
+            self.recipe.check_conditions(data.conditions)
+            check_cached(self.recipe, data)
+        self.held_out = None
+        if held_out is not None:
+            self.held_out = HeldOutLoss(
+                data=held_out,
+                config=self.config.held_out,
+                workers=self.config.loader,
+                on_error=self.config.faults.on_error,
+            )
         self._prepare()
         self.global_step = 0
 
@@ -211,6 +222,8 @@ class Trainer:
     def describe(self) -> list[str]:
         """Return the plan, its cost and the memory that it needs, as lines of text."""
         lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self.max_train_steps)
+        if self.held_out is not None:
+            lines += self.held_out.describe()
         transformer = self.recipe.transformer
         return lines + describe_memory(self.config, self.data, transformer=transformer, accelerator=self.accelerator)
 
@@ -223,6 +236,7 @@ class Trainer:
             process_index=accelerator.process_index,
             num_processes=accelerator.num_processes,
             degree=self.config.memory.context_parallel_degree,
+            held_out=self.held_out is not None,
             keep=keep,
         )
         if accelerator.is_main_process:
@@ -343,6 +357,9 @@ class Trainer:
         self.log.write_loss(self.global_step, entry)
         self.bar.update()
         self.bar.set_postfix(loss=f"{value:.4f}", tokens_per_s=f"{entry['tokens_per_second']:.0f}", epoch=epoch)
+        due = self.global_step % self.config.held_out.validation_loss_steps == 0
+        if self.held_out is not None and (due or self.global_step == self.max_train_steps):
+            self._log_held_out(self.held_out)  # before a checkpoint, which counts the lines of logs
         checkpoints = self.config.checkpoints
         if checkpoints.checkpointing_steps and self.global_step % checkpoints.checkpointing_steps == 0:
             progress = Progress(
@@ -357,6 +374,35 @@ class Trainer:
         if self.validation is not None and self.global_step % self.config.validation.validation_steps == 0:
             self._validate()
 
+    def _log_held_out(self, held_out: HeldOutLoss) -> None:
+        """Compute the held-out loss on all processes, of the averaged weights if there are any, and log it."""
+        # DDP has nothing to do without gradients, and the bare model computes in the same precision.
+        sharded = self.accelerator.distributed_type in SHARDED
+        transformer = self.transformer if sharded else self.recipe.transformer
+        with self._averages(), in_evaluation(self.transformer), resharded(self.recipe.transformer):
+            entry = held_out.compute(self.step, transformer, self.accelerator)
+        values = {f"validation_loss_by_noise/{one['quantiles'][0]:.2f}": one["loss"] for one in entry["by_noise"]}
+        self.accelerator.log({"validation_loss": entry["validation_loss"], **values}, step=self.global_step)
+        if self.accelerator.is_main_process:
+            before = [line["unreadable"] for line in read_log(self.folder, "validation", last=1)]
+            if message := unreadable_message(entry["unreadable"], *before or [None]):
+                logger.warning(message)
+            logger.info(f"Held-out loss {entry['validation_loss']:.4f} after optimizer step {self.global_step}")
+        self.log.write_validation(self.global_step, entry)
+
+    @contextmanager
+    def _averages(self) -> Iterator[None]:
+        """Put the averaged weights, if there are any, in place of the last ones inside a `with` block."""
+        if self.ema is None:
+            yield
+            return
+        self.ema.store(self.trained)
+        self.ema.copy_to(self.trained)
+        try:
+            yield
+        finally:
+            self.ema.restore(self.trained)
+
     def _validate(self) -> None:
         """Render the prompts in the main process, with the averaged weights if there are any.
 
@@ -364,16 +410,11 @@ class Trainer:
         """
         if self.accelerator.is_main_process or self.accelerator.distributed_type in SHARDED:
             assert self.validation is not None
-            if self.ema is not None:
-                self.ema.store(self.trained)
-                self.ema.copy_to(self.trained)
             idle = set(PARTS) - {"trained", *self.calls}
             lent = self.recipe.lent_to(self.accelerator.device, *idle)
-            removed = self.context_parallel.removed()
-            with removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
+            removed, averages = self.context_parallel.removed(), self._averages()
+            with averages, removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
-            if self.ema is not None:
-                self.ema.restore(self.trained)
         self.accelerator.wait_for_everyone()
 
     def _finish(self) -> None:

@@ -32,7 +32,8 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
         ),
     ),
     # Decide the meaning of the weights and of the optimizer's state in a checkpoint, or the objective. The sampler's
-    # state does not know the sizes that random_resize draws: it holds the tokens of one epoch.
+    # state does not know the sizes that random_resize draws: it holds the tokens of one epoch. With another split, the
+    # model would train on what was held out.
     "equal": (
         *("batching", "trained_component", "mixed_precision", "lora_rank", "lora_alpha", "lora_targets", "ema_decay"),
         *(
@@ -45,6 +46,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
             "random_resize",
         ),
         *("positions", "base_size", "token_drop_rate", "token_drop_mode", "trained_dtype", "quantize_base"),
+        "validation_split",
     ),
     # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.
     "plan": (
@@ -61,6 +63,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
             "validation_inference_steps",
             "validation_guidance_scale",
             "validation_fps",
+            *("validation_dataset_dir", "validation_loss_steps", "validation_noise_levels"),
             "checkpointing_steps",
             "checkpoints_total_limit",
         ),

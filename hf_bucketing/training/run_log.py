@@ -55,6 +55,7 @@ class RunLog:
         process_index (`int`): Index of this process. Process 0 writes plans and losses; each writes its samples.
         num_processes (`int`): Number of processes. Logs of further ones are from a part of the run before it resumed.
         degree (`int`): Neighbouring processes that take the same samples: only the first of them logs these.
+        held_out (`bool`): Whether process 0 logs held-out losses.
         keep (mapping, *optional*): [`state_dict`][RunLog.state_dict] of the run when its checkpoint was saved.
 
     Raises:
@@ -68,16 +69,20 @@ class RunLog:
         process_index: int,
         num_processes: int,
         degree: int = 1,
+        held_out: bool = False,
         keep: Mapping[str, int] | None = None,
     ) -> None:
-        keep = keep or {"samples": 0, "plans": 0, "losses": 0}
-        self._batches = keep["samples"]
+        keep = keep or {}
+        self._batches = keep.get("samples", 0)
         self._files: dict[str, _JsonLines] = {}
         if process_index % degree == 0:
             self._files["samples"] = self._samples(log_path(output_dir, "samples", process_index // degree))
         if process_index == 0:
-            for name in ("plans", "losses"):
-                self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep[name])
+            names = ["plans", "losses"]
+            if held_out or log_path(output_dir, "validation").is_file():
+                names.append("validation")
+            for name in names:
+                self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep.get(name, 0))
             for path in _sample_logs(output_dir)[num_processes // degree :]:
                 self._samples(path).file.close()
 
@@ -101,6 +106,10 @@ class RunLog:
     def write_loss(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log an optimizer step, in process 0."""
         self._write("losses", {"global_step": global_step, **entry})
+
+    def write_validation(self, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log a held-out loss, in process 0."""
+        self._write("validation", {"global_step": global_step, **entry})
 
     def state_dict(self) -> dict[str, int]:
         """Return the batches that each process has logged, and the lines of the other logs."""
@@ -224,12 +233,12 @@ def write_cost_model(output_dir: Path) -> str:
 
 
 def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
-    """Return the path of a log: `"plans"`, `"losses"` or `"samples"`."""
+    """Return the path of a log: `"plans"`, `"losses"`, `"validation"` or `"samples"`."""
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 
 def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the entries of the log `"plans"` or `"losses"`, or the last of them.
+    """Return the entries of the log `"plans"`, `"losses"` or `"validation"`, or the last of them.
 
     Raises:
         BucketingError: If there is no such file.

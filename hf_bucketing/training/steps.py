@@ -70,9 +70,31 @@ class Step(ABC):
             values = self._losses(transformer, samples, seeds)
         return StepLosses(values, self.objective.noise_levels(noised.timesteps))
 
+    @torch.no_grad()
+    def held_out(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, num_levels: int) -> list[StepLosses]:
+        """Return the loss of each held-out sample at each of some noise levels, the least noise first.
+
+        Nothing is drawn from the epoch: no caption and no token is dropped, and
+        [`Objective.held_out`][hf_bucketing.models.objectives.Objective.held_out] adds the noise.
+        """
+        media = media_of(self.recipe, batch)
+        latents = media.pop("latents")
+        text = text_of(self.recipe, batch, dropped=[False] * len(latents), empty=None).to(latents[0].dtype)
+        fps = frame_rates(batch["fps"], device=latents[0].device)
+        found = []
+        for level in range(num_levels):
+            noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
+            samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
+            values = self._losses(transformer, samples, None)
+            found.append(StepLosses(values, self.objective.noise_levels(noised.timesteps)))
+        return found
+
     @abstractmethod
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
-        """Run the transformer and return the loss of each sample, `(n,)`; there is a seed for each."""
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
+        """Run the transformer and return the loss of each sample, `(n,)`.
+
+        There is a seed for each sample, from which tokens to drop are drawn; without seeds, none are dropped.
+        """
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -86,7 +108,7 @@ class Step(ABC):
 class BucketStep(Step):
     """Run one forward over a stack of samples of one size."""
 
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
         inputs = self.recipe.model_inputs(samples)
         prediction = self.recipe.predict(transformer, samples, inputs)
         return self.objective.losses(prediction, samples.noised, weights=loss_weights(inputs, samples))
@@ -105,13 +127,13 @@ class PackStep(Step):
         with packing_disabled(self.recipe.transformer):
             yield
 
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
         inputs = self.recipe.model_inputs(samples)
         pack = self.packing.pack(
             inputs.latents,
             timesteps=inputs.timesteps,
             conditioning=inputs.conditioning,
-            token_drop=self.token_drop,
+            token_drop=None if seeds is None else self.token_drop,
             seeds=seeds,
             **samples.text.pack_kwargs(),
         )

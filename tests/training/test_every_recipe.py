@@ -16,6 +16,7 @@ from hf_bucketing.models.recipe import IMAGES
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.testing.media import DEMO_CLIPS
+from hf_bucketing.training.run_log import read_log
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
@@ -50,6 +51,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
         *("--max_sequence_length", case.max_sequence_length),
     )
     common = {"max_train_steps": None, "num_train_epochs": 2, "max_sequence_length": case.max_sequence_length}
+    common |= {"validation_split": 0.2, "validation_noise_levels": 2}
     pack = {"batching": "pack", "max_tokens": case.max_tokens, "strip_length": 8, "train_batch_size": 1}
     adapters = {"lora_rank": 2} if hasattr(recipe.pipeline_type(), "load_lora_weights") else {}
     runs = {"bucket": (prepared, case.bucket_settings), "pack": (tmp_path / "cached", {**pack, **adapters})}
@@ -63,6 +65,9 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
         losses = run(in_process(pipeline, data, out, **common, **settings))
         assert len(losses) >= 4
         assert np.isfinite(losses).all()
+        (held_out,) = read_log(out, "validation")
+        assert held_out["samples"] in (1, 2)
+        assert [one["samples"] for one in held_out["by_noise"]] == [held_out["samples"]] * 2
         folder = out if (out / "model_index.json").exists() else pipeline
         trained = DiffusionPipeline.from_pretrained(folder, **case.components)
         if "lora_rank" in settings:
