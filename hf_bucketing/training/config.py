@@ -29,6 +29,7 @@ from ..settings import (
 )
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
+from .hub import HubConfig
 from .memory.config import MemoryConfig
 from .optimizers import OptimizerConfig
 from .run_log import COST_MODEL
@@ -215,6 +216,7 @@ class TrainingConfig:
         optimizer ([`OptimizerConfig`][hf_bucketing.training.optimizers.OptimizerConfig]): AdamW and its schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
+        hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
 
     Raises:
         BucketingError: On an impossible value or combination, or a video decoder that cannot be loaded.
@@ -243,6 +245,7 @@ class TrainingConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
     def __post_init__(self) -> None:
         check_literals(self)
