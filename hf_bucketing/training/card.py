@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
@@ -18,7 +20,7 @@ from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..columns.arrays import column_array
 from ..files import complete_file
-from ..models.recipe import IMAGES, Recipe
+from ..models.recipe import IMAGES, Recipe, dtypes
 from ..settings import names_of, settings_in
 from .config import TrainingConfig
 from .data import UNREADABLE, TrainingData
@@ -86,7 +88,7 @@ def write_card(folder: Path, run: Run) -> tuple[list[str], str]:
 def _content(folder: Path, run: Run, *, figure: str | None) -> str:
     config, recipe = run.config, run.recipe
     adapted, base = config.adapters.lora_rank is not None, shown(config.pretrained_model_name_or_path)
-    task = f"{'image' if recipe.takes_image else 'text'}-to-{'image' if recipe.family.images_only else 'video'}"
+    task = f"{'image' if recipe.takes_image else 'text'}-to-{'image' if _makes_images(recipe) else 'video'}"
     on_hub = not Path(config.pretrained_model_name_or_path).exists()
     data = ModelCardData(
         base_model=base if on_hub else None,
@@ -107,7 +109,8 @@ def _content(folder: Path, run: Run, *, figure: str | None) -> str:
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
         "of the base model applies.\n",
         *(["<Gallery />\n"] if run.samples else []),
-        f"## Use\n\n```python\n{_code(run, name=name, base=base)}\n```\n",
+        f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
+        f"```python\n{_code(run, name=name, base=base)}\n```\n",
         f"## Data\n\n{_table(('rows', 'count'), _counts(folder, run.data))}\n",
         f"{_buckets(run)}\n",
         f"## Training\n\n{_progress(folder)}\n",
@@ -118,31 +121,44 @@ def _content(folder: Path, run: Run, *, figure: str | None) -> str:
     return "\n".join(parts)
 
 
+def _makes_images(recipe: Recipe) -> bool:
+    """Return whether the pipeline makes images; some models of videos have one that does."""
+    return recipe.family.images_only or "ToImage" in recipe.pipeline_class
+
+
+def _packages(recipe: Recipe, *, adapted: bool) -> list[str]:
+    """Return the packages that the code of a card needs; diffusers writes videos with the last two."""
+    videos = [] if _makes_images(recipe) else ["imageio", "imageio-ffmpeg"]
+    return ["diffusers", "transformers", "accelerate", *(["peft"] if adapted else []), *videos]
+
+
 def _code(run: Run, *, name: str, base: str) -> str:
     """Return lines of Python that load the result and call it once at the size of most samples."""
     config, recipe = run.config, run.recipe
     size = _sizes(run.data)[0][0]
     images = IMAGES[: recipe.num_images(recipe.config)]
-    tools = [*(["load_image"] if images else []), *([] if recipe.family.images_only else ["export_to_video"])]
+    tools = [*(["load_image"] if images else []), *([] if _makes_images(recipe) else ["export_to_video"])]
     adapted = config.adapters.lora_rank is not None
     lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
     if tools:
         lines.append(f"from diffusers.utils import {', '.join(sorted(tools))}")
     source = base if adapted else name
-    lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", torch_dtype=torch.bfloat16)']
+    (dtype,) = dtypes(torch.bfloat16)
+    lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {dtype}=torch.bfloat16)']
     if adapted:
         second = ", load_into_transformer_2=True" if config.trained_component == "transformer_2" else ""
         lines.append(f'pipeline.load_lora_weights("{name}"{second})')
-    prompt = next(iter(run.samples.values()), "what the video shows")
+    prompt = next(iter(run.samples.values()), "what it shows")
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),
         **{image: f'load_image("{image}.png")' for image in images},
         **{"height": size.height, "width": size.width},
         **recipe.duration(size.frames),
     }
-    arguments = ", ".join(f"{argument}={value}" for argument, value in call.items())
+    taken = inspect.signature(recipe.pipeline_type().__call__).parameters  # some take their size from the image
+    arguments = ", ".join(f"{argument}={value}" for argument, value in call.items() if argument in taken)
     lines += ['pipeline.to("cuda")', f"result = pipeline({arguments})"]
-    if recipe.family.images_only:
+    if _makes_images(recipe):
         return "\n".join([*lines, 'result.images[0].save("image.png")'])
     return "\n".join([*lines, f'export_to_video(result.frames[0], "video.mp4", fps={_fps(run.data)})'])
 
