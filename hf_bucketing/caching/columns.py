@@ -19,9 +19,10 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
 from ..errors import ColumnError, MediaError
+from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import load_sample
 from ..media.source import MediaSource
-from ..media.views import View, ViewRule, seeded_draws
+from ..media.views import ViewRule, seeded_draws
 from ..settings import check_at_least, check_literals
 from .store import TensorCache, entry_key
 
@@ -71,11 +72,9 @@ class _CachedColumns:
     """What column callables that encode into a cache share: see [`LatentColumns`] and [`TextColumns`]."""
 
     model: str
-    column: str
     config: CacheConfig
     counts: Counter[str] = field(default_factory=Counter, compare=False)
 
-    optional_columns = ()
     vectorised = False
     reusable = False
 
@@ -83,8 +82,7 @@ class _CachedColumns:
 @dataclass(frozen=True, slots=True)
 class _Sample:
     key: str
-    source: MediaSource
-    view: View
+    file: FileSample
     crop: CropBox
 
 
@@ -104,24 +102,25 @@ class LatentColumns(_CachedColumns):
             conditions of the model, `(B, …)` each.
         model (`str`): Fingerprint of all that `encode` depends on.
         table ([`BucketTable`] or [`OpenTable`]): Sizes that the `bucket_id` column refers to.
-        column (`str`): Media column.
+        files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns that lead to the files.
         config ([`CacheConfig`]): Folder of the entries, views, and settings of decoding and encoding.
-        root (`str`, *optional*): Folder that relative paths start from.
         counts (`Counter`): Numbers of rows that were `encoded`, `found` in the cache, `unreadable`, or `rejected`
             (without a bucket).
     """
 
     encode: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
     table: BucketTable | OpenTable
-    root: str | None = None
+    files: MediaColumns
 
+    optional_columns = (CLIP_START,)
     output_columns = ("latents_key",)
 
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must hold."""
         index = ("index",) if self.config.views.num_draws else ()
-        return (self.column, "width", "height", "num_frames", "fps", "bucket_id", *index)
+        sizes = ("width", "height", "num_frames", "fps", "bucket_id")
+        return (self.files.column, *self.files.conditions.values(), *sizes, *index)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
         """Write missing entries and return the key of each row's entry.
@@ -129,10 +128,8 @@ class LatentColumns(_CachedColumns):
         Raises:
             MediaError: Under `on_error="raise"`, for the first unreadable file; the message names it.
         """
-        rows = [
-            dict(zip(self.input_columns, cells, strict=True))
-            for cells in zip(*(batch[name] for name in self.input_columns), strict=True)
-        ]
+        names = [*self.input_columns, *(name for name in self.optional_columns if name in batch)]
+        rows = [dict(zip(names, cells, strict=True)) for cells in zip(*(batch[name] for name in names), strict=True)]
         samples = [self._sample(row, position) for position, row in enumerate(rows)]
         missing = {sample.key: sample for sample in samples if sample and not self.config.cache.holds(sample.key)}
         unreadable = self._encode(list(missing.values()))
@@ -147,32 +144,34 @@ class LatentColumns(_CachedColumns):
         if row["bucket_id"] < 0:
             return None
         try:
-            source = MediaSource.from_cell(row[self.column], root=self.root, name=f"row {position} of its batch")
-            view = self.config.views.view(
+            sample = self.files.sample(
+                row,
                 self.table.size(int(row["bucket_id"])),
-                num_frames=int(row["num_frames"]),
-                fps=float(row["fps"]),
+                views=self.config.views,
                 draws=self._draws(row),
-                name=source.path,
+                name=f"row {position} of its batch",
             )
         except MediaError:
             if self.config.on_error == "raise":
                 raise
             return None
+        view = sample.view
         resized, crop = view.crop(int(row["height"]), int(row["width"]))
         geometry = {"size": view.size, "fps": view.fps, "start": view.start, "flip": view.flip}
+        if view.offset:
+            geometry["offset"] = view.offset
         # Images have one decoder. Keys for PyAV do not name it: older caches had no other decoder.
         if view.fps and view.video_decoder != "pyav":
             geometry["decoder"] = view.video_decoder
         key = entry_key(
             kind="latents",
-            file=_identity(source, self.root),
+            file=_identity(sample.source, self.files.root),
             model=self.model,
             **geometry,
             resized=resized,
             crop=crop,
         )
-        return _Sample(key, source, view, crop)
+        return _Sample(key, sample, crop)
 
     def _draws(self, row: Mapping[str, Any]) -> np.ndarray:
         count = self.config.views.num_draws
@@ -195,7 +194,7 @@ class LatentColumns(_CachedColumns):
                 continue
             encoded = self.encode(torch.stack(pixels))
             for row, sample in enumerate(readable):
-                view = sample.view
+                view = sample.file.view
                 about = {"size": view.size, "crop": sample.crop, "flip": view.flip, "fps": view.fps}
                 entry = {name: values[row] for name, values in encoded.items()}
                 self.config.cache.write(sample.key, entry, about=about)
@@ -203,10 +202,10 @@ class LatentColumns(_CachedColumns):
 
     def _loaded(self, samples: list[_Sample]) -> Iterator[list[tuple[_Sample, Future[torch.Tensor]]]]:
         """Yield stacks of samples of one size with their pixels, while the next stack is decoded."""
-        ordered = sorted(samples, key=lambda sample: sample.view.size)
+        ordered = sorted(samples, key=lambda sample: sample.file.view.size)
         stacks = [
             group[start : start + self.config.batch_size]
-            for _, members in groupby(ordered, key=lambda sample: sample.view.size)
+            for _, members in groupby(ordered, key=lambda sample: sample.file.view.size)
             for group in [list(members)]
             for start in range(0, len(group), self.config.batch_size)
         ]
@@ -238,7 +237,9 @@ class TextColumns(_CachedColumns):
     """
 
     encode: Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]]
+    column: str
 
+    optional_columns = ()
     output_columns = ("text_key",)
 
     @property
@@ -280,10 +281,10 @@ class TextColumns(_CachedColumns):
 
 
 def _pixels(sample: _Sample) -> torch.Tensor:
-    pixels, crop = load_sample(sample.source, sample.view)
+    pixels, crop = load_sample(sample.file.source, sample.file.view)
     if crop != sample.crop:
         raise MediaError(
-            f"{sample.source.path} has another size than its width and height columns say, so its crop is {crop} "
+            f"{sample.file.source.path} has another size than its width and height columns say, so its crop is {crop} "
             f"instead of {sample.crop}; compute the columns again."
         )
     return pixels

@@ -50,7 +50,8 @@ def cache_dataset(
     buckets = column_array(rows, "bucket_id")
     encoder.check_frames(latents.table, buckets[buckets >= 0])
     order = np.argsort(buckets, kind="stable")  # by bucket, so that stacks are full
-    _encode_share(rows.select_columns(list(latents.input_columns)).select(order), latents, state, desc="latents")
+    columns = [*latents.input_columns, *(name for name in latents.optional_columns if name in rows.column_names)]
+    _encode_share(rows.select_columns(columns).select(order), latents, state, desc="latents")
     text = None
     if prepared.caption_column is not None:
         text = TextColumns(
@@ -89,9 +90,8 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
         encode=lambda pixels: encoder.encode_media(pixels.to(device)),
         model=latents_fingerprint(encoder),
         table=table,
-        column=prepared.column,
+        files=prepared.files,
         config=config,
-        root=prepared.root,
     )
     return rows, columns
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +18,14 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, refuse_old_names
 from ..files import complete_folder
+from ..media.rows import MediaColumns
 
 MANIFEST = "bucketing.json"
 
-_VERSION = 5
+ROW_WEIGHT = "weight"
+"""Column of the occurrences of each row per epoch, where they are not 1."""
+
+_VERSION = 6
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
 
 
@@ -65,7 +69,8 @@ class PreparedDataset:
         open_table ([`OpenTable`]): Sizes of the rows in packs. Its `spec` also counted the `num_tokens` column.
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths in the media column start from.
+        root (`str`, *optional*): Folder that relative paths in these columns start from.
+        conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
     """
 
@@ -75,7 +80,13 @@ class PreparedDataset:
     column: str
     caption_column: str | None
     root: str | None = None
+    conditions: Mapping[str, str] = field(default_factory=dict)
     cache: CacheInfo | None = None
+
+    @property
+    def files(self) -> MediaColumns:
+        """Columns that lead to the files."""
+        return MediaColumns(column=self.column, root=self.root, conditions=self.conditions)
 
     @property
     def spec(self) -> LatentSpec:
@@ -105,6 +116,7 @@ class PreparedDataset:
             "column": self.column,
             "caption_column": self.caption_column,
             "root": None if self.root is None else os.path.relpath(self.root, target),
+            "conditions": dict(self.conditions),
             "cache": None
             if self.cache is None
             else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
@@ -137,6 +149,7 @@ class PreparedDataset:
             column=manifest["column"],
             caption_column=manifest["caption_column"],
             root=None if manifest["root"] is None else os.path.normpath(path / manifest["root"]),
+            conditions=manifest["conditions"],
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),

@@ -15,8 +15,8 @@ from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import CropBox, LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, refuse_old_names
+from ..media.rows import MediaColumns
 from ..media.sample import load_sample
-from ..media.source import MediaSource
 from ..media.views import View, ViewRule, seeded_draws
 from .faults import Replacements
 from .random_resize import RandomResize
@@ -47,6 +47,7 @@ class MediaCollator:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
         caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder that relative paths start from.
+        conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample.
         views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
         seed (`int`, *optional*): Seed of the views and of the choice of replacements.
         replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
@@ -57,11 +58,13 @@ class MediaCollator:
     column: str = "video"
     caption_column: str | None = "caption"
     root: str | None = None
+    conditions: Mapping[str, str] = field(default_factory=dict)
     views: ViewRule = ViewRule()
     seed: int | None = None
     replacements: Replacements | None = None
 
     def __post_init__(self) -> None:
+        self._columns = MediaColumns(column=self.column, root=self.root, conditions=self.conditions)
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -131,15 +134,13 @@ class MediaCollator:
 
     def _load(self, row: Row, size: Size) -> Loaded:
         name = f"row {row['index']}" if "index" in row else "a row without an index column"
-        view = self.views.view(
-            size, num_frames=int(row["num_frames"]), fps=float(row["fps"]), draws=self._draws(row), name=name
-        )
+        draws = self._draws(row)
         try:
-            source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
-            pixels, crop = load_sample(source, view)
+            sample = self._columns.sample(row, size, views=self.views, draws=draws, name=name)
+            pixels, crop = load_sample(sample.source, sample.view)
         except MediaError as error:
             raise MediaError(f"Cannot load {name}: {error}") from error
-        return pixels, view, crop
+        return pixels, sample.view, crop
 
     def _draws(self, row: Row) -> npt.NDArray[np.float64]:
         """Return the uniform numbers in [0, 1) that choose the row's view."""

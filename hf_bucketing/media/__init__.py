@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .decode import DecoderName, check_decoder, frame_times, iter_frames
 from .probe import MAX_PIXELS, MediaInfo, frames_at_fps, probe
+from .rows import MediaColumns
 from .source import MediaSource
 from .views import FramePicking, View, ViewRule, seeded_draws
 from .write import write_image, write_video
@@ -18,6 +19,7 @@ __all__ = [
     "MAX_PIXELS",
     "DecoderName",
     "FramePicking",
+    "MediaColumns",
     "MediaInfo",
     "MediaSource",
     "View",

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ..buckets.sizes import CropBox, Size
 from ..errors import BucketingError
-from .decode import frame_times, iter_frames
+from .decode import iter_frames
 from .source import MediaSource
 from .views import View
 
@@ -30,8 +30,7 @@ def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]
     """
     box = None
     frames = []
-    times = frame_times(view.size.frames, view.fps, start=view.start)
-    for frame in iter_frames(source, times, video_decoder=view.video_decoder):
+    for frame in iter_frames(source, view.times, video_decoder=view.video_decoder):
         resized, box = view.crop(*frame.shape[:2])
         pixels = torch.from_numpy(frame).permute(2, 0, 1)[None]
         if resized != frame.shape[:2]:

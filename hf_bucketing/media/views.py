@@ -12,7 +12,7 @@ from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
 from ..errors import MediaError, refuse_old_names
 from ..randomness import Purpose, generator
 from ..settings import check_literals, check_shares
-from .decode import DecoderName, check_decoder
+from .decode import DecoderName, check_decoder, frame_times
 
 FramePicking = Literal["start", "uniform", "random"]
 
@@ -28,7 +28,8 @@ class View:
     Args:
         size ([`Size`]): Frames, height and width of the sample.
         fps (`float`): Frame rate to pick frames at; 0.0 for an image.
-        start (`int`): First frame, counted at `fps`.
+        start (`int`): First frame, counted at `fps` from `offset` on.
+        offset (`float`): Second of the file from which frames are counted, for clips of longer videos.
         position (`tuple[float, float]`): Place of the crop from top to bottom and from left to right, in [0, 1].
         flip (`bool`): Whether left and right are swapped, after the crop.
         video_decoder (`"pyav"` or `"torchcodec"`): Decoder of videos; their pixels may differ by a few levels.
@@ -37,9 +38,15 @@ class View:
     size: Size
     fps: float
     start: int = 0
+    offset: float = 0.0
     position: tuple[float, float] = (0.5, 0.5)
     flip: bool = False
     video_decoder: DecoderName = "pyav"
+
+    @property
+    def times(self) -> list[float]:
+        """Times of the frames in the file, in seconds."""
+        return [self.offset + time for time in frame_times(self.size.frames, self.fps, start=self.start)]
 
     def crop(self, height: int, width: int) -> tuple[tuple[int, int], CropBox]:
         """Return what a frame of `(height, width)` pixels is resized to, and the crop in resized pixels.
@@ -88,16 +95,24 @@ class ViewRule:
         return 3 if self.random_crop or self.frame_picking == "random" else 0
 
     def view(
-        self, size: Size, *, num_frames: int, fps: float, draws: npt.NDArray[np.float64], name: str = "the file"
+        self,
+        size: Size,
+        *,
+        num_frames: int,
+        fps: float,
+        draws: npt.NDArray[np.float64],
+        offset: float = 0.0,
+        name: str = "the file",
     ) -> View:
         """Choose the view of a file.
 
         Args:
             size ([`Size`]): Size of the sample.
-            num_frames (`int`): Frames of the file at `fps`.
+            num_frames (`int`): Frames of the file at `fps`, or of the clip that begins at `offset`.
             fps (`float`): Frame rate of `num_frames`; 0.0 for an image.
             draws (array of `float`, shape `(num_draws,)`): Uniform numbers in [0, 1): start, vertical and horizontal
                 position of the crop, flip.
+            offset (`float`): Second of the file at which the clip begins.
             name (`str`): Name of the file in messages.
 
         Raises:
@@ -117,6 +132,7 @@ class ViewRule:
             size=size,
             fps=fps,
             start=first,
+            offset=offset,
             position=(y, x) if self.random_crop else (0.5, 0.5),
             flip=flip < self.flip_probability,
             video_decoder=self.video_decoder,

@@ -21,7 +21,7 @@ from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import CacheInfo, PreparedDataset
+from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
 from ..errors import BucketingError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.collators import BucketCollator, PackCollator
@@ -122,6 +122,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
     sampler: PlannedBatchSampler
     common: dict[str, Any] = {
         "rejection": dataset["rejection"],
+        "weights": column_array(dataset, ROW_WEIGHT) if ROW_WEIGHT in dataset.column_names else None,
         "text_tokens": text_tokens,
         "longest_first": batches.longest_first,
         "seed": config.seed,
@@ -209,6 +210,7 @@ def _make_collator(
         "column": prepared.column,
         "caption_column": prepared.caption_column,
         "root": prepared.root,
+        "conditions": prepared.conditions,
         "views": config.views,
         "seed": config.seed,
         "replacements": config.faults.replacements(dataset, log=Path(config.output_dir) / "logs" / UNREADABLE),

@@ -16,7 +16,7 @@ from hf_bucketing import BucketingError, BucketTable, ColumnError, LatentSpec, M
 from hf_bucketing.caching import CacheConfig, LatentColumns, TextColumns
 from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
-from hf_bucketing.media import ViewRule, write_video
+from hf_bucketing.media import MediaColumns, ViewRule, write_video
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = BucketTable(sizes=(Size(1, 32, 48), Size(5, 32, 32)))
@@ -60,7 +60,8 @@ def rows_of(media: Path, *, table=TABLE, target_fps: float = 8.0) -> Dataset:
 
 
 def columns(media: Path, encoder: Encoder, **options) -> LatentColumns:
-    own = {"model": "m", "table": TABLE, "column": "file", "root": str(media)}
+    files = MediaColumns(column=options.pop("column", "file"), root=options.pop("root", str(media)))
+    own = {"model": "m", "table": TABLE, "files": files}
     own = {name: options.pop(name, default) for name, default in own.items()}
     return LatentColumns(encode=encoder, config=CacheConfig(folder=str(media / "cache"), **options), **own)
 

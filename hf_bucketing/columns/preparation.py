@@ -1,0 +1,208 @@
+"""From a source of data to rows that training can draw: captions checked, sizes and buckets computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from ..buckets.assignment import AssignmentRule
+from ..buckets.ladders import token_ladder
+from ..buckets.open_table import OpenTable, open_table
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
+from ..command_line.flags import numbers
+from ..errors import ColumnError, FlagError
+from ..settings import check_literals
+from .apply import map_columns
+from .arrays import column_array
+from .buckets import BucketColumns
+from .captions import OnCaptionError, check_captions
+from .metadata import MediaMetadata, add_sizes
+from .prepared import PreparedDataset
+from .sources import MediaDataset, load_source
+
+
+def heights_and_widths(text: str) -> list[tuple[int, int]]:
+    """Parse the sizes of a flag, `480,832;720,1280`, or `none`."""
+    return [] if text == "none" else [size[1:] for size in BucketTable.parse(text).sizes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableConfig:
+    """Bucket table.
+
+    Args:
+        bucket_tokens (`list` of `int`, *optional*): Token budgets per sample, such as 8190,18480 (no default: give
+            this, `buckets` or `table`).
+        buckets (`str`, *optional*): Buckets in diffusers' form "height,width;height,width", in place of
+            `bucket_tokens` (default: none).
+        table (`Path`, *optional*): File that BucketTable.to_json wrote, in place of `bucket_tokens` (default: none).
+        bucket_frames (`list` of `int`): Numbers of frames that buckets have.
+        bucket_sizes (list of pairs, *optional*): Sizes in pixels that token buckets always contain, such as
+            480,832;720,1280, or none (default: the model's own).
+        aspect_step (`float`): Distance between aspect ratios of token buckets; 0.08 is 8 %, and a larger distance
+            makes fewer buckets.
+        max_aspect_ratio (`float`): Largest ratio of the longer to the shorter side of token buckets.
+        image_sizes (`"own"` or `"video"`): Whether images are trained at buckets of one frame, or packed at their own
+            size, or both at the sizes of videos.
+
+    Raises:
+        FlagError: Unless one of `bucket_tokens`, `buckets` and `table` is given.
+    """
+
+    bucket_tokens: list[int] | None = field(default=None, metadata={"parse": numbers, "argument": "tokens"})
+    buckets: str | None = None
+    table: Path | None = None
+    bucket_frames: list[int] = field(
+        default_factory=lambda: [1, 17, 49, 81], metadata={"parse": numbers, "argument": "frames"}
+    )
+    bucket_sizes: list[tuple[int, int]] | None = field(default=None, metadata={"parse": heights_and_widths})
+    aspect_step: float = 0.08
+    max_aspect_ratio: float = 2.5
+    image_sizes: Literal["own", "video"] = "own"
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        if sum(option is not None for option in (self.bucket_tokens, self.buckets, self.table)) != 1:
+            raise FlagError("Give one of --bucket_tokens, --buckets and --table.")
+
+    def make(self, spec: LatentSpec, *, native_sizes: Sequence[tuple[int, int]] = ()) -> BucketTable:
+        """Return the table for a model of these strides and of these own sizes, `(height, width)` in pixels."""
+        if self.buckets is not None:
+            table = BucketTable.parse(self.buckets, frames=self.bucket_frames)
+        elif self.table is not None:
+            table = BucketTable.from_json(self.table.read_text())
+        else:
+            table = token_ladder(
+                spec,
+                self.bucket_tokens or [],
+                frames=self.bucket_frames,
+                sizes=native_sizes if self.bucket_sizes is None else self.bucket_sizes,
+                max_aspect_ratio=self.max_aspect_ratio,
+                aspect_step=self.aspect_step,
+            )
+        return table.images_at_video_sizes() if self.image_sizes == "video" else table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """Source of data, and how it is read.
+
+    Args:
+        dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file; a folder with such a file named
+            metadata, or with a .txt caption beside each image and video; or a data set on the hub.
+        dataset_config_name (`str`, *optional*): Configuration of a hub data set.
+        split (`str`): Split, such as train or train[:100].
+        media_column (`str`, *optional*): Image or video column (default: found by its name).
+        caption_column (`str`, *optional*): Text column (default: found by its name).
+        read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
+        target_fps (`float`): Frame rate to train at.
+        on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
+            the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
+            script at an unreadable file.
+        table ([`TableConfig`]): Bucket table of its rows.
+        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
+    """
+
+    dataset: str
+    dataset_config_name: str | None = None
+    split: str = "train"
+    media_column: str | None = None
+    caption_column: str | None = None
+    read_headers: bool = False
+    target_fps: float = 16.0
+    on_error: OnCaptionError = "raise"
+    table: TableConfig
+    rule: AssignmentRule = field(default_factory=AssignmentRule)
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+
+
+def read_source(
+    source: SourceConfig, *, num_proc: int | None = None, say: Callable[[str], None] = print
+) -> MediaDataset:
+    """Read the rows of a source, check their captions and add the columns of their sizes.
+
+    Args:
+        source ([`SourceConfig`]): What to read.
+        num_proc (`int`, *optional*): Processes that read file headers; by default this one.
+        say (callable): Called with each sentence about what was found.
+
+    Returns:
+        [`MediaDataset`]: Rows with the columns of `MediaMetadata`; those without a usable caption are marked for
+        rejection where `on_error` is `"reject"`.
+
+    Raises:
+        ColumnError: If there is no caption column, or a caption is not text; and as `load_source`.
+        MediaError: If a file cannot be read, unless `on_error` is `"reject"`; and as `load_source`.
+    """
+    loaded = load_source(
+        source.dataset,
+        split=source.split,
+        config_name=source.dataset_config_name,
+        media_column=source.media_column,
+        caption_column=source.caption_column,
+    )
+    say(loaded.describe())
+    if loaded.caption_column is None:
+        raise ColumnError(
+            "No caption column was found; name one as `caption_column`, or write captions beside the files."
+        )
+    captions = check_captions(
+        loaded.dataset, loaded.caption_column, on_error=source.on_error, media_column=loaded.column
+    )
+    metadata = MediaMetadata(
+        loaded.column,
+        target_fps=source.target_fps,
+        root=loaded.root,
+        on_error="reject" if source.on_error == "reject" else "raise",
+    )
+    sized = add_sizes(captions.dataset, metadata, read_headers=source.read_headers, num_proc=num_proc)
+    for sentence in filter(None, [captions.summary, sized.origin]):
+        say(sentence)
+    return replace(loaded, dataset=captions.mark(sized.dataset))
+
+
+def prepare(
+    source: SourceConfig,
+    *,
+    spec: LatentSpec,
+    native_sizes: Sequence[tuple[int, int]] = (),
+    max_frames: int | None = None,
+    num_proc: int | None = None,
+    overwrite: bool = False,
+    say: Callable[[str], None] = print,
+) -> PreparedDataset:
+    """Read a source and assign its rows to buckets.
+
+    Args:
+        source ([`SourceConfig`]): What to read, and its bucket table.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
+        native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
+        max_frames (`int`, *optional*): Number of frames that packed samples are cut to.
+        num_proc (`int`, *optional*): Processes that read file headers; by default this one.
+        overwrite (`bool`): Whether bucket columns that the data set already has are replaced.
+        say (callable): Called with each sentence about what was found.
+
+    Raises:
+        BucketingError: As [`read_source`], and if the data set already has bucket columns.
+    """
+    table = source.table.make(spec, native_sizes=native_sizes)
+    loaded = read_source(source, num_proc=num_proc, say=say)
+    columns = BucketColumns(table, spec, rule=source.rule)
+    dataset = map_columns(loaded.dataset, columns, num_proc=num_proc, overwrite=overwrite)
+    packed: OpenTable = open_table(spec, max_frames=max_frames)
+    if source.table.image_sizes == "video":
+        sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))
+        packed = packed.images_at_video_sizes(*sizes, rule=source.rule)
+    return PreparedDataset(
+        dataset=dataset,
+        table=table,
+        open_table=packed,
+        column=loaded.column,
+        caption_column=loaded.caption_column,
+        root=loaded.root,
+    )

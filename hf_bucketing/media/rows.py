@@ -1,0 +1,81 @@
+"""From a row of a data set to its sample: which file, which part of it, and what else the model is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..buckets.sizes import Size
+from .source import MediaSource
+from .views import View, ViewRule
+
+CLIP_START = "start"
+"""Column of the second of its file at which a row's clip begins, for rows that are clips of longer videos."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSample:
+    """One row's file and the part of it that is shown.
+
+    Attributes:
+        source ([`MediaSource`]): The file.
+        view ([`View`]): Frames, size, crop and flip.
+        conditions (mapping of `str` to [`MediaSource`]): Files of what the model is shown beside the text.
+    """
+
+    source: MediaSource
+    view: View
+    conditions: Mapping[str, MediaSource] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaColumns:
+    """Name the columns of a data set that lead to its files.
+
+    Args:
+        column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
+        root (`str`, *optional*): Folder that relative paths start from.
+        conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
+    """
+
+    column: str
+    root: str | None = None
+    conditions: Mapping[str, str] = field(default_factory=dict)
+
+    def sample(
+        self, row: Mapping[str, Any], size: Size, *, views: ViewRule, draws: npt.NDArray[np.float64], name: str
+    ) -> FileSample:
+        """Return the sample that a row becomes.
+
+        Args:
+            row (mapping): Row with the media column, `num_frames` and `fps`, the columns of conditions, and
+                [`CLIP_START`] if it is a clip of a longer video.
+            size ([`Size`][hf_bucketing.Size]): Size of the sample.
+            views ([`ViewRule`]): Rule that chooses frames, crop and flip.
+            draws (array of `float`, shape `(views.num_draws,)`): Uniform numbers in [0, 1).
+            name (`str`): Name of the row in messages.
+
+        Raises:
+            MediaError: If a file does not exist, or has too few frames.
+        """
+        source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
+        view = views.view(
+            size,
+            num_frames=int(row["num_frames"]),
+            fps=float(row["fps"]),
+            draws=draws,
+            offset=float(row.get(CLIP_START) or 0.0),
+            name=source.path,
+        )
+        return FileSample(
+            source=source,
+            view=view,
+            conditions={
+                condition: MediaSource.from_cell(row[column], root=self.root, name=f"{condition} of {name}")
+                for condition, column in self.conditions.items()
+            },
+        )
