@@ -60,12 +60,12 @@ def main(args: argparse.Namespace) -> None:
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
     table = from_flags(TableConfig, args).make(spec, native_sizes=recipe.native_sizes)
     columns = ParquetColumns(
-        source=args.input_dir,
-        target=args.output_dir,
+        source=os.path.abspath(args.input_dir),  # workers have other current folders
+        target=os.path.abspath(args.output_dir),
         metadata=MediaMetadata(
             args.media_column,
             target_fps=args.target_fps,
-            root=args.media_dir or args.input_dir,
+            root=os.path.abspath(args.media_dir or args.input_dir),
             on_error=args.on_error,
         ),
         buckets=BucketColumns(table, spec, rule=from_flags(AssignmentRule, args)),
