@@ -165,12 +165,8 @@ def _code(run: Run, *, name: str, base: str) -> str:
 
 def _sizes(data: TrainingData) -> list[tuple[Size, int]]:
     """Return the sizes at which samples are trained, and how many there are of each; the most frequent first."""
-    ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
-    order = np.argsort(-counts, kind="stable")
-    return [
-        (data.table.size(bucket), count)
-        for bucket, count in zip(ids[order].tolist(), counts[order].tolist(), strict=True)
-    ]
+    counts = sorted(data.bucket_counts().items(), key=lambda item: -item[1])
+    return [(data.table.size(bucket), count) for bucket, count in counts]
 
 
 def _fps(data: TrainingData) -> int:

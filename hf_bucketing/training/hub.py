@@ -117,4 +117,5 @@ def upload(folder: Path, repository: str, parts: Sequence[str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}, {str(error).strip().partition(chr(10))[0].rstrip('.')}"
+    line = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}, {line}"

@@ -18,11 +18,13 @@ from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from hf_bucketing import BucketingError
+from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.errors import HubError
 from hf_bucketing.training import HubConfig
 from hf_bucketing.training.adapters import LORA_WEIGHTS
 from hf_bucketing.training.card import Run, shown, write_card
+from hf_bucketing.training.data import UNREADABLE
 from hf_bucketing.training.hub import open_repository, upload
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import TRAINING_SCRIPT, launch, run_script_here
@@ -115,21 +117,34 @@ def test_a_dry_run_creates_no_repository(reached, pipeline_dir, prepared_dir, tm
     assert not reached.requests
 
 
-def test_every_run_leaves_a_card_and_keeps_one_that_it_did_not_write(pipeline_dir, prepared_dir, tmp_path) -> None:
-    config = in_process(pipeline_dir, prepared_dir, tmp_path / "run", max_train_steps=1)
-    trainer = Trainer(config)
+def test_every_run_leaves_a_card_and_keeps_one_that_it_did_not_write(media_dir, pipeline_dir, tmp_path) -> None:
+    prepared, output = tmp_path / "prepared", tmp_path / "run"
+    run_script_here(
+        *("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", pipeline_dir),
+        *("--target_fps", 8, "--buckets", "64,96;96,64", "--bucket_frames", "9", "--output_dir", prepared),
+    )
+    trainer = Trainer(in_process(pipeline_dir, prepared, output, max_train_steps=1))
     trainer.run()
-    card = ModelCard.load(tmp_path / "run" / "README.md")
+    card = ModelCard.load(output / "README.md")
     assert (card.data.pipeline_tag, card.data.library_name) == ("text-to-video", "diffusers")
-    assert "| bucket (frames×height×width) | samples | tokens |" in card.text
     assert "<Gallery />" not in card.text  # nothing was rendered
     assert "loss.png" not in card.text  # a single step
     assert str(tmp_path) not in str(card)
-    assert "HF_TOKEN" not in str(card)
-    (tmp_path / "run" / "README.md").write_text("my own text")
-    finished = Run(config, trainer.recipe, trainer.data, None, {})
-    assert write_card(tmp_path / "run", finished)[0] == ["README.md"]
-    assert (tmp_path / "run" / "README.md").read_text() == "my own text"
+    dataset = PreparedDataset.load(prepared).dataset
+    rejected = {f"rejected: {reason}": count for reason, count in count_rejections(dataset["rejection"][:]).items()}
+    kept = {"kept, per epoch": len(dataset) - sum(rejected.values()), "repeated to fill steps, per epoch": 0}
+    assert rejected
+    assert counts_in(card, "rows") == {"in the data set": 20, **rejected, **kept}
+    assert sum(counts_in(card, "bucket").values()) == kept["kept, per epoch"]
+
+    finished = Run(trainer.config, trainer.recipe, trainer.data, None, {})
+    (output / "logs" / UNREADABLE).write_text("{}\n{}\n")
+    write_card(output, finished)
+    card = ModelCard.load(output / "README.md")
+    assert counts_in(card, "rows")["unreadable and replaced, in all epochs"] == 2
+    (output / "README.md").write_text("my own text")
+    assert write_card(output, finished)[0] == ["README.md"]
+    assert (output / "README.md").read_text() == "my own text"
 
 
 def test_paths_are_shown_by_their_last_part(tmp_path, monkeypatch) -> None:
@@ -149,11 +164,11 @@ def flags(pipeline: Path, prepared: Path, output: Path, *others: object) -> tupl
     )
 
 
-def counts_in(card: ModelCard, title: str) -> dict[str, str]:
-    """Return the first two cells of each row of a table in a card."""
+def counts_in(card: ModelCard, title: str) -> dict[str, int]:
+    """Return the first two cells of each row of a table in a card: names and counts."""
     table = card.text.partition(f"| {title}")[2].partition("\n\n")[0]
     rows = (line.strip("| ").split(" | ") for line in table.splitlines()[2:])
-    return {row[0]: row[1] for row in rows}
+    return {row[0]: int(row[1]) for row in rows}
 
 
 def call(card: ModelCard) -> None:
@@ -212,8 +227,8 @@ def test_the_script_uploads_what_it_saved_with_a_card_whose_code_loads_it(
     )
     dataset = PreparedDataset.load(prepared_dir).dataset
     buckets = counts_in(card, "bucket")
-    assert sum(map(int, buckets.values())) == (column_array(dataset, "bucket_id") >= 0).sum()
-    assert counts_in(card, "rows")["in the data set"] == "20"
+    assert sum(buckets.values()) == (column_array(dataset, "bucket_id") >= 0).sum()
+    assert counts_in(card, "rows")["in the data set"] == 20
     (settings,) = re.findall(r"```yaml\n(.*?)```", card.text, re.DOTALL)
     shown_settings = yaml.safe_load(settings)
     assert shown_settings["dataset_dir"] == prepared_dir.name
