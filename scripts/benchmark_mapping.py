@@ -162,7 +162,7 @@ def measure_preparing(rows: int, clips: list[Path], runs: int, folder: Path) -> 
             environment = {**os.environ, "HF_DATASETS_CACHE": cache}
             subprocess.run(command, check=True, capture_output=True, env=environment)
 
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, load = resource.getrusage(resource.RUSAGE_CHILDREN), os.getloadavg()[0]
     (prepared,) = seconds_of(prepare, runs=runs)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -170,6 +170,7 @@ def measure_preparing(rows: int, clips: list[Path], runs: int, folder: Path) -> 
         "prepared_rows": rows,
         "prepare_s": prepared.median,
         "prepare_spread_s": prepared.spread,
+        "prepare_load_at_start": load,
         "prepare_processor_s": processor / (runs + 1),
     }
 

@@ -73,7 +73,7 @@ def write_card(folder: Path, run: Run) -> tuple[list[str], str]:
         BucketingError: If the run left no log.
     """
     path = folder / REPOCARD_NAME
-    if path.is_file() and _OURS not in path.read_text():
+    if path.is_file() and _OURS.encode() not in path.read_bytes():
         return [REPOCARD_NAME], f"Kept {path}, which is not a card of hf_bucketing"
     figure = None
     if len(read_log(folder, "losses")) >= _FEWEST_STEPS:
