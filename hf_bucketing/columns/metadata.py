@@ -187,7 +187,8 @@ def add_sizes(
     """Add `width`, `height`, `num_frames` and `fps`, from columns of these names if they are right, else from headers.
 
     Existing columns are used if every row has its size (and, unless all are still images, its frames and frame rate)
-    and the headers of 16 sampled files agree. Otherwise all headers are read.
+    and the headers of 16 sampled files agree. Otherwise all headers are read. Sizes of −1 mark files that an earlier
+    run could not read; they are used where `metadata.on_error` is `"reject"`.
 
     Args:
         dataset (`Dataset`): Rows with a media column.
@@ -199,7 +200,7 @@ def add_sizes(
         ColumnError: If the data set's sizes differ from those of a sampled file; the message names it.
         MediaError: If a file cannot be read, unless `metadata.on_error` is `"reject"`.
     """
-    names, reason = ((), "as asked for") if read_headers else _usable_columns(dataset, metadata.column)
+    names, reason = ((), "as asked for") if read_headers else _usable_columns(dataset, metadata)
     if names:
         unreadable = _compare_with_files(dataset, names, metadata)
         if unreadable:
@@ -218,12 +219,15 @@ def add_sizes(
     return SizedDataset(sized, f"Sizes are the columns {', '.join(names)}; the headers of {checked} files agree.")
 
 
-def _usable_columns(dataset: Dataset, media_column: str) -> tuple[tuple[str, ...], str]:
-    """Return the columns that hold the size of every row; or none, and the reason."""
+def _usable_columns(dataset: Dataset, metadata: MediaMetadata) -> tuple[tuple[str, ...], str]:
+    """Return the columns that hold the size of every row; or none, and the reason.
+
+    Where unreadable files are rejected, sizes of −1 as `MediaMetadata` writes them are sizes too; no value is not.
+    """
     if not len(dataset) or not set(_SIZES) <= set(dataset.column_names):
         return (), "width and height are needed"
     names = (*_SIZES, *_TIMES) if set(_TIMES) <= set(dataset.column_names) else _SIZES
-    if len(names) == 2 and not _all_still_images(dataset, media_column):
+    if len(names) == 2 and not _all_still_images(dataset, metadata.column):
         return (), "videos need num_frames and fps too"
     batch: dict[str, Any] = dataset.select_columns(list(names)).with_format("arrow")[:]
     try:
@@ -234,6 +238,8 @@ def _usable_columns(dataset: Dataset, media_column: str) -> tuple[tuple[str, ...
     incomplete = np.minimum.reduce(sizes) < 1
     if fps is not None:
         incomplete |= (sizes[2] > 1) & ~(fps > 0)
+    if metadata.on_error == "reject":
+        incomplete &= ~np.logical_and.reduce([numbers(batch, name) == -1 for name in names[:3]])
     if incomplete.any():
         return (), f"{incomplete.sum()} rows lack a size or frame rate, the first of them row {incomplete.argmax()}"
     return names, ""
@@ -266,7 +272,7 @@ def _compare_with_files(dataset: Dataset, names: tuple[str, ...], metadata: Medi
     for position, row in enumerate(rows):
         file = {name: values[position] for name, values in found.items()}
         if file["width"] < 0:
-            unreadable += 1
+            unreadable += given["width"][position] >= 0
             continue
         wrong = [name for name in names if not _agrees(name, given[name][position], file)]
         if wrong:

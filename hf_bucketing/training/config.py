@@ -31,6 +31,7 @@ from ..settings import (
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .held_out import HeldOutConfig
+from .hub import HubConfig
 from .memory.config import MemoryConfig
 from .optimizers import OptimizerConfig
 from .run_log import COST_MODEL
@@ -219,6 +220,7 @@ class TrainingConfig:
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
         held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
+        hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
 
     Raises:
         BucketingError: On an impossible value or combination, or a video decoder that cannot be loaded.
@@ -249,6 +251,7 @@ class TrainingConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
     def __post_init__(self) -> None:
         check_literals(self)

@@ -83,6 +83,11 @@ class TrainingData:
         """Return the weights of the losses of rows, `(n,)`."""
         return reduction_weights(torch.from_numpy(self.tokens_of(rows, epoch=epoch)), self.reduction)
 
+    def bucket_counts(self) -> dict[int, int]:
+        """Return the buckets of the usable rows, each with its number of rows."""
+        ids, counts = np.unique(self.bucket_ids[self.num_tokens > 0], return_counts=True)
+        return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
     def sizes(self, rows: npt.NDArray[np.int64]) -> list[Size]:
         """Return the target size of each row."""
         return [self.table.size(int(self.bucket_ids[row])) for row in rows]

@@ -31,6 +31,7 @@ from ..models.recipe import PARTS, pipeline_folder, read_config
 from ..models.registry import recipe_of
 from ..settings import changed
 from .adapters import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
+from .card import Run, write_card
 from .checkpoint import (
     Progress,
     find_checkpoint,
@@ -44,6 +45,7 @@ from .checkpoint import (
 from .config import TrainingConfig
 from .data import UNREADABLE, make_data, make_held_out_data
 from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
+from .hub import open_repository, result_parts, upload
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
 from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
 from .memory.offload import check_offload, offload_blocks
@@ -119,6 +121,9 @@ class Trainer:
             )
         check_quantization(config, self.accelerator)
         check_offload(config, self.accelerator)
+        self.repository = None
+        if config.hub.push_to_hub and not config.dry_run and self.accelerator.is_main_process:
+            self.repository = open_repository(config.hub, folder=self.folder)
         self.calls = parts_called(config)
         source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
@@ -432,10 +437,18 @@ class Trainer:
                     disable_packing(self.transformer)
                 save_pipeline(recipe, self.folder, source=Path(self.source), weights=weights)
         logger.info(f"Saved to {self.folder}")
+        parts: list[str] = []
         if accelerator.is_main_process:
             logger.info(write_cost_model(self.folder))
+            samples = {} if self.validation is None else self.validation.last_files(self.global_step)
+            run = Run(self.config, recipe, self.data, self.repository, samples)
+            card, message = write_card(self.folder, run)
+            logger.info(message)
+            parts = result_parts(self.folder, adapters=self.config.adapters.lora_rank is not None) + card
         self.log.close()
         self.release()
+        if self.repository is not None:  # the other processes have ended meanwhile, and time out nowhere
+            logger.info(upload(self.folder, self.repository, parts))
 
     def release(self) -> None:
         """Release everything that was prepared, and end the process group."""

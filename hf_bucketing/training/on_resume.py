@@ -68,6 +68,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
             "checkpoints_total_limit",
         ),
         *("resume_from_checkpoint", "init_from_adapters", "report_to", "attention_backend"),
+        *("push_to_hub", "hub_model_id", "hub_private_repo"),
     ),
 }
 
