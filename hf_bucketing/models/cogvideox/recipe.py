@@ -10,6 +10,7 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError, PackingError
 from ...packing.strips import token_grid
+from ..first_frame import ENDS, shown_ends
 from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, read_configs
 from .packing import FAMILY, has_table
 
@@ -108,6 +109,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
 
     pipeline_class = "CogVideoXImageToVideoPipeline"
     takes_image = True
+    shown = ENDS[:1]
 
     @property
     def media_rule(self) -> str:
@@ -118,11 +120,11 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
     def encode_conditions(
         self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
     ) -> Conditions:
-        """Encode the first frame of videos: `image_latents`, `(B, C, 1, h, w)`, zeros for images."""
+        """Encode the first frame of videos, their own or the data set's: `image_latents`, `(B, C, 1, h, w)`, zeros for images."""
         if pixel_values.shape[2] == 1:
             return {"image_latents": torch.zeros_like(latents[:, :, :1])}
         vae = self.pipeline.vae
-        image = vae.encode(pixel_values[:, :, :1].to(vae.dtype)).latent_dist.mode()
+        image = vae.encode(shown_ends(pixel_values, shown).to(vae.dtype)).latent_dist.mode()
         factor = vae.config.scaling_factor
         return {"image_latents": image / factor if vae.config.invert_scale_latents else image * factor}
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
 from ..recipe import Conditions, Recipe, Samples, Shown
 from ..wan.recipe import WanRecipe
@@ -78,8 +79,12 @@ class WanVACERecipe(WanRecipe):
         given = shown.get("reference")
         if given is None:
             return [None] * len(pixel_values)
-        size = pixel_values.shape[-2], pixel_values.shape[-1]
-        return [self.encode_latents(_on_white(one.to(pixel_values), size)[None])[0] for one in given]
+        height, width = pixel_values.shape[-2:]
+        images = [pictures(image.transpose(0, 1))[0] for image in given]
+        _, _, canvases = self.pipeline.preprocess_conditions(
+            reference_images=[[image] for image in images], batch_size=len(images), height=height, width=width, num_frames=1
+        )
+        return [self.encode_latents(canvas[None, :, None].to(pixel_values))[0] for canvas, in canvases]
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return zeros of the shapes of [`encode_conditions`], and weights of 1."""
@@ -104,18 +109,6 @@ class WanVACERecipe(WanRecipe):
             "A reference image adds a latent frame to its sample, so that samples with and without one do not make a "
             "stack. Train packs, which mix them, or prepare a data set in which all rows have a reference or none."
         )
-
-
-def _on_white(image: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Scale an image `(3, 1, h, w)` to fit into a size, and centre it on white, `(3, 1, H, W)`, as the pipeline."""
-    height, width = image.shape[-2:]
-    scale = min(size[0] / height, size[1] / width)
-    fitted = int(height * scale), int(width * scale)
-    canvas = image.new_ones(3, 1, *size)
-    top, left = ((whole - part) // 2 for whole, part in zip(size, fitted, strict=True))
-    resized = F.interpolate(image[:, 0][None], size=fitted, mode="bilinear", align_corners=False)
-    canvas[:, 0, top : top + fitted[0], left : left + fitted[1]] = resized[0]
-    return canvas
 
 
 def _in_front(
