@@ -87,7 +87,7 @@ class BucketStep(Step):
     def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
         inputs = self.recipe.model_inputs(samples)
         prediction = self.recipe.predict(transformer, samples, inputs)
-        return self.objective.losses(prediction, samples.noised, weights=TEMP(samples, inputs.weights))
+        return self.objective.losses(prediction, samples.noised, weights=inputs.weights)
 
 
 @dataclass(kw_only=True)
@@ -114,7 +114,7 @@ class PackStep(Step):
             **samples.text.pack_kwargs(),
         )
         prediction = packed_forward(transformer, pack)
-        return self.objective.packed_losses(prediction, samples.noised, pack, weights=TEMP(samples, inputs.weights))
+        return self.objective.packed_losses(prediction, samples.noised, pack, weights=inputs.weights)
 
 
 def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
@@ -173,13 +173,10 @@ def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.T
     """
     if "latents" in batch:
         return {"latents": list(batch["latents"]), **batch.get("conditions", {})}
-    pixels, shown = batch["pixel_values"], batch.get("shown", {})
+    pixels = batch["pixel_values"]
     if isinstance(pixels, torch.Tensor):
-        return {name: list(values) for name, values in recipe.encode_media(pixels, shown).items()}
-    encoded = [
-        recipe.encode_media(sample[None], {name: [values[row]] for name, values in shown.items()})
-        for row, sample in enumerate(pixels)
-    ]
+        return {name: list(values) for name, values in recipe.encode_media(pixels).items()}
+    encoded = [recipe.encode_media(sample[None]) for sample in pixels]
     return {name: [sample[name][0] for sample in encoded] for name in encoded[0]}
 
 
@@ -224,10 +221,3 @@ def check_cached(recipe: Recipe, data: TrainingData) -> None:
             f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
             "scripts/cache_latents.py again with this pipeline."
         )
-
-
-def TEMP(samples, weights):
-    masks = samples.conditions.get("loss_mask")
-    if masks is None:
-        return weights
-    return masks if weights is None else [a * b for a, b in zip(masks, weights, strict=True)]

@@ -37,6 +37,16 @@ class Drawn:
     max_sequence_length: int
     shown: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def first(self) -> torch.Tensor:
+        """The frame that an image-to-video model is shown as the first, `(3, 1, H, W)`."""
+        return self.shown.get("first_frame", self.pixels[:, :1])
+
+    @property
+    def last(self) -> torch.Tensor:
+        """The frame that an image-to-video model is shown as the last, `(3, 1, H, W)`."""
+        return self.shown.get("last_frame", self.pixels[:, -1:])
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeCase:
@@ -80,6 +90,9 @@ class RecipeCase:
 
 BLOCKS_OF_32 = "32,64;64,32;32,32"
 """Buckets for models whose sides are multiples of 32 pixels."""
+
+FIRST_FRAME = (("first_frame",),)
+"""What the data set shows an image-to-video model of a sample."""
 
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
 """Sizes of samples for pipelines that make images."""

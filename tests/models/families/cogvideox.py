@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.models.recipe_cases import Drawn, RecipeCase, encoding_to_the_mode
+from tests.models.recipe_cases import FIRST_FRAME, Drawn, RecipeCase, encoding_to_the_mode
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def image_latents(pipeline: Any, drawn: Drawn, *, frames: int) -> torch.Tensor:
     height, width = drawn.pixels.shape[2:]
     with encoding_to_the_mode(pipeline.vae):
         _, condition = pipeline.prepare_latents(
-            drawn.pixels[None, :, 0],
+            drawn.first[None, :, 0],
             num_channels_latents=len(drawn.noise),
             num_frames=(frames - 1) * pipeline.vae_scale_factor_temporal + 1,
             height=height,
@@ -67,7 +67,7 @@ RECIPES = {
     "cogvideox": COGVIDEOX,
     "cogvideox-2b": replace(COGVIDEOX, tiny="cogvideox-2b"),
     "cogvideox-1.5": PAIRS,
-    "cogvideox-i2v": replace(PAIRS, tiny="cogvideox-i2v"),
+    "cogvideox-i2v": replace(PAIRS, tiny="cogvideox-i2v", shown=FIRST_FRAME),
     "cogvideox-5b-i2v": replace(
         COGVIDEOX,
         tiny="cogvideox-5b-i2v",
