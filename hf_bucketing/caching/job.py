@@ -39,9 +39,10 @@ def cache_dataset(
         others), and how many rows and captions of all processes were encoded, found, unreadable or rejected.
 
     Raises:
-        BucketingError: If samples are too short for the encoder's model.
+        BucketingError: If samples are too short for the encoder's model, or it is not shown their conditions.
         MediaError: Under `on_error="raise"`, for an unreadable file.
     """
+    encoder.check_conditions(prepared.conditions)
     state = PartialState()
     if state.is_main_process:
         config.cache.sweep()
@@ -87,7 +88,9 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
         rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
     device = encoder.pipeline.vae.device
     columns = LatentColumns(
-        encode=lambda pixels: encoder.encode_media(pixels.to(device)),
+        encode=lambda pixels, shown: encoder.encode_media(
+            pixels.to(device), {name: [one.to(device) for one in tensors] for name, tensors in shown.items()}
+        ),
         model=latents_fingerprint(encoder),
         table=table,
         files=prepared.files,

@@ -14,11 +14,14 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..command_line.flags import numbers
 from ..errors import ColumnError, FlagError
+from ..media.conditions import CONDITIONS
+from ..media.rows import MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
 from .captions import OnCaptionError, check_captions
+from .conditions import ConditionColumns, check_condition_columns, check_conditions
 from .metadata import MediaMetadata, add_sizes
 from .prepared import PreparedDataset
 from .sources import MediaDataset, load_source
@@ -97,6 +100,13 @@ class SourceConfig:
         split (`str`): Split, such as train or train[:100].
         media_column (`str`, *optional*): Image or video column (default: found by its name).
         caption_column (`str`, *optional*): Text column (default: found by its name).
+        first_frame_column (`str`, *optional*): Column of images to begin each clip with.
+        last_frame_column (`str`, *optional*): Column of images to end each clip with.
+        control_column (`str`, *optional*): Column of control videos or images, which lie over their samples frame by
+            frame.
+        mask_column (`str`, *optional*): Column of masks, videos or images: white is learned, black is not. A row
+            without a mask is learned as a whole.
+        reference_column (`str`, *optional*): Column of reference images, which keep their own size.
         read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
         target_fps (`float`): Frame rate to train at.
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
@@ -111,6 +121,11 @@ class SourceConfig:
     split: str = "train"
     media_column: str | None = None
     caption_column: str | None = None
+    first_frame_column: str | None = None
+    last_frame_column: str | None = None
+    control_column: str | None = None
+    mask_column: str | None = None
+    reference_column: str | None = None
     read_headers: bool = False
     target_fps: float = 16.0
     on_error: OnCaptionError = "raise"
@@ -120,11 +135,17 @@ class SourceConfig:
     def __post_init__(self) -> None:
         check_literals(self)
 
+    @property
+    def conditions(self) -> dict[str, str]:
+        """Column of each condition that is given."""
+        columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
+        return {name: column for name, column in columns.items() if column is not None}
+
 
 def read_source(
     source: SourceConfig, *, num_proc: int | None = None, say: Callable[[str], None] = print
 ) -> MediaDataset:
-    """Read the rows of a source, check their captions and add the columns of their sizes.
+    """Read the rows of a source, check their captions and conditions, and add the columns of their sizes.
 
     Args:
         source ([`SourceConfig`]): What to read.
@@ -132,12 +153,13 @@ def read_source(
         say (callable): Called with each sentence about what was found.
 
     Returns:
-        [`MediaDataset`]: Rows with the columns of `MediaMetadata`; those without a usable caption are marked for
-        rejection where `on_error` is `"reject"`.
+        [`MediaDataset`]: Rows with the columns of `MediaMetadata`; those without a usable caption or condition are
+        marked for rejection where `on_error` is `"reject"`.
 
     Raises:
-        ColumnError: If there is no caption column, or a caption is not text; and as `load_source`.
-        MediaError: If a file cannot be read, unless `on_error` is `"reject"`; and as `load_source`.
+        ColumnError: If there is no caption column or a named column, or a caption is not text; and as `load_source`.
+        MediaError: If a file cannot be read or a condition does not fit its sample, unless `on_error` is `"reject"`;
+            and as `load_source`.
     """
     loaded = load_source(
         source.dataset,
@@ -151,19 +173,23 @@ def read_source(
         raise ColumnError(
             "No caption column was found; name one as `caption_column`, or write captions beside the files."
         )
+    check_condition_columns(loaded.dataset, source.conditions)
     captions = check_captions(
         loaded.dataset, loaded.caption_column, on_error=source.on_error, media_column=loaded.column
     )
-    metadata = MediaMetadata(
-        loaded.column,
-        target_fps=source.target_fps,
-        root=loaded.root,
-        on_error="reject" if source.on_error == "reject" else "raise",
-    )
+    on_error: Literal["raise", "reject"] = "reject" if source.on_error == "reject" else "raise"
+    metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=on_error)
     sized = add_sizes(captions.dataset, metadata, read_headers=source.read_headers, num_proc=num_proc)
-    for sentence in filter(None, [captions.summary, sized.origin]):
+    files = MediaColumns(column=loaded.column, root=loaded.root, conditions=source.conditions)
+    dataset, conditions = check_conditions(
+        captions.mark(sized.dataset),
+        ConditionColumns(files, on_error=on_error),
+        media_column=loaded.column,
+        num_proc=num_proc,
+    )
+    for sentence in filter(None, [captions.summary, sized.origin, *conditions]):
         say(sentence)
-    return replace(loaded, dataset=captions.mark(sized.dataset))
+    return replace(loaded, dataset=dataset)
 
 
 def prepare(
@@ -205,4 +231,5 @@ def prepare(
         column=loaded.column,
         caption_column=loaded.caption_column,
         root=loaded.root,
+        conditions=source.conditions,
     )

@@ -86,7 +86,12 @@ class PreparedDataset:
     @property
     def files(self) -> MediaColumns:
         """Columns that lead to the files."""
-        return MediaColumns(column=self.column, root=self.root, conditions=self.conditions)
+        return MediaColumns(
+            column=self.column,
+            root=self.root,
+            conditions=self.conditions,
+            reference_multiples=self.spec.multiples,
+        )
 
     @property
     def spec(self) -> LatentSpec:

@@ -23,7 +23,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError, quoted
 from ..hub import from_hub
 from ..losses.variational import GaussianPosterior
-from ..media.rows import MASK
+from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family
 from ..packing.strips import token_grid

@@ -53,6 +53,7 @@ class TrainingData:
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
         empty_text ([`TextEmbeddings`], *optional*): Empty caption, where captions are dropped and come from a cache.
+        conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
     """
 
     loader: DataLoader[Any]
@@ -64,6 +65,7 @@ class TrainingData:
     cost_model: CostModel
     reduction: Reduction
     empty_text: TextEmbeddings | None
+    conditions: tuple[str, ...] = ()
 
     def tokens_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
         """Return the tokens of rows, `(n,)`; they change with the epoch where sizes are drawn at random."""
@@ -175,6 +177,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
         empty_text=empty_text,
+        conditions=tuple(prepared.conditions),
     )
 
 
@@ -211,6 +214,7 @@ def _make_collator(
         "caption_column": prepared.caption_column,
         "root": prepared.root,
         "conditions": prepared.conditions,
+        "reference_multiples": prepared.spec.multiples,
         "views": config.views,
         "seed": config.seed,
         "replacements": config.faults.replacements(dataset, log=Path(config.output_dir) / "logs" / UNREADABLE),

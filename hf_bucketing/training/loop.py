@@ -147,6 +147,7 @@ class Trainer:
         self.step.empty_text = self.data.empty_text
         check_positions(self.step, self.data, spec)
         self.recipe.check_frames(self.data.table, self.data.bucket_ids[self.data.num_tokens > 0])
+        self.recipe.check_conditions(self.data.conditions)
         check_cached(self.recipe, self.data)
         self._prepare()
         self.global_step = 0

@@ -29,7 +29,7 @@ class Encoder:
     def __init__(self) -> None:
         self.stacks: list[tuple[int, ...]] = []
 
-    def __call__(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __call__(self, pixels: torch.Tensor, shown: dict) -> dict[str, torch.Tensor]:
         self.stacks.append(tuple(pixels.shape))
         latents = torch.nn.functional.avg_pool3d(pixels, (1, 8, 8))
         return {"latents": latents, "first_frame": latents[:, :, :1] + 1}
