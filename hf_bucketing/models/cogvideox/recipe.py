@@ -120,7 +120,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
     def encode_conditions(
         self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
     ) -> Conditions:
-        """Encode the first frame of videos, their own or the data set's: `image_latents`, `(B, C, 1, h, w)`, zeros for images."""
+        """Encode the first frame of videos, the data set's or their own: `image_latents`, zeros for images."""
         if pixel_values.shape[2] == 1:
             return {"image_latents": torch.zeros_like(latents[:, :, :1])}
         vae = self.pipeline.vae

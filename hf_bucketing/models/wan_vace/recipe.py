@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
-from ..recipe import Conditions, Recipe, Samples, Shown
+from ..recipe import Conditions, Samples, Shown
 from ..wan.recipe import WanRecipe
 from .packing import CONTROL, FAMILY, SCALE
 
@@ -31,8 +31,6 @@ class WanVACERecipe(WanRecipe):
     - `reference` is an image of any size, fitted onto white and encoded as a latent frame in front of the video. The
       noisy latents have it too, as the pipeline generates it again and drops it; it does not enter the loss.
       (DiffSynth-Studio and VideoX-Fun count it as any frame.)
-
-    Samples with and without a reference differ in their latent frames: packs mix them, a stack does not.
     """
 
     pipeline_class = "WanVACEPipeline"
@@ -43,16 +41,18 @@ class WanVACERecipe(WanRecipe):
         """Encode a stack of samples, see [`Recipe.encode_media`].
 
         Returns:
-            `dict`: `latents`, the control channels and `loss_mask`, each with a frame in front of the samples that
-            have a reference.
+            `dict`: `latents`, the control channels and, where samples have a mask or a reference, `loss_mask`,
+            `(B, …, f, h, w)`; references add a latent frame in front of each.
         """
         encoded = super().encode_media(pixel_values, shown)
-        controls, references = encoded[CONTROL], self._references(pixel_values, shown)
-        weights = encoded.get(LOSS_MASK, pixel_values.new_ones(len(controls), 1, *controls[0].shape[1:]))
+        if "reference" not in shown:
+            return encoded
+        reference, (first, *_) = self._reference(pixel_values, shown["reference"]), encoded["latents"]
+        weights = encoded.get(LOSS_MASK, first.new_ones(len(reference), 1, *first.shape[1:]))
         return {
-            "latents": _in_front(references, encoded["latents"]),
-            CONTROL: _in_front(references, controls),
-            LOSS_MASK: _in_front([None if one is None else torch.zeros_like(one[:1]) for one in references], weights),
+            "latents": _in_front(reference, encoded["latents"]),
+            CONTROL: _in_front(reference, encoded[CONTROL]),
+            LOSS_MASK: _in_front(reference[:, :0], weights),
         }
 
     @torch.no_grad()
@@ -74,23 +74,19 @@ class WanVACERecipe(WanRecipe):
         channels = pixels.permute(0, 3, 5, 1, 2, 4).flatten(1, 2)
         return F.interpolate(channels, size=latents.shape[2:], mode="nearest-exact")
 
-    def _references(self, pixel_values: torch.Tensor, shown: Shown) -> list[torch.Tensor | None]:
-        """Return the latents of each sample's reference, `(C, 1, h, w)`; None for those without one."""
-        given = shown.get("reference")
-        if given is None:
-            return [None] * len(pixel_values)
-        height, width = pixel_values.shape[-2:]
-        images = [pictures(image.transpose(0, 1))[0] for image in given]
-        _, _, canvases = self.pipeline.preprocess_conditions(
-            reference_images=[[image] for image in images], batch_size=len(images), height=height, width=width, num_frames=1
+    @torch.no_grad()
+    def _reference(self, pixel_values: torch.Tensor, references: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the latents of each sample's reference `(3, 1, h, w)` on white, `(B, C, 1, h, w)`."""
+        images = [pictures(one.transpose(0, 1)) for one in references]
+        (height, width), device = pixel_values.shape[-2:], pixel_values.device
+        *_, canvases = self.pipeline.preprocess_conditions(
+            reference_images=images, batch_size=len(images), height=height, width=width, num_frames=1, device=device
         )
-        return [self.encode_latents(canvas[None, :, None].to(pixel_values))[0] for canvas, in canvases]
+        return self.encode_latents(torch.stack([canvas for (canvas,) in canvases])[:, :, None].to(pixel_values))
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return zeros of the shapes of [`encode_conditions`], and weights of 1."""
-        channels = self.config["vace_in_channels"]
-        weights = torch.ones_like(latent[:1])
-        return {CONTROL: latent.new_zeros(channels, *latent.shape[1:]), LOSS_MASK: weights}
+        """Return zeros of the shapes of [`encode_conditions`]."""
+        return {CONTROL: latent.new_zeros(self.config["vace_in_channels"], *latent.shape[1:])}
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the control channels, and their scale, which is 1 in training."""
@@ -101,28 +97,11 @@ class WanVACERecipe(WanRecipe):
             SCALE: latents[0].new_ones(len(latents), len(self.config["vace_layers"])),
         }
 
-    def refusal(self, samples: Samples) -> str | None:
-        """Refuse stacks of samples with and without a reference."""
-        if len({latent.shape for latent in samples.noised.latents}) == 1:
-            return None
-        return (
-            "A reference image adds a latent frame to its sample, so that samples with and without one do not make a "
-            "stack. Train packs, which mix them, or prepare a data set in which all rows have a reference or none."
-        )
 
-
-def _in_front(
-    references: Sequence[torch.Tensor | None], samples: torch.Tensor | Sequence[torch.Tensor]
-) -> torch.Tensor | list[torch.Tensor]:
-    """Put references `(C, 1, h, w)`, with zeros for further channels, in front of the samples that have one.
-
-    Samples of one size remain a stack.
-    """
-    joined = [
-        one if first is None else torch.cat([F.pad(first, (0,) * 7 + (len(one) - len(first),)), one], 1)
-        for first, one in zip(references, samples, strict=True)
-    ]
-    return torch.stack(joined) if len({one.shape for one in joined}) == 1 else joined
+def _in_front(first: torch.Tensor, values: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put a latent frame `(B, C, 1, h, w)`, with zeros for further channels, in front of each sample's values."""
+    stack = torch.stack(list(values))
+    return torch.cat([F.pad(first, (0,) * 7 + (stack.shape[1] - first.shape[1],)), stack], 2)
 
 
 RECIPES = (WanVACERecipe,)

@@ -90,9 +90,7 @@ STRIDES = {"buckets": BLOCKS_OF_32, "bucket_frames": "1,9"}
 RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5, "max_sequence_length": 64}
 RECIPES = {
     "ltx": RecipeCase(tiny="ltx", loss=text_to_video_loss, render=RENDER, **STRIDES),
-    "ltx-i2v": RecipeCase(
-        tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER, **STRIDES, shown=FIRST_FRAME
-    ),
+    "ltx-i2v": RecipeCase(tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER, **STRIDES, shown=FIRST_FRAME),
     "ltx-condition": RecipeCase(
         tiny="ltx-condition",
         loss=partial(text_to_video_loss, predict=predict_causally),

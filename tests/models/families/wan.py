@@ -50,7 +50,7 @@ def picture(frame: torch.Tensor) -> Image.Image:
 
 
 def image_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
-    """Take the condition of the pipeline's own `prepare_latents` for the first (and last) frame, the sample's own or the data set's."""
+    """Take the condition of the pipeline's own `prepare_latents` for the first (and last) frame."""
     pixels, clean = drawn.pixels, clean_latent(pipeline, drawn.pixels)
     config = pipeline.transformer.config
     last = None if config.pos_embed_seq_len is None else drawn.last[None, :, 0]
