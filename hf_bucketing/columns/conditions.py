@@ -183,7 +183,7 @@ def check_conditions(
         sentences.insert(0, summary)
     words = ", ".join(f"{name} from column {column}" for name, column in given.items())
     if MASK in given and (missing := sum(cells.null_count for cells in column_batches(marked, given[MASK]))):
-        words += f"; {missing} rows have no mask, so that all of their samples is learned"
+        words += f"; {missing} {'row has' if missing == 1 else 'rows have'} no mask: all of the sample is learned"
     return marked.select_columns(order), [f"Conditions: {words}.", *sentences]
 
 
