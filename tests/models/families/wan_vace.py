@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import WanVACETransformer3DModel
+from PIL import Image
 
 from tests.models import cases
 from tests.models.families.wan import RENDER, clean_latent, noisy_latent, picture, prompt_embeds
@@ -91,11 +92,15 @@ def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     return (error * weights).sum() / weights.sum()
 
 
+PICTURE = Image.new("RGB", (48, 32), "white")
 RECIPES = {
     "wan-vace": RecipeCase(
         tiny="wan-vace",
         loss=loss,
-        render={**RENDER, "max_sequence_length": 64},
+        render={
+            **{**RENDER, "max_sequence_length": 64, "video": [PICTURE] * 5, "mask": [PICTURE] * 5},
+            "reference_images": PICTURE,
+        },
         shown=(("control",), ("mask",), ("reference",), ("control", "mask", "reference")),
     )
 }
