@@ -69,6 +69,7 @@ class RecipeCase:
         components: Components with which diffusers loads the pipeline; None for those that it comes without.
         one_size: Whether the model runs a single height and width, which files in packs do not have.
         shown: Sets of conditions that samples are tried with, beside none; a training run's files have the last.
+        needs_shown: Whether the model cannot do without.
     """
 
     tiny: str
@@ -86,10 +87,14 @@ class RecipeCase:
     components: dict[str, Any] = field(default_factory=dict)
     one_size: bool = False
     shown: tuple[tuple[str, ...], ...] = ()
+    needs_shown: bool = False
 
 
 BLOCKS_OF_32 = "32,64;64,32;32,32"
 """Buckets for models whose sides are multiples of 32 pixels."""
+
+CONTROL = (("control",),)
+"""What the data set shows a model of a control of each sample."""
 
 FIRST_FRAME = (("first_frame",),)
 """What the data set shows an image-to-video model of a sample."""

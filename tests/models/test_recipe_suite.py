@@ -23,7 +23,7 @@ from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
 RUNS = {
     f"{name}{'-' if shown else ''}{'+'.join(shown)}": (case, shown)
     for name, case in RECIPES.items()
-    for shown in ((), *case.shown)
+    for shown in (*(() if case.needs_shown else ((),)), *case.shown)
 }
 each_recipe = pytest.mark.parametrize(("case", "shown"), RUNS.values(), ids=RUNS.keys())
 

@@ -108,7 +108,8 @@ def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
     height, width = (int(side) for side in case.buckets.split(";")[0].split(","))
     pipeline.set_progress_bar_config(disable=True)
     ramp = (first_frame(height, width) * 255).astype(np.uint8)
-    count = recipes()[type(pipeline).__name__].num_images(pipeline.transformer.config)
+    recipe = recipes()[type(pipeline).__name__]
+    count = recipe.num_images(pipeline.transformer.config) if recipe.takes_image else 0
     options = dict(zip(IMAGES[:count], [Image.fromarray(ramp)] * count, strict=True))
     if "height" in inspect.signature(pipeline.__call__).parameters:
         options |= {"height": height, "width": width}
