@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError, PackingError
 from ...packing.strips import token_grid
+from ..control import ControlRecipe
+from ..first_frame import ENDS, shown_ends
 from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, read_configs
 from .packing import FAMILY, has_table
 
@@ -108,6 +111,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
 
     pipeline_class = "CogVideoXImageToVideoPipeline"
     takes_image = True
+    shown = ENDS[:1]
 
     @property
     def media_rule(self) -> str:
@@ -118,11 +122,11 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
     def encode_conditions(
         self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
     ) -> Conditions:
-        """Encode the first frame of videos: `image_latents`, `(B, C, 1, h, w)`, zeros for images."""
+        """Encode the first frame of videos, the data set's or their own: `image_latents`, zeros for images."""
         if pixel_values.shape[2] == 1:
             return {"image_latents": torch.zeros_like(latents[:, :, :1])}
         vae = self.pipeline.vae
-        image = vae.encode(pixel_values[:, :, :1].to(vae.dtype)).latent_dist.mode()
+        image = vae.encode(shown_ends(pixel_values, shown).to(vae.dtype)).latent_dist.mode()
         factor = vae.config.scaling_factor
         return {"image_latents": image / factor if vae.config.invert_scale_latents else image * factor}
 
@@ -148,4 +152,23 @@ def _with_image(noisy: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
     return torch.cat([noisy, condition])
 
 
-RECIPES = (CogVideoXRecipe, CogVideoXImageToVideoRecipe)
+class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
+    """Recipe of `CogVideoXFunControlPipeline`; see [`ControlRecipe`].
+
+    Unlike others of CogVideoX 1.5, it repeats no latent frame, so that videos have an even number of them.
+    """
+
+    pipeline_class = "CogVideoXFunControlPipeline"
+    control_argument = "control_video"
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the strides of the VAE and the patch of the transformer."""
+        return replace(super().read_spec(name_or_path), repeats_first=False)
+
+    def duration(self, frames: int) -> dict[str, int]:
+        """Return nothing, as the control has the number of frames."""
+        return {}
+
+
+RECIPES = (CogVideoXRecipe, CogVideoXImageToVideoRecipe, CogVideoXFunControlRecipe)
