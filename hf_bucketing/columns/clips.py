@@ -205,7 +205,7 @@ def cut_clips(
 
     Args:
         dataset (`Dataset`): Rows with the columns of `MediaMetadata`.
-        rule ([`ClipRule`]): Which clips.
+        rule ([`ClipRule`]): Places and length of the clips.
         on_error (`"raise"` or `"reject"`): Whether impossible times are an error, or their rows get the sizes of the
             rejection `CLIP`.
         media_column (`str`): Media column, whose files messages name.
@@ -251,7 +251,7 @@ class ClipRows:
     For `IterableDataset.map(batched=True)` after `MediaMetadata`; a batch may become longer.
 
     Args:
-        rule ([`ClipRule`]): Which clips.
+        rule ([`ClipRule`]): Places and length of the clips.
         on_error (`"raise"` or `"reject"`): As in [`cut_clips`].
         caption_column (`str`, *optional*): As in [`cut_clips`].
 
@@ -362,7 +362,7 @@ def _is_sequence(cell: Any) -> bool:
 def _flat(column: Sequence[Any] | pa.ChunkedArray) -> tuple[FloatArray, IntArray]:
     """Return the numbers of a column, those of the first row first, and how many each row has: none for null.
 
-    What is no number becomes NaN.
+    Other values become NaN.
     """
     if not isinstance(column, pa.ChunkedArray):
         lists = [[] if cell is None else [*cell] if _is_sequence(cell) else [cell] for cell in column]
