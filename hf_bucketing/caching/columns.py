@@ -19,6 +19,7 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
 from ..errors import ColumnError, MediaError
+from ..media.remote import is_url, version
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import load_sample
 from ..media.source import MediaSource
@@ -94,8 +95,9 @@ class LatentColumns(_CachedColumns):
     one size are encoded together, and entries that exist are not encoded again. A key depends on the file (its path
     below `root`, length and modification time, or its bytes), the model, and the whole geometry: size, frame rate,
     first frame, resized size, crop and flip; for a video also on the decoder, as the pixels of two decoders may
-    differ. So after any change, exactly the samples that it affects are encoded again. Rows without a bucket get an
-    empty key. An entry also holds its `size`, `crop`, `flip` and `fps`, for the collator.
+    differ. For a URL it is the URL, the length, and the ETag or other version that its server tells. So after any
+    change, exactly the samples that it affects are encoded again. Rows without a bucket get an empty key. An entry
+    also holds its `size`, `crop`, `flip` and `fps`, for the collator.
 
     Args:
         encode (callable): Encodes pixels `(B, 3, F, H, W)` in [−1, 1] to `latents`, `(B, C, f, h, w)`, and to any
@@ -151,6 +153,7 @@ class LatentColumns(_CachedColumns):
                 draws=self._draws(row),
                 name=f"row {position} of its batch",
             )
+            file = _identity(sample.source, self.files.root)
         except MediaError:
             if self.config.on_error == "raise":
                 raise
@@ -165,7 +168,7 @@ class LatentColumns(_CachedColumns):
             geometry["decoder"] = view.video_decoder
         key = entry_key(
             kind="latents",
-            file=_identity(sample.source, self.files.root),
+            file=file,
             model=self.model,
             **geometry,
             resized=resized,
@@ -294,6 +297,8 @@ def _identity(source: MediaSource, root: str | None) -> list[Any]:
     """Return what identifies a file's content, unchanged when the folder of all files is moved."""
     if source.data is not None:
         return [hashlib.sha256(source.data).hexdigest()]
+    if is_url(source.path):
+        return [source.path, *version(source.path)]
     status = os.stat(source.path)
     path = source.path if root is None else os.path.relpath(source.path, root)
     return [path, status.st_size, status.st_mtime_ns]
