@@ -17,6 +17,7 @@ from ..errors import ColumnError, FlagError
 from ..settings import check_literals
 from .apply import map_columns
 from .arrays import column_array
+from .beside import BesideConfig
 from .buckets import BucketColumns
 from .captions import OnCaptionError, check_captions
 from .metadata import MediaMetadata, add_sizes
@@ -91,17 +92,20 @@ class SourceConfig:
     """Source of data, and how it is read.
 
     Args:
-        dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file; a folder with such a file named
-            metadata, or with a .txt caption beside each image and video; or a data set on the hub.
+        dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file, or its URL; tars of webdataset; a
+            folder with such a file named metadata, with videos.txt and prompts.txt, or with a .txt caption beside each
+            image and video; or a data set on the hub.
         dataset_config_name (`str`, *optional*): Configuration of a hub data set.
         split (`str`): Split, such as train or train[:100].
-        media_column (`str`, *optional*): Image or video column (default: found by its name).
-        caption_column (`str`, *optional*): Text column (default: found by its name).
+        media_column (`str`, *optional*): Image or video column, of files, paths or URLs (default: found by its name).
+        caption_column (`str`, *optional*): Text column; json.caption is the caption within the dicts of a column json
+            (default: found by its name).
         read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
         target_fps (`float`): Frame rate to train at.
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
             the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
             script at an unreadable file.
+        beside ([`BesideConfig`]): Captions and other files that have the names of the media.
         table ([`TableConfig`]): Bucket table of its rows.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
     """
@@ -114,6 +118,7 @@ class SourceConfig:
     read_headers: bool = False
     target_fps: float = 16.0
     on_error: OnCaptionError = "raise"
+    beside: BesideConfig = field(default_factory=BesideConfig)
     table: TableConfig
     rule: AssignmentRule = field(default_factory=AssignmentRule)
 
@@ -145,6 +150,8 @@ def read_source(
         config_name=source.dataset_config_name,
         media_column=source.media_column,
         caption_column=source.caption_column,
+        caption_extension=source.beside.caption_extension,
+        companions=source.beside.companions,
     )
     say(loaded.describe())
     if loaded.caption_column is None:

@@ -191,14 +191,17 @@ def _read_table(path: Path | str, request: SourceRequest, *, media_column: str |
 
 def _lists_media(table: Path, request: SourceRequest) -> bool:
     """Return whether a table has a media and a caption column, by the beginning of the file alone."""
-    columns = _column_names(table)
+    columns = column_names(table)
     media = {request.media_column} if request.media_column else set(MEDIA_COLUMNS)
     captions = {request.caption_column} if request.caption_column else set(CAPTION_COLUMNS)
     return bool(columns & media and columns & captions)
 
 
-def _column_names(table: Path) -> set[str]:
-    """Return the names of a table's columns, or of all keys at the beginning of a json; none for what is no table."""
+def column_names(table: Path) -> set[str]:
+    """Return the names of a table's columns by the beginning of the file alone; none for what is no table.
+
+    Of a json these are the keys of all dicts at its beginning.
+    """
     if table.suffix.lower() == ".parquet":
         try:
             return set(pq.read_schema(table).names)
