@@ -159,7 +159,7 @@ def _reaching(url: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     """Return the first cause of an error in one line; file systems of fsspec wrap those of their clients."""
-    while error.__cause__ is not None:
+    while isinstance(error.__cause__, Exception):
         error = error.__cause__
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -1,4 +1,4 @@
-"""Layouts of data as trainers document them: each is read as it is, with its captions and sizes, and told in README."""
+"""Layouts of data as trainers document them: each is read as it is, and told in README."""
 
 from __future__ import annotations
 
