@@ -7,6 +7,7 @@ from .captions import CaptionCheck, check_captions
 from .metadata import ExistingMetadata, MediaMetadata, SizedDataset, add_sizes
 from .prepared import CacheInfo, PreparedDataset
 from .sources import MediaDataset, load_source
+from .trainer_toml import TomlSources, load_toml
 
 __all__ = [
     "BucketColumns",
@@ -17,9 +18,11 @@ __all__ = [
     "MediaMetadata",
     "PreparedDataset",
     "SizedDataset",
+    "TomlSources",
     "add_sizes",
     "check_captions",
     "column_array",
     "load_source",
+    "load_toml",
     "map_columns",
 ]

@@ -198,7 +198,7 @@ def _lists_media(table: Path, request: SourceRequest) -> bool:
 
 
 def column_names(table: Path) -> set[str]:
-    """Return the names of a table's columns by the beginning of the file alone; none where the beginning is unreadable.
+    """Return the names of a table's columns by the beginning of the file; none where that is unreadable.
 
     Of a json these are the keys of all dicts at its beginning.
     """

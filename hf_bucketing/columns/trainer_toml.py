@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -166,12 +167,12 @@ def _existing(path: Any, folder: Path, name: str) -> str:
     """Return a path that the file names; relative ones begin at its folder, or at the working directory."""
     if not isinstance(path, str):
         raise MediaError(f"{name} has {path!r} where a path is needed.")
-    places = {place.resolve(): place for place in (folder / path, Path(path))}
-    found = [place for place in places.values() if place.exists()]
+    places = dict.fromkeys(os.path.abspath(place) for place in (folder / path, path))
+    found = [place for place in places if os.path.exists(place)]
     if len(found) != 1:
         which = "are both there" if found else "do not exist" if len(places) > 1 else "does not exist"
-        raise MediaError(f"{name}: {' and '.join(map(str, places))} {which}; write the whole path.")
-    return str(found[0])
+        raise MediaError(f"{name}: {' and '.join(places)} {which}; write the whole path.")
+    return found[0]
 
 
 def _ignored(tables: list[dict[str, Any]]) -> list[str]:
