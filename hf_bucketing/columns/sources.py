@@ -13,7 +13,7 @@ from .apply import undecoded
 from .arrays import is_text
 from .beside import captions_beside
 from .layouts import CAPTION_COLUMNS, MEDIA_COLUMNS, Layout, SourceRequest, SourceRows, loaded_by_datasets
-from .nested import nested_column, nested_names
+from .nested import has_column, nested_column, nested_names
 from .tables import lines_folder, listed_folder, named_file, tars
 
 LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, lines_folder, captions_beside)
@@ -151,9 +151,9 @@ def _chosen(request: SourceRequest, found: list[SourceRows]) -> SourceRows:
 
 def _captions_of(dataset: Dataset, given: str | None) -> list[str]:
     """Return the columns that the caller named, or that are usually captions, also those within columns of dicts."""
-    names = nested_names(dataset)
     if given is not None:
-        return [given] if given in names else []
+        return [given] if has_column(dataset, given) else []
+    names = nested_names(dataset)
     return [name for name in CAPTION_COLUMNS if name in names] or [
         name for name in names if name.rpartition(".")[2] in CAPTION_COLUMNS
     ]
@@ -181,7 +181,7 @@ def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence
     columns = nested_names(dataset)
     found = [column for column in usual if column in columns]
     if given is not None:
-        if given not in columns:
+        if not has_column(dataset, given):
             hint = f"; {kind}_column {found[0]} would do" if len(found) == 1 else ""
             raise ColumnError(f"{name} has no {kind} column {given!r}, only {columns}{hint}.")
         return given

@@ -141,6 +141,21 @@ def test_a_nested_column_is_not_copied(tmp_path: Path) -> None:
     assert nested_names(dataset)[:4] == ["sample", "sample.video", "sample.about", "sample.about.text"]
 
 
+def test_texts_of_dicts_whose_keys_differ_by_row(tmp_path: Path) -> None:
+    rows = [
+        {"path": "a.mp4", "meta": {"caption": "a fox", "score": 1}},
+        {"path": "b.mp4", "meta": {"caption": "b", "crop": {"top": 1}}},
+        {"path": "c.mp4", "meta": {"score": {}}},
+        {"path": "d.mp4", "meta": {"caption": {"text": "no"}, "crop": []}},
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_source(str(tmp_path / "data.jsonl"), caption_column="meta.caption")
+    with pytest.raises(ColumnError, match=r"1 missing \(row 2: c\.mp4\); 1 a dict \(row 3: d\.mp4\)"):
+        captions(loaded)
+    usable = check_captions(loaded.dataset, "meta.caption", on_error="empty").dataset
+    assert usable["meta.caption"][:] == ["a fox", "b", "", ""]
+
+
 def test_nested_media_and_captions_are_prepared(tmp_path: Path) -> None:
     nested_parquet(tmp_path)
     with pytest.raises(ColumnError, match=r"annotations\.short, annotations\.long"):
