@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Image, Value, Video
 
 from hf_bucketing.media import write_image, write_video
 
-CLIP, OTHER, PHOTO = (32, 16, 6), (16, 48, 4), (48, 32, 1)
+CLIP, OTHER, PHOTO = (32, 16, 6), (16, 48, 5), (48, 32, 1)
 SIZES = {"a.mp4": CLIP, "b.mp4": OTHER, "c.png": PHOTO}
 TEXTS = {"a.mp4": 'a red fox, "running", ü', "b.mp4": "two boats", "c.png": "a house"}
 
@@ -250,10 +250,10 @@ FORMATS: dict[str, Format] = {
         write=fast_video,
     ),
     "Open-Sora": Format(
-        title="csv of `path`, `text`, `num_frames`, `height`, `width`, `fps`, …",
+        title="csv of `path`, `text`, `num_frames`, `height`, `width`, `aspect_ratio`, `resolution`, `fps`",
         who="Open-Sora",
         write=open_sora,
-        give="FOLDER/data.csv",
+        give="FOLDER/data.csv --overwrite",
     ),
     "one table": Format(
         title="folder with one table of any name, and the files that it lists",

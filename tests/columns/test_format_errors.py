@@ -141,6 +141,7 @@ def test_a_nested_column_is_not_copied(tmp_path: Path) -> None:
     assert nested_names(dataset)[:4] == ["sample", "sample.video", "sample.about", "sample.about.text"]
 
 
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="this version of datasets reads no mixed columns")
 def test_texts_of_dicts_whose_keys_differ_by_row(tmp_path: Path) -> None:
     rows = [
         {"path": "a.mp4", "meta": {"caption": "a fox", "score": 1}},
