@@ -23,16 +23,20 @@ from hf_bucketing.media.remote import version
 from hf_bucketing.media.source import MediaSource
 from tests.media.http_server import Served, serving
 
-CLIP = MediaInfo(320, 240, 16, 8.0)
+CLIP = MediaInfo(64, 48, 16, 8.0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clip and an image of noise, which take megabytes; the clip's header lies at its end."""
+    """A clip and an image of a megabyte; the clip's header lies at its end."""
     folder = tmp_path_factory.mktemp("served")
     noise = np.random.default_rng(0)
-    write_video(folder / "a.mp4", [noise.integers(0, 256, (240, 320, 3), np.uint8) for _ in range(16)], fps=8)
-    Image.fromarray(noise.integers(0, 256, (600, 800, 3), np.uint8)).save(folder / "b.png")
+    write_video(folder / "a.mp4", [noise.integers(0, 256, (48, 64, 3), np.uint8) for _ in range(16)], fps=8)
+    clip = (folder / "a.mp4").read_bytes()
+    header = clip.rindex(b"moov") - 4
+    nothing = (2**20).to_bytes(4, "big") + b"free" + bytes(2**20 - 8)
+    (folder / "a.mp4").write_bytes(clip[:header] + nothing + clip[header:])
+    Image.fromarray(noise.integers(0, 256, (600, 800, 3), np.uint8)).save(folder / "b.png", compress_level=0)
     (folder / "empty.mp4").touch()
     (folder / "broken.mp4").write_bytes((folder / "a.mp4").read_bytes()[:100_000])
     return folder
@@ -147,7 +151,7 @@ def test_relative_paths_below_a_url_do_not_leave_it(folder: Path) -> None:
 def test_dead_urls_are_rejected_rows_where_asked_for(served: Served) -> None:
     metadata = MediaMetadata("url", on_error="reject")
     cells = [f"{served.url}/{name}" for name in ("gone.mp4", "a.mp4", "broken.mp4")]
-    assert metadata({"url": cells})["width"] == [-1, 320, -1]
+    assert metadata({"url": cells})["width"] == [-1, 64, -1]
 
 
 @pytest.mark.slow
@@ -157,7 +161,7 @@ def test_processes_that_fork_or_are_started_read_urls(folder: Path, served: Serv
     dataset = Dataset.from_dict({"url": [f"{served.url}/{name}" for name in ("a.mp4", "b.png", "a.mp4", "b.png")]})
     probe(at(f"{served.url}/a.mp4"))
     sized = map_columns(dataset, MediaMetadata("url"), num_proc=2)
-    assert sized["width"][:] == [320, 800, 320, 800]
+    assert sized["width"][:] == [64, 800, 64, 800]
     for method in ("fork", "forkserver"):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
             assert pool.submit(probe, at(f"{served.url}/a.mp4")).result(60) == CLIP
