@@ -14,9 +14,9 @@ from .arrays import is_text
 from .beside import captions_beside
 from .layouts import CAPTION_COLUMNS, MEDIA_COLUMNS, Layout, SourceRequest, SourceRows, loaded_by_datasets
 from .nested import has_column, nested_column, nested_names
-from .tables import lines_folder, listed_folder, named_file, tars
+from .tables import lines_folder, listed_folder, mapped_folder, named_file, tars
 
-LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, lines_folder, captions_beside)
+LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, mapped_folder, lines_folder, captions_beside)
 """Layouts that are recognised; everything else is left to `datasets.load_dataset`."""
 
 _SHOWN_CHARACTERS = 80
@@ -73,6 +73,7 @@ def load_source(
       that lists its files; FastVideo's `videos2caption.json`;
     - tars of webdataset: one, a pattern such as `shards/*.tar`, or a folder of them;
     - a folder with a list of files and a list of captions, line by line, such as `videos.txt` and `prompts.txt`;
+    - a folder whose `captions.json` maps the name of each file to its caption or captions;
     - a folder of images and videos, at any depth, with a caption file of the same stem beside each;
     - any other folder or name on the hub that `datasets.load_dataset` loads.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import json
 import os
 import re
 from collections import Counter
@@ -41,6 +42,7 @@ _CSV_ROWS_PER_CHUNK = 1_000_000
 """Column types are inferred chunk by chunk, and chunks whose types differ (fps 30, then 29.97) are an error."""
 
 _FASTVIDEO = "videos2caption.json"
+_MAPPING = "captions.json"
 _MEDIA_LINES = ("videos.txt", "video.txt", "images.txt", "image.txt")
 _CAPTION_LINES = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
 
@@ -58,6 +60,8 @@ def named_file(request: SourceRequest) -> SourceRows | None:
         return None
     if path.name in _MEDIA_LINES:
         return _read_lines(path, request)
+    if path.name == _MAPPING and (rows := _read_mapping(path, request)) is not None:
+        return rows
     if request.ending == ".toml":
         raise MediaError(f"{path} lists sources of data, and here one source is read; read the list with `load_toml`.")
     if request.ending not in _TABLES:
@@ -122,6 +126,39 @@ def lines_folder(request: SourceRequest) -> SourceRows | None:
             "the folder."
         )
     return _read_lines(folder / media[0], request)
+
+
+def mapped_folder(request: SourceRequest) -> SourceRows | None:
+    """Read a folder whose `captions.json` maps the name of each file to its captions, as in diffusion-pipe."""
+    path = request.path / _MAPPING
+    return _read_mapping(path, request) if path.is_file() and not request.beside else None
+
+
+def _read_mapping(path: Path, request: SourceRequest) -> SourceRows | None:
+    """Return a row for each key of a json object of captions; None for other jsons."""
+    try:
+        captions = json.loads(read_bytes(path))
+    except ValueError:
+        return None
+    if not isinstance(captions, dict) or "caption" in captions:
+        return None
+    wrong = next((key for key, value in captions.items() if not _is_captions(value)), None)
+    if wrong is not None or not captions:
+        got = f"{wrong} has {captions[wrong]!r}" if wrong is not None else "it is empty"
+        raise MediaError(f"{path} must map names of files to a caption or a list of captions, but {got}.")
+    several = any(isinstance(value, list) for value in captions.values())
+    texts = [[value] if several and isinstance(value, str) else value for value in captions.values()]
+    dataset = Dataset(pa.table({"file_name": list(captions), "caption": texts}))
+    return SourceRows(
+        dataset=part(dataset, request.split),
+        layout=f"{len(captions)} files of {path.name}",
+        choose=f"name {path}",
+        root=str(path.parent),
+    )
+
+
+def _is_captions(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
 def _read_lines(path: Path, request: SourceRequest) -> SourceRows:

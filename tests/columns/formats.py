@@ -116,6 +116,12 @@ def fast_video(folder: Path, *, lists: bool = False) -> None:
     (folder / "videos2caption.json").write_text(json.dumps(rows))
 
 
+def captions_json(folder: Path, *, lists: bool = False) -> None:
+    write_media(folder, "a.mp4", "b.mp4")
+    captions = {file: [TEXTS[file]] if lists else TEXTS[file] for file in ("a.mp4", "b.mp4")}
+    (folder / "captions.json").write_text(json.dumps(captions))
+
+
 def lines(media: str, captions: str, inner: str = "videos/", listed: str = "videos/") -> Callable[[Path], None]:
     """Return a function that writes media, and their paths and captions line by line."""
 
@@ -248,6 +254,11 @@ FORMATS: dict[str, Format] = {
         title="`videos2caption.json` (`path`, `cap`) and a folder `videos` of the files",
         who="FastVideo",
         write=fast_video,
+    ),
+    "captions.json": Format(
+        title="`captions.json`, which maps each name of a file to a caption or several",
+        who="diffusion-pipe",
+        write=captions_json,
     ),
     "Open-Sora": Format(
         title="csv of `path`, `text`, `num_frames`, `height`, `width`, `aspect_ratio`, `resolution`, `fps`",

@@ -20,6 +20,7 @@ from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
 from tests.columns.formats import (
     TEXTS,
     captions_beside,
+    captions_json,
     csv_rows,
     fast_video,
     folder_of_tars,
@@ -196,6 +197,18 @@ def test_captions_of_fastvideo_may_be_lists(tmp_path: Path) -> None:
     loaded = load_source(str(tmp_path))
     assert loaded.dataset["cap"][:] == [[TEXTS["a.mp4"]], [TEXTS["b.mp4"]]]
     assert loaded.root == str(tmp_path / "videos")
+
+
+def test_a_json_that_maps_files_to_captions(tmp_path: Path) -> None:
+    captions_json(tmp_path, lists=True)
+    assert load_source(str(tmp_path)).dataset["caption"][:] == [[TEXTS["a.mp4"]], [TEXTS["b.mp4"]]]
+    path = tmp_path / "captions.json"
+    for content, message in (({"a.mp4": {"text": "x"}}, r"a\.mp4 has \{'text'"), ({}, "it is empty")):
+        path.write_text(json.dumps(content))
+        with pytest.raises(MediaError, match=rf"captions\.json must map .*{message}"):
+            load_source(str(path))
+    path.write_text(json.dumps([{"path": "a.mp4", "text": "x"}]))
+    assert captions(load_source(str(path))) == ["x"], "any other json is a table"
 
 
 def test_files_of_the_same_stems_in_other_folders_become_columns(tmp_path: Path) -> None:
