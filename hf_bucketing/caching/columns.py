@@ -20,6 +20,7 @@ from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
 from ..errors import MediaError
 from ..loaders.captions import texts_of
+from ..media.remote import is_url, version
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
@@ -97,7 +98,8 @@ class LatentColumns(_CachedColumns):
     one size are encoded together, and entries that exist are not encoded again. A key depends on the file (its path
     below `root`, length and modification time, or its bytes), the model, and the whole geometry: size, frame rate,
     first frame, resized size, crop and flip; for a video also on the decoder, as the pixels of two decoders may
-    differ, and on the files of its conditions. So after any change, exactly the samples that it affects are encoded
+    differ, and on the files of its conditions. For a URL it is the URL, the length, and the ETag or other version
+    that its server tells. So after any change, exactly the samples that it affects are encoded
     again. Rows without a bucket get an empty key. An entry also holds its `size`, `crop`, `flip` and `fps`, for the
     collator.
 
@@ -156,6 +158,11 @@ class LatentColumns(_CachedColumns):
                 draws=self._draws(row),
                 name=f"row {position} of its batch",
             )
+            file = _identity(sample.source, self.files.root)
+            shown = {
+                name: None if source is None else _identity(source, self.files.root)
+                for name, source in sorted(sample.conditions.items())
+            }
         except MediaError:
             if self.config.on_error == "raise":
                 raise
@@ -169,14 +176,11 @@ class LatentColumns(_CachedColumns):
         if view.fps and view.video_decoder != "pyav":
             geometry["decoder"] = view.video_decoder
         if sample.conditions:
-            geometry["conditions"] = {
-                name: None if source is None else _identity(source, self.files.root)
-                for name, source in sorted(sample.conditions.items())
-            }
+            geometry["conditions"] = shown
             geometry["reference_multiples"] = sample.reference_multiples
         key = entry_key(
             kind="latents",
-            file=_identity(sample.source, self.files.root),
+            file=file,
             model=self.model,
             **geometry,
             resized=resized,
@@ -305,6 +309,8 @@ def _identity(source: MediaSource, root: str | None) -> list[Any]:
     """Return what identifies a file's content, unchanged when the folder of all files is moved."""
     if source.data is not None:
         return [hashlib.sha256(source.data).hexdigest()]
+    if is_url(source.path):
+        return [source.path, *version(source.path)]
     status = os.stat(source.path)
     path = source.path if root is None else os.path.relpath(source.path, root)
     return [path, status.st_size, status.st_mtime_ns]

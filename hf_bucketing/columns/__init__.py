@@ -8,6 +8,7 @@ from .clips import ClipRows, ClipRule, cut_clips
 from .metadata import ExistingMetadata, MediaMetadata, SizedDataset, add_sizes
 from .prepared import CacheInfo, PreparedDataset
 from .sources import MediaDataset, load_source
+from .trainer_toml import TomlSources, load_toml
 
 __all__ = [
     "BucketColumns",
@@ -21,10 +22,12 @@ __all__ = [
     "MediaMetadata",
     "PreparedDataset",
     "SizedDataset",
+    "TomlSources",
     "add_sizes",
     "check_captions",
     "column_array",
     "cut_clips",
     "load_source",
+    "load_toml",
     "map_columns",
 ]

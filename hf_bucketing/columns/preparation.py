@@ -19,6 +19,7 @@ from ..media.rows import MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
 from .arrays import column_array
+from .beside import BesideConfig
 from .buckets import BucketColumns
 from .captions import OnCaptionError, check_captions, check_template
 from .clips import SCENE_END, SCENE_START, ClipRule, cut_clips
@@ -95,12 +96,12 @@ class SourceConfig:
     """Source of data, and how it is read.
 
     Args:
-        dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file; a folder with such a file named
-            metadata, or with a .txt caption beside each image and video; or a data set on the hub.
+        dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file, or its URL; tars of webdataset; a
+            folder with such a file named metadata, with videos.txt and prompts.txt, or with a .txt caption beside each
+            image and video; or a data set on the hub.
         dataset_config_name (`str`, *optional*): Configuration of a hub data set.
         split (`str`): Split, such as train or train[:100].
-        media_column (`str`, *optional*): Image or video column (default: found by its name).
-        caption_column (`str`, *optional*): Text column (default: found by its name).
+        media_column (`str`, *optional*): Image or video column, of files, paths or URLs (default: found by its name).
         first_frame_column (`str`, *optional*): Column of images to begin each clip with.
         last_frame_column (`str`, *optional*): Column of images to end each clip with.
         control_column (`str`, *optional*): Column of control videos or images, which lie over their samples frame by
@@ -109,8 +110,8 @@ class SourceConfig:
             without a mask is learned as a whole.
         reference_column (`str`, *optional*): Column of reference images, which keep their own size.
         caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
-            short_caption,long_caption; training draws one of the captions of a row in every epoch (default: found by
-            its name).
+            short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
+            the caption within the dicts of a column json (default: found by its name).
         caption_template (`str`, *optional*): Text that each caption becomes, with {caption} in its place, such as
             "TOK, {caption}"; an empty caption becomes the rest of it.
         read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
@@ -122,6 +123,7 @@ class SourceConfig:
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
             the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
             script at an unreadable file.
+        beside ([`BesideConfig`]): Captions and other files that have the names of the media.
         table ([`TableConfig`]): Bucket table of its rows.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
     """
@@ -142,6 +144,7 @@ class SourceConfig:
     clips: str | None = None
     clip_frames: int | None = None
     on_error: OnCaptionError = "raise"
+    beside: BesideConfig = field(default_factory=BesideConfig)
     table: TableConfig
     rule: AssignmentRule = field(default_factory=AssignmentRule)
 
@@ -162,7 +165,8 @@ class SourceConfig:
     def conditions(self) -> dict[str, str]:
         """Column of each condition that is given."""
         columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
-        return {name: column for name, column in columns.items() if column is not None}
+        given = {name: column for name, column in columns.items() if column is not None}
+        return {**{name: name for name in self.beside.companions}, **given}
 
 
 def read_source(
@@ -196,6 +200,8 @@ def read_source(
         config_name=source.dataset_config_name,
         media_column=source.media_column,
         caption_column=names[0] if names else None,
+        caption_extension=source.beside.caption_extension,
+        companions=source.beside.companions,
     )
     say(loaded.describe())
     if loaded.caption_column is None:

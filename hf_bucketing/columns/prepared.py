@@ -18,6 +18,7 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, refuse_old_names
 from ..files import complete_folder
+from ..media.remote import is_url
 from ..media.rows import MediaColumns
 
 MANIFEST = "bucketing.json"
@@ -69,7 +70,7 @@ class PreparedDataset:
         open_table ([`OpenTable`]): Sizes of the rows in packs. Its `spec` also counted the `num_tokens` column.
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths in these columns start from.
+        root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
     """
@@ -120,7 +121,7 @@ class PreparedDataset:
             "open_table": asdict(self.open_table),
             "column": self.column,
             "caption_column": self.caption_column,
-            "root": None if self.root is None else os.path.relpath(self.root, target),
+            "root": self.root if self.root is None or is_url(self.root) else os.path.relpath(self.root, target),
             "conditions": dict(self.conditions),
             "cache": None
             if self.cache is None
@@ -153,12 +154,16 @@ class PreparedDataset:
             open_table=_read_open_table(manifest["open_table"]),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
-            root=None if manifest["root"] is None else os.path.normpath(path / manifest["root"]),
+            root=_read_root(manifest["root"], path),
             conditions=manifest["conditions"],
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
         )
+
+
+def _read_root(root: str | None, folder: Path) -> str | None:
+    return root if root is None or is_url(root) else os.path.normpath(folder / root)
 
 
 def _read_open_table(values: Mapping[str, Any]) -> OpenTable:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import av
 import numpy as np
@@ -80,6 +80,7 @@ def iter_frames(
         BucketingError: If the decoder is unknown or cannot be loaded.
     """
     check_decoder(video_decoder)
+    source = source.opened()
     frame = _image(source)
     if frame is None:
         yield from _iter_video(source, times, video_decoder)
@@ -218,7 +219,7 @@ def _by_torchcodec(
         )
     try:
         video = library.decoders.VideoDecoder(
-            os.path.abspath(source.path) if source.data is None else source.data,
+            _for_torchcodec(source),
             stream_index=stream.index,
             dimension_order="NHWC",
             num_ffmpeg_threads=0,
@@ -250,6 +251,11 @@ def _by_torchcodec(
     for position, time in enumerate(times):
         yield partial(stored, position, time), time - times[0]
     yield None, _end(times[-1] - times[0], stream, header, packets=len(times))
+
+
+def _for_torchcodec(source: MediaSource) -> str | bytes | BinaryIO:
+    file = source.data or source.open()
+    return os.path.abspath(file) if isinstance(file, str) else file
 
 
 def _undecodable(source: MediaSource, error: Exception) -> MediaError:

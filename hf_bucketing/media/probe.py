@@ -77,6 +77,7 @@ def probe(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIX
         MediaError: If the file is neither image nor video, is broken, has only sound, claims larger frames, or states
             no number of frames.
     """
+    source = source.opened(headers=True)
     with open_image(source) as image:
         if image is not None:
             width, height = upright_size(image)
