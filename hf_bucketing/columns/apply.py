@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, Video, concatenate_datasets
 from datasets.fingerprint import Hasher
-from datasets.table import InMemoryTable
+from datasets.table import ConcatenationTable, InMemoryTable
 
 from ..errors import ColumnError
 
@@ -83,8 +83,7 @@ def map_columns(
     elif not _can_cache(dataset):
         reuse = {"keep_in_memory": True}
     new: Dataset = (
-        dataset.with_format(None)
-        .select_columns(list(dict.fromkeys(inputs)))  # else processes would be sent all columns
+        _narrowed(dataset.with_format(None), list(dict.fromkeys(inputs)))  # else processes would be sent all columns
         .with_format("arrow" if function.vectorised else None)
         .map(
             function,
@@ -127,6 +126,20 @@ def with_columns(dataset: Dataset, columns: Mapping[str, Any], *, features: Feat
     kept = dataset.remove_columns([name for name in columns if name in dataset.column_names])
     names = [*dataset.column_names, *(name for name in columns if name not in dataset.column_names)]
     return (_side_by_side(kept, new) if kept.column_names else new).select_columns(names)
+
+
+def _narrowed(dataset: Dataset, columns: list[str]) -> Dataset:
+    """Return some columns of a data set.
+
+    Of a table joined of parts, `select_columns` alone leaves parts without columns, whose length is lost when a shard
+    is sent to a process.
+    """
+    chosen: Dataset = dataset.select_columns(columns)
+    if not isinstance(chosen.data, ConcatenationTable):
+        return chosen
+    blocks = [[block for block in row if block.num_columns] for row in chosen.data.blocks]
+    table = ConcatenationTable.from_blocks(blocks)
+    return Dataset(table, chosen.info, chosen.split, chosen._indices, chosen._fingerprint)
 
 
 def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:

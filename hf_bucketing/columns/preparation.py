@@ -165,7 +165,7 @@ class SourceConfig:
     def conditions(self) -> dict[str, str]:
         """Column of each condition that is given."""
         columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
-        given = {name: column for name, column in columns.items() if column is not None}
+        given: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
         return {**{name: name for name in self.beside.companions}, **given}
 
 

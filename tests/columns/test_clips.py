@@ -219,7 +219,7 @@ def test_a_clip_beyond_the_end_is_named_or_rejected_for_that_reason(tmp_path: Pa
     assert "their clip does not lie in its file" in result.stdout
     data = PreparedDataset.load(tmp_path / "out").dataset
     assert data["rejection"][:] == ["none", "clip", "none", "unreadable"]
-    assert data["num_frames"][:] == [12, -3, 24, -1]
+    assert data["num_frames"][:] == [12, CLIP_SIZE, 24, -1]
     packs = map_columns(data, BucketColumns(open_table(SPEC), SPEC), overwrite=True)
     assert packs["rejection"][:] == ["none", "clip", "none", "unreadable"]
 
