@@ -15,6 +15,7 @@ from datasets import Dataset
 from PIL import Image
 
 from hf_bucketing import ColumnError, LatentSpec, ViewRule, open_table
+from hf_bucketing.buckets.assignment import CLIP_SIZE
 from hf_bucketing.caching import CacheConfig, CachedCollator
 from hf_bucketing.caching.columns import LatentColumns
 from hf_bucketing.columns import BucketColumns, CacheInfo, ClipRows, ClipRule, PreparedDataset, cut_clips, map_columns
@@ -145,7 +146,7 @@ def test_every_clip_begins_with_the_frame_at_its_start_in_buckets_packs_and_cach
     assert dataset["rejection"][:] == ["none"] * len(dataset)
     media = {"column": data.column, "root": data.root, "views": ViewRule(random_crop=False)}
     latents = LatentColumns(
-        encode=lambda pixels: {"latents": pixels},
+        encode=lambda pixels, shown: {"latents": pixels},
         model="none",
         table=data.table,
         files=data.files,
