@@ -27,6 +27,9 @@ _NAMED = 3
 class HeldOutConfig:
     """Samples held out of training, and how often their loss is computed.
 
+    They are taken without augmentation, each with its own caption, and with the same noise every time. One that cannot
+    be read ends the run; with `on_error="replace"` it does not count, and is named.
+
     Args:
         validation_dataset_dir (`str`, *optional*): Prepared folder of samples whose loss is computed while training,
             made as that of `dataset_dir`, and cached if that is. By default there is none.
@@ -124,11 +127,12 @@ def split_rows(prepared: PreparedDataset, share: float) -> tuple[PreparedDataset
         rows = np.bincount(files.of_row[kind], minlength=files.number)[order]
         held_out[order[(rows > 0) & (np.cumsum(rows) - rows < wanted)]] = True
     chosen = held_out[files.of_row]
-    for side, what in ((usable & chosen, "holds out none"), (usable & ~chosen, "leaves none to train on")):
+    together = "leaves none to train on, as all rows of one file are on the same side"
+    for side, what in ((usable & chosen, "holds out none"), (usable & ~chosen, together)):
         if not side.any():
             counts = f"{np.count_nonzero(usable)} usable rows in {files.number} files"
             raise BucketingError(
-                f"`validation_split={share}` of {counts} {what}, as all rows of one file are on the same side.",
+                f"`validation_split={share}` of {counts} {what}.",
                 advice=["choose another share", "name other samples as `validation_dataset_dir`"],
             )
     training, validation = (

@@ -24,7 +24,9 @@ from hf_bucketing.media import MediaSource, View
 from hf_bucketing.media.sample import load_sample
 from hf_bucketing.models import disable_packing
 from hf_bucketing.randomness import Purpose, integer_seed
+from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.held_out import check_apart, files_of, split_rows
 from hf_bucketing.training.held_out_loss import ReadableRows, unreadable_message
 from hf_bucketing.training.loop import Trainer
@@ -85,6 +87,25 @@ def test_bytes_without_a_path_are_files_of_their_own(prepared: PreparedDataset) 
 def test_a_split_needs_rows_on_both_sides(share: float, cells, message: str, prepared: PreparedDataset) -> None:
     with pytest.raises(BucketingError, match=rf"`validation_split={share}` {message}"):
         split_rows(rows_of(prepared, cells, fps=[8.0] * 3, tokens=[5] * 3), share)
+
+
+@each_batching
+def test_held_out_rows_are_neither_drawn_nor_replacements_and_nothing_about_them_is_random(
+    batches, pipeline_dir, prepared: PreparedDataset, prepared_dir, tmp_path: Path
+) -> None:
+    more = {"longest_first": True, "flip_probability": 0.5, "on_error": "replace", "max_error_share": 1.0}
+    more |= {"validation_split": 0.2, "seed": 3, "frame_picking": "random"}
+    config = in_process(pipeline_dir, prepared_dir, tmp_path, **batches, **more)
+    training = make_data(config, prepared.spec, width=96)
+    held_out = make_held_out_data(changed(config, seed=4), prepared.spec, width=96)
+    trained, apart = (data.loader.dataset["index"][:] for data in (training, held_out))
+    assert len(apart) == 4
+    assert sorted(trained + apart) == list(range(20))
+    assert training.loader.collate_fn.replacements.dataset["index"][:] == trained
+    assert held_out.loader.collate_fn.replacements is None
+    assert held_out.loader.collate_fn.views.num_draws == 0
+    assert sorted(held_out.sampler.plan().indices) == list(range(4))
+    assert held_out.sampler.plan().indices.tolist() == held_out.sampler.plan(1).indices.tolist()
 
 
 @pytest.mark.parametrize(("settings", "message"), [
