@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -113,21 +114,36 @@ def resized_pack(folder: Path, case: Case, _tmp: Path) -> dict[str, Any]:
     return batch
 
 
-def cache(folder: Path, case: Case, tmp: Path) -> dict[str, Any]:
-    """Encode by returning pixels and conditions as they are."""
+def encoded(
+    folder: Path,
+    case: Case,
+    tmp: Path,
+    rows: list[dict[str, Any]],
+    *,
+    conditions: Mapping[str, str] = CONDITIONS,
+    on_error: str = "raise",
+) -> tuple[Dataset, Counter[str]]:
+    """Write rows to a cache of pixels and conditions as they are; return them with keys, and what was counted."""
     latents = LatentColumns(
         encode=lambda pixels, shown: {"latents": pixels, **shown},
         model="pixels",
         table=BucketTable(sizes=(case.size,)),
-        files=MediaColumns(column="file", root=str(folder), conditions=CONDITIONS, reference_multiples=SPEC.multiples),
-        config=CacheConfig(folder=str(tmp), views=case.views, seed=3),
+        files=MediaColumns(column="file", root=str(folder), conditions=conditions, reference_multiples=SPEC.multiples),
+        config=CacheConfig(folder=str(tmp), views=case.views, seed=3, on_error=on_error),
     )
-    rows = map_columns(Dataset.from_list(rows_of(case)[1:]), latents)
+    return map_columns(Dataset.from_list(rows), latents), latents.counts
+
+
+def from_cache(rows: Dataset, tmp: Path) -> dict[str, Any]:
     info = CacheInfo(
         folder=str(tmp), batching="bucket", latents_model="", text_model=None, empty_text_key=None, views={}
     )
     batch = CachedCollator(info, caption_column=None)(list(rows))
     return {**batch, "pixel_values": batch["latents"], "shown": batch["conditions"]}
+
+
+def cache(folder: Path, case: Case, tmp: Path) -> dict[str, Any]:
+    return from_cache(encoded(folder, case, tmp, rows_of(case)[1:])[0], tmp)
 
 
 def stream(folder: Path, case: Case, _tmp: Path, *, packs: bool = False) -> dict[str, Any]:
@@ -265,20 +281,31 @@ def test_a_replacement_brings_its_own_conditions(make, media: Path, tmp_path: Pa
 def test_a_cache_encodes_again_what_is_shown_otherwise(media: Path, tmp_path: Path) -> None:
     case = CASES["resize"]
 
-    def encoded(conditions: dict[str, str], **cells: Any) -> int:
-        latents = LatentColumns(
-            encode=lambda pixels, shown: {"latents": pixels, **shown},
-            model="pixels",
-            table=BucketTable(sizes=(case.size,)),
-            files=MediaColumns(column="file", root=str(media), conditions=conditions),
-            config=CacheConfig(folder=str(tmp_path), views=FIXED),
-        )
-        map_columns(Dataset.from_list(rows_of(case, **cells)[:1]), latents)
-        return latents.counts["encoded"]
+    def count(conditions: dict[str, str], **cells: Any) -> int:
+        return encoded(media, case, tmp_path, rows_of(case, **cells)[:1], conditions=conditions)[1]["encoded"]
 
-    assert [encoded({}), encoded({})] == [1, 0]
-    assert [encoded({"mask": "mask"}), encoded({"mask": "mask"})] == [1, 0]
-    assert encoded({"mask": "mask"}, mask="mask.png") == 1
-    assert encoded({"mask": "control"}) == 1
-    assert encoded({"control": "mask"}) == 1
-    assert encoded({}) == 0
+    assert [count({}), count({})] == [1, 0]
+    assert [count({"mask": "mask"}), count({"mask": "mask"})] == [1, 0]
+    assert count({"mask": "mask"}, mask="mask.png") == 1
+    assert count({"mask": "control"}) == 1
+    assert count({"control": "mask"}) == 1
+    assert count({}) == 0
+
+
+def test_references_of_several_sizes_are_cached_in_one_stack(media: Path, tmp_path: Path) -> None:
+    case = CASES["resize"]
+    rows = rows_of(case)
+    rows[1]["ref"] = "image.png"
+    references = from_cache(encoded(media, case, tmp_path, rows)[0], tmp_path)["shown"]["reference"]
+    assert [tuple(one.shape) for one in references] == [(3, 1, 16, 80), (3, 1, 32, 48)]
+
+
+def test_an_unreadable_condition_is_an_unreadable_sample_of_a_cache(media: Path, tmp_path: Path) -> None:
+    case = CASES["resize"]
+    rows = rows_of(case)
+    rows[0]["mask"], rows[1]["ref"] = "broken.mp4", None
+    keyed, counts = encoded(media, case, tmp_path, rows, on_error="reject")
+    assert keyed["latents_key"][:] == ["", ""]
+    assert counts == {"unreadable": 2}
+    with pytest.raises(MediaError, match="broken"):
+        encoded(media, case, tmp_path, rows[:1])
