@@ -245,6 +245,18 @@ def test_an_image_has_a_mask_and_a_control_too(media: Path) -> None:
         collate(rows_of(case, file="image.png", control="image.png"))
 
 
+def test_a_rounded_condition_takes_the_resized_size_of_its_sample(media: Path, tmp_path: Path) -> None:
+    grey = np.random.default_rng(0).integers(0, 255, (20, 30), dtype=np.uint8)  # 68 × 100 pixels × 0.3 have 20.4 rows
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    case = CASES["flip"]
+    collate = BucketCollator(BucketTable(sizes=(case.size,)), **options(media, case))
+    batch = collate(rows_of(case, mask=str(tmp_path / "grey.png"))[:1])
+    pixels = torch.from_numpy(grey)[None, None] / 255
+    resized = torch.nn.functional.interpolate(pixels, (54, 80), mode="bilinear", antialias=True)
+    assert batch["crop"][0] == (3, 0, 48, 80)
+    assert torch.allclose(batch["shown"]["mask"][0][0, 0], resized[0, 0, 3:51].flip(-1), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
