@@ -159,7 +159,7 @@ class LatentColumns(_CachedColumns):
                 name=f"row {position} of its batch",
             )
             file = _identity(sample.source, self.files.root)
-            shown = {
+            conditions = {
                 name: None if source is None else _identity(source, self.files.root)
                 for name, source in sorted(sample.conditions.items())
             }
@@ -175,9 +175,8 @@ class LatentColumns(_CachedColumns):
         # Images have one decoder. Keys for PyAV do not name it: older caches had no other decoder.
         if view.fps and view.video_decoder != "pyav":
             geometry["decoder"] = view.video_decoder
-        if sample.conditions:
-            geometry["conditions"] = shown
-            geometry["reference_multiples"] = sample.reference_multiples
+        if conditions:
+            geometry |= {"conditions": conditions, "reference_multiples": sample.reference_multiples}
         key = entry_key(
             kind="latents",
             file=file,

@@ -5,6 +5,7 @@ from .arrays import column_array
 from .buckets import BucketColumns
 from .captions import CaptionCheck, CaptionTexts, check_captions
 from .clips import ClipRows, ClipRule, cut_clips
+from .conditions import ConditionColumns, check_conditions
 from .metadata import ExistingMetadata, MediaMetadata, SizedDataset, add_sizes
 from .prepared import CacheInfo, PreparedDataset
 from .sources import MediaDataset, load_source
@@ -17,6 +18,7 @@ __all__ = [
     "CaptionTexts",
     "ClipRows",
     "ClipRule",
+    "ConditionColumns",
     "ExistingMetadata",
     "MediaDataset",
     "MediaMetadata",
@@ -25,6 +27,7 @@ __all__ = [
     "TomlSources",
     "add_sizes",
     "check_captions",
+    "check_conditions",
     "column_array",
     "cut_clips",
     "load_source",
