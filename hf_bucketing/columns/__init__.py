@@ -4,6 +4,7 @@ from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
 from .captions import CaptionCheck, check_captions
+from .conditions import ConditionColumns, check_conditions
 from .metadata import ExistingMetadata, MediaMetadata, SizedDataset, add_sizes
 from .prepared import CacheInfo, PreparedDataset
 from .sources import MediaDataset, load_source
@@ -12,6 +13,7 @@ __all__ = [
     "BucketColumns",
     "CacheInfo",
     "CaptionCheck",
+    "ConditionColumns",
     "ExistingMetadata",
     "MediaDataset",
     "MediaMetadata",
@@ -19,6 +21,7 @@ __all__ = [
     "SizedDataset",
     "add_sizes",
     "check_captions",
+    "check_conditions",
     "column_array",
     "load_source",
     "map_columns",

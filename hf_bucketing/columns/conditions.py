@@ -59,6 +59,7 @@ class ConditionColumns:
     optional_columns = (CLIP_START,)
     output_columns = (*_SIZES, _FAULT)
     vectorised = False
+    reusable = False
 
     def __post_init__(self) -> None:
         check_literals(self, error=ColumnError)
@@ -188,6 +189,9 @@ def check_conditions(
 
 
 def _holds_bytes(feature: Any) -> bool:
+    """Return whether a feature is bytes, or the dict of path and bytes that an image or video column consists of."""
+    if isinstance(feature, dict):
+        return set(feature) == {"path", "bytes"}
     return isinstance(feature, Value) and feature.dtype in ("binary", "large_binary")
 
 

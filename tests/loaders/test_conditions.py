@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -113,21 +114,36 @@ def resized_pack(folder: Path, case: Case, _tmp: Path) -> dict[str, Any]:
     return batch
 
 
-def cache(folder: Path, case: Case, tmp: Path) -> dict[str, Any]:
-    """Encode by returning pixels and conditions as they are."""
+def encoded(
+    folder: Path,
+    case: Case,
+    tmp: Path,
+    rows: list[dict[str, Any]],
+    *,
+    conditions: Mapping[str, str] = CONDITIONS,
+    on_error: str = "raise",
+) -> tuple[Dataset, Counter[str]]:
+    """Write rows to a cache of pixels and conditions as they are; return them with keys, and what was counted."""
     latents = LatentColumns(
         encode=lambda pixels, shown: {"latents": pixels, **shown},
         model="pixels",
         table=BucketTable(sizes=(case.size,)),
-        files=MediaColumns(column="file", root=str(folder), conditions=CONDITIONS, reference_multiples=SPEC.multiples),
-        config=CacheConfig(folder=str(tmp), views=case.views, seed=3),
+        files=MediaColumns(column="file", root=str(folder), conditions=conditions, reference_multiples=SPEC.multiples),
+        config=CacheConfig(folder=str(tmp), views=case.views, seed=3, on_error=on_error),
     )
-    rows = map_columns(Dataset.from_list(rows_of(case)[1:]), latents)
+    return map_columns(Dataset.from_list(rows), latents), latents.counts
+
+
+def from_cache(rows: Dataset, tmp: Path) -> dict[str, Any]:
     info = CacheInfo(
         folder=str(tmp), batching="bucket", latents_model="", text_model=None, empty_text_key=None, views={}
     )
     batch = CachedCollator(info, caption_column=None)(list(rows))
     return {**batch, "pixel_values": batch["latents"], "shown": batch["conditions"]}
+
+
+def cache(folder: Path, case: Case, tmp: Path) -> dict[str, Any]:
+    return from_cache(encoded(folder, case, tmp, rows_of(case)[1:])[0], tmp)
 
 
 def stream(folder: Path, case: Case, _tmp: Path, *, packs: bool = False) -> dict[str, Any]:
@@ -229,6 +245,18 @@ def test_an_image_has_a_mask_and_a_control_too(media: Path) -> None:
         collate(rows_of(case, file="image.png", control="image.png"))
 
 
+def test_a_rounded_condition_takes_the_resized_size_of_its_sample(media: Path, tmp_path: Path) -> None:
+    grey = np.random.default_rng(0).integers(0, 255, (20, 30), dtype=np.uint8)  # 68 × 100 pixels × 0.3 have 20.4 rows
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    case = CASES["flip"]
+    collate = BucketCollator(BucketTable(sizes=(case.size,)), **options(media, case))
+    batch = collate(rows_of(case, mask=str(tmp_path / "grey.png"))[:1])
+    pixels = torch.from_numpy(grey)[None, None] / 255
+    resized = torch.nn.functional.interpolate(pixels, (54, 80), mode="bilinear", antialias=True)
+    assert batch["crop"][0] == (3, 0, 48, 80)
+    assert torch.allclose(batch["shown"]["mask"][0][0, 0], resized[0, 0, 3:51].flip(-1), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
@@ -265,20 +293,31 @@ def test_a_replacement_brings_its_own_conditions(make, media: Path, tmp_path: Pa
 def test_a_cache_encodes_again_what_is_shown_otherwise(media: Path, tmp_path: Path) -> None:
     case = CASES["resize"]
 
-    def encoded(conditions: dict[str, str], **cells: Any) -> int:
-        latents = LatentColumns(
-            encode=lambda pixels, shown: {"latents": pixels, **shown},
-            model="pixels",
-            table=BucketTable(sizes=(case.size,)),
-            files=MediaColumns(column="file", root=str(media), conditions=conditions),
-            config=CacheConfig(folder=str(tmp_path), views=FIXED),
-        )
-        map_columns(Dataset.from_list(rows_of(case, **cells)[:1]), latents)
-        return latents.counts["encoded"]
+    def count(conditions: dict[str, str], **cells: Any) -> int:
+        return encoded(media, case, tmp_path, rows_of(case, **cells)[:1], conditions=conditions)[1]["encoded"]
 
-    assert [encoded({}), encoded({})] == [1, 0]
-    assert [encoded({"mask": "mask"}), encoded({"mask": "mask"})] == [1, 0]
-    assert encoded({"mask": "mask"}, mask="mask.png") == 1
-    assert encoded({"mask": "control"}) == 1
-    assert encoded({"control": "mask"}) == 1
-    assert encoded({}) == 0
+    assert [count({}), count({})] == [1, 0]
+    assert [count({"mask": "mask"}), count({"mask": "mask"})] == [1, 0]
+    assert count({"mask": "mask"}, mask="mask.png") == 1
+    assert count({"mask": "control"}) == 1
+    assert count({"control": "mask"}) == 1
+    assert count({}) == 0
+
+
+def test_references_of_several_sizes_are_cached_in_one_stack(media: Path, tmp_path: Path) -> None:
+    case = CASES["resize"]
+    rows = rows_of(case)
+    rows[1]["ref"] = "image.png"
+    references = from_cache(encoded(media, case, tmp_path, rows)[0], tmp_path)["shown"]["reference"]
+    assert [tuple(one.shape) for one in references] == [(3, 1, 16, 80), (3, 1, 32, 48)]
+
+
+def test_an_unreadable_condition_is_an_unreadable_sample_of_a_cache(media: Path, tmp_path: Path) -> None:
+    case = CASES["resize"]
+    rows = rows_of(case)
+    rows[0]["mask"], rows[1]["ref"] = "broken.mp4", None
+    keyed, counts = encoded(media, case, tmp_path, rows, on_error="reject")
+    assert keyed["latents_key"][:] == ["", ""]
+    assert counts == {"unreadable": 2}
+    with pytest.raises(MediaError, match="broken"):
+        encoded(media, case, tmp_path, rows[:1])
