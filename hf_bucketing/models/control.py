@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ class ControlRecipe(Recipe):
 
     shown = ("control",)
     required = ("control",)
-    control_argument: ClassVar[str]
-    """Argument of the pipeline's call for the control."""
 
     @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:
@@ -58,5 +56,5 @@ class ControlRecipe(Recipe):
     def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
         """Call the pipeline with an image as the control of every frame; see [`Recipe.render`]."""
         if image is not None:
-            options[self.control_argument] = image if self.family.images_only else [image] * size.frames
+            options[self.shown_as["control"]] = image if self.family.images_only else [image] * size.frames
         return super().render(prompt, size, **options)

@@ -109,9 +109,7 @@ class Trainer:
         self.validation = None
         if config.validation.validation_prompts:
             sizes = parse_sizes(config.validation.validation_sizes, spec)
-            each = 0
-            if recipe.takes_image:
-                each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
+            each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
             self.validation = Validation(
                 config=config.validation,
                 images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),

@@ -20,12 +20,19 @@ from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
 
-RUNS = {
-    f"{name}{'-' if shown else ''}{'+'.join(shown)}": (case, shown)
+FAST = ("wan-i2v", "wan-2.2-ti2v", "wan-vace", "flux-control")
+"""Recipes for the ways of showing a model something: channels, a clean frame, control channels and frames in front."""
+RUNS = [
+    pytest.param(
+        case,
+        shown,
+        id="-".join([name, "+".join(shown)] if shown else [name]),
+        marks=pytest.mark.slow if shown and (name not in FAST or shown != case.shown[-1]) else (),
+    )
     for name, case in RECIPES.items()
     for shown in (*(() if case.needs_shown else ((),)), *case.shown)
-}
-each_recipe = pytest.mark.parametrize(("case", "shown"), RUNS.values(), ids=RUNS.keys())
+]
+each_recipe = pytest.mark.parametrize(("case", "shown"), RUNS)
 
 
 @pytest.fixture(scope="module")

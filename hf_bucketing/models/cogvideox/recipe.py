@@ -159,7 +159,7 @@ class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
     """
 
     pipeline_class = "CogVideoXFunControlPipeline"
-    control_argument = "control_video"
+    shown_as = MappingProxyType({"control": "control_video"})
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class CogView4ControlRecipe(ControlRecipe, CogView4Recipe):
     """Recipe of `CogView4ControlPipeline`; see [`ControlRecipe`]."""
 
     pipeline_class = "CogView4ControlPipeline"
-    control_argument = "control_image"
+    shown_as = MappingProxyType({"control": "control_image"})
 
 
 RECIPES = (CogView4Recipe, CogView4ControlRecipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -53,7 +54,7 @@ class FluxControlRecipe(ControlRecipe, FluxRecipe):
     """
 
     pipeline_class = "FluxControlPipeline"
-    control_argument = "control_image"
+    shown_as = MappingProxyType({"control": "control_image"})
     guidance = 30.0
     """The default of diffusers' `train_control_lora_flux.py`."""
 

@@ -15,9 +15,6 @@ from ..recipe import Conditions, Samples, Shown
 from ..wan.recipe import WanRecipe
 from .packing import CONTROL, FAMILY, SCALE
 
-GIVEN_AS = {"control": "video", "mask": "mask", "reference": "reference_images"}
-"""Arguments of the pipeline's call for what a sample is shown."""
-
 
 class WanVACERecipe(WanRecipe):
     """Recipe of `WanVACEPipeline`, whose models are shown control videos, masks and reference images; see [`Recipe`].
@@ -36,6 +33,7 @@ class WanVACERecipe(WanRecipe):
     pipeline_class = "WanVACEPipeline"
     family = FAMILY
     shown = ("control", "reference")
+    shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
 
     def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
         """Encode a stack of samples, see [`Recipe.encode_media`].
