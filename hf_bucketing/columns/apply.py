@@ -83,16 +83,14 @@ def map_columns(
     elif not _can_cache(dataset):
         reuse = {"keep_in_memory": True}
     new: Dataset = (
-        dataset.with_format(None)
-        .select_columns(list(dict.fromkeys(inputs)))  # else processes would be sent all columns
-        .with_format("arrow" if function.vectorised else None)
+        dataset.with_format("arrow" if function.vectorised else None, columns=inputs)
         .map(
             function,
             batched=True,
             batch_size=batch_size,
             writer_batch_size=batch_size,
             num_proc=num_proc,
-            remove_columns=list(dict.fromkeys(inputs)),
+            remove_columns=columns,
             features=getattr(function, "features", None),
             desc=f"{type(function).__name__}: {', '.join(function.output_columns)}",
             **reuse,

@@ -238,7 +238,7 @@ def prepare(
     clips = source.clip_rule(max(size.frames for size in table.sizes))
     loaded = read_source(source, clips=clips, num_proc=num_proc, say=say)
     columns = BucketColumns(table, spec, rule=source.rule)
-    dataset = map_columns(loaded.dataset, columns, num_proc=num_proc, overwrite=overwrite)
+    dataset = map_columns(loaded.dataset, columns, overwrite=overwrite)  # processes would take longer to start
     packed: OpenTable = open_table(spec, max_frames=max_frames)
     if source.table.image_sizes == "video":
         sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))
