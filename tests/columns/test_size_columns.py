@@ -57,7 +57,7 @@ def test_only_a_sample_of_the_files_is_opened(folder: Path) -> None:
     metadata = MediaMetadata("path", root=str(folder))
     assert rows_of(add_sizes(dataset, metadata).dataset) == [(32, 16, 9, 16.0)] * 21
     with pytest.raises(MediaError, match=r"gone\.mp4"):
-        add_sizes(dataset, metadata, read_headers=True)
+        add_sizes(dataset, metadata, sizes_from="headers")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_columns_that_disagree_with_a_file_are_an_error_that_names_it(folder: Pa
     metadata = MediaMetadata("path", root=str(folder))
     with pytest.raises(ColumnError, match=message):
         add_sizes(table(**changes), metadata)
-    read = add_sizes(table(**changes), metadata, read_headers=True)
+    read = add_sizes(table(**changes), metadata, sizes_from="headers")
     assert rows_of(read.dataset) == [(32, 16, 9, 16.0), (48, 32, 1, 0.0)]
     assert "instead of the columns width, height, num_frames, fps: as asked for" in read.origin
 
@@ -147,6 +147,6 @@ def test_preparing_uses_the_sizes_of_a_csv_file(folder: Path, pipeline_dir: Path
     assert dataset["aspect_ratio"][:] == [2.0, 1.5]
     (folder / "rows.csv").write_text("path,text,num_frames,height,width,fps\nvideo.mp4,a clip,9,32,16,16\n")
     result = run_script_here("prepare_dataset.py", *arguments, "--output_dir", folder / "bad", check=False)
-    assert "read_headers" in result.stderr.strip().splitlines()[-1]
-    run_script_here("prepare_dataset.py", *arguments, "--output_dir", folder / "bad", "--read_headers")
+    assert "sizes_from" in result.stderr.strip().splitlines()[-1]
+    run_script_here("prepare_dataset.py", *arguments, "--output_dir", folder / "bad", "--sizes_from", "headers")
     assert PreparedDataset.load(folder / "bad").dataset["width"][:] == [32]
