@@ -135,8 +135,8 @@ class ExistingMetadata:
         _check_target_fps(self.target_fps)
         if (self.num_frames is not None) + (self.duration is not None) != (self.fps is not None):
             raise ColumnError(
-                "`num_frames` and `fps` go together: give the names of both columns, or neither for images; `duration` "
-                "takes the place of `num_frames`."
+                "`num_frames` and `fps` go together: give the names of both columns, or neither for images. "
+                "`duration` takes the place of `num_frames`."
             )
         if self.target_fps is not None and self.fps is None:
             raise ColumnError("`target_fps` has no effect on images; leave it out, or give `num_frames` and `fps`.")
