@@ -24,7 +24,7 @@ from .buckets import BucketColumns
 from .captions import OnCaptionError, check_captions, check_template
 from .clips import SCENE_END, SCENE_START, ClipRule, cut_clips
 from .conditions import ConditionColumns, check_condition_columns, check_conditions
-from .metadata import MediaMetadata, add_sizes
+from .metadata import MediaMetadata, SizesFrom, add_sizes, read_size_columns
 from .prepared import PreparedDataset
 from .sources import MediaDataset, load_source
 
@@ -114,7 +114,10 @@ class SourceConfig:
             the caption within the dicts of a column json (default: found by its name).
         caption_template (`str`, *optional*): Text that each caption becomes, with {caption} in its place, such as
             "TOK, {caption}"; an empty caption becomes the rest of it.
-        read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
+        sizes_from (`"auto"`, `"columns"` or `"headers"`): Origin of the sizes: columns if the headers of a sample of
+            files agree, columns without opening a file, or the headers of all files.
+        size_columns (`str`, *optional*): Columns of sizes that have other names than width, height, num_frames and
+            fps, such as num_frames=frame; duration=seconds takes the place of num_frames (default: none).
         target_fps (`float`): Frame rate to train at.
         clips (`str`, *optional*): Clips that each longer video is cut into, one row each: head, one from the start;
             uniform:N, N of them spread evenly; slide:STRIDE, one every STRIDE frames; all, consecutive ones; or
@@ -139,7 +142,8 @@ class SourceConfig:
     mask_column: str | None = None
     reference_column: str | None = None
     caption_template: str | None = None
-    read_headers: bool = False
+    sizes_from: SizesFrom = "auto"
+    size_columns: str | None = None
     target_fps: float = 16.0
     clips: str | None = None
     clip_frames: int | None = None
@@ -155,6 +159,8 @@ class SourceConfig:
         if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
             raise ColumnError("Omit `clip_frames`: no effect without `clips`, nor with the scenes of a data set.")
         self.clip_rule(1)
+        if self.size_columns is not None:
+            read_size_columns(self.size_columns)
 
     def clip_rule(self, longest: int) -> ClipRule | None:
         """Return the rule of the clips, of `longest` frames where their number is not given; None for whole files."""
@@ -218,7 +224,13 @@ def read_source(
     )
     on_error: Literal["raise", "reject"] = "reject" if source.on_error == "reject" else "raise"
     metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=on_error)
-    sized = add_sizes(captions.dataset, metadata, read_headers=source.read_headers, num_proc=num_proc)
+    sized = add_sizes(
+        captions.dataset,
+        metadata,
+        sizes_from=source.sizes_from,
+        size_columns=None if source.size_columns is None else read_size_columns(source.size_columns),
+        num_proc=num_proc,
+    )
     dataset = captions.mark(sized.dataset)
     for sentence in filter(None, [captions.summary, sized.origin]):
         say(sentence)
@@ -270,7 +282,7 @@ def prepare(
     clips = source.clip_rule(max(size.frames for size in table.sizes))
     loaded = read_source(source, clips=clips, num_proc=num_proc, say=say)
     columns = BucketColumns(table, spec, rule=source.rule)
-    dataset = map_columns(loaded.dataset, columns, num_proc=num_proc, overwrite=overwrite)
+    dataset = map_columns(loaded.dataset, columns, overwrite=overwrite)  # processes would take longer to start
     packed: OpenTable = open_table(spec, max_frames=max_frames)
     if source.table.image_sizes == "video":
         sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))
