@@ -65,7 +65,7 @@ class WanImageToVideoRecipe(WanRecipe):
 
     pipeline_class = "WanImageToVideoPipeline"
     takes_image = True
-    shown = ENDS
+    shown: ClassVar[tuple[str, ...]] = ENDS
 
     @classmethod
     def load(cls, name_or_path: str, **options: Any) -> Recipe:
