@@ -89,7 +89,10 @@ Layout = Callable[[SourceRequest], "SourceRows | None"]
 
 
 def loaded_by_datasets(request: SourceRequest) -> SourceRows:
-    """Load any other folder or a name on the hub with `datasets.load_dataset`."""
+    """Load any other folder or a name on the hub with `datasets.load_dataset`.
+
+    Relative paths in a data set on the hub are those of files in its repository.
+    """
     name, path = request.path_or_name, request.path
     if is_url(name):
         raise MediaError(
@@ -99,7 +102,7 @@ def loaded_by_datasets(request: SourceRequest) -> SourceRows:
     if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise MediaError(f"The folder {path} does not exist; pass a folder or the name of a hub data set.")
     dataset = load(name, request.config_name, split=request.split)
-    root = str(path) if path.is_dir() else None
+    root = str(path) if path.is_dir() else f"hf://datasets/{name}" if name.count("/") == 1 else None
     return SourceRows(dataset=dataset, layout=f"{len(dataset)} rows, loaded by datasets", root=root)
 
 

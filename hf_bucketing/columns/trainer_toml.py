@@ -50,7 +50,9 @@ _ADVICE: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(
         ("caption_dropout_rate", "caption_dropout_every_n_epochs"), (0, "give `caption_dropout` in training")
     ),
-    **dict.fromkeys(("shuffle_caption", "cache_shuffle_num"), (False, "give `shuffle_tags` when training")),
+    **dict.fromkeys(
+        ("shuffle_caption", "shuffle_tags", "cache_shuffle_num"), (False, "give `shuffle_tags` when training")
+    ),
     "keep_tokens": (0, "give `keep_tags` when training"),
     **dict.fromkeys(("caption_separator", "cache_shuffle_delimiter"), (None, "give `tag_separator` when training")),
     "skip_empty_caption": (None, 'give `on_error="reject"` or `on_error="empty"`'),

@@ -16,6 +16,7 @@ import hf_bucketing
 from hf_bucketing import ColumnError, MediaError
 from hf_bucketing.columns import MediaMetadata, PreparedDataset, check_captions, load_source, map_columns
 from hf_bucketing.media import write_video
+from hf_bucketing.media.source import MediaSource
 from tests.conftest import run_script_here
 
 VIDEO, PHOTO, PICTURE = (32, 16, 6), (48, 32, 1), (64, 40, 1)
@@ -217,6 +218,14 @@ def test_mistakes_in_naming_a_source_are_said(folder: Path) -> None:
         write_table(folder / f"metadata.{ending}", [{"file_name": "a.png", "caption": "x"}])
     with pytest.raises(MediaError, match=r"metadata\.csv and .*metadata\.jsonl"):
         load_source(str(folder))
+
+
+def test_relative_paths_of_a_data_set_on_the_hub_are_files_of_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Dataset.from_dict({"video": ["clips/a.mp4"], "caption": ["x"]})
+    monkeypatch.setattr("hf_bucketing.columns.layouts.load_dataset", lambda name, config, split: rows)
+    loaded = load_source("owner/clips")
+    source = MediaSource.from_cell(loaded.dataset[0]["video"], root=loaded.root)
+    assert source.path == "hf://datasets/owner/clips/clips/a.mp4"
 
 
 def test_load_source_is_a_name_of_the_package() -> None:
