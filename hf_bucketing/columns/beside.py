@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,15 +134,13 @@ def files_below(
     Raises:
         MediaError: If a folder cannot be read.
     """
-    try:
+    with _readable(folder):
         status = os.stat(folder)
         identity = (status.st_dev, status.st_ino)
         if identity in above or (aside and os.path.realpath(folder) in aside):
             return
         with os.scandir(folder) as entries:
             found = sorted((entry.name, entry.is_dir()) for entry in entries)
-    except OSError as error:
-        raise MediaError(f"The folder {folder} cannot be read ({error.strerror}); make it readable.") from error
     for name, is_folder in found:
         path = os.path.join(folder, name)
         if name.startswith("."):
@@ -150,6 +149,24 @@ def files_below(
             yield from files_below(path, ignored, aside=aside, above=above | {identity})
         else:
             yield path
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the names of the visible files in a folder, sorted.
+
+    Raises:
+        MediaError: If the folder cannot be read.
+    """
+    with _readable(str(folder)), os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.startswith("."))
+
+
+@contextmanager
+def _readable(folder: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MediaError(f"The folder {folder} cannot be read ({error.strerror}); make it readable.") from error
 
 
 def read_bytes(path: Path, length: int = -1) -> bytes:
