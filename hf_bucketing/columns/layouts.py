@@ -46,6 +46,7 @@ class SourceRequest:
     media_column: str | None = None
     caption_column: str | None = None
     caption_extension: str | None = None
+    missing_caption: str | None = None
     companions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -61,8 +62,8 @@ class SourceRequest:
 
     @property
     def beside(self) -> bool:
-        """Whether the caller asked for captions or other files beside the media, by their extension or folders."""
-        return self.caption_extension is not None or bool(self.companions)
+        """Whether the caller asked for captions or other files beside the media, by a setting of these alone."""
+        return self.caption_extension is not None or self.missing_caption is not None or bool(self.companions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

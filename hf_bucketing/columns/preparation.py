@@ -151,6 +151,7 @@ def read_source(
         media_column=source.media_column,
         caption_column=source.caption_column,
         caption_extension=source.beside.caption_extension,
+        missing_caption=source.beside.missing_caption,
         companions=source.beside.companions,
     )
     say(loaded.describe())

@@ -84,6 +84,13 @@ def test_missing_empty_and_undecodable_txt_files_are_caption_problems_that_name_
     assert emptied["caption"][:] == ["", "", "", "fine"]
 
 
+def test_media_without_a_caption_file_get_the_caption_that_is_given_for_them(folder: Path) -> None:
+    (folder / "trip" / "c.TXT").unlink()
+    assert load_source(str(folder), missing_caption="TOK").dataset["caption"][:] == ["a picture", "TOK", "a clip, ü"]
+    remove_captions(folder)
+    assert load_source(str(folder), missing_caption="TOK").dataset["caption"][:] == ["TOK"] * 3
+
+
 def test_two_media_files_of_one_stem_are_an_error_that_names_both(folder: Path) -> None:
     (folder / "trip" / "c.mp4").write_text("x")
     with pytest.raises(MediaError, match=r"1 captions .* trip/c\.JPG and trip/c\.mp4"):
