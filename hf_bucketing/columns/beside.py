@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ class BesideConfig:
     Args:
         caption_extension (`str`, *optional*): Ending of the caption files beside the media; giving it also chooses
             them where a table could be meant as well (default: .txt).
+        missing_caption (`str`, *optional*): Caption of media that have no caption file (default: none, so that it is
+            missing).
         control_folder (`Path`, *optional*): Folder of control videos or images with the names of the media, which
             become the column control (default: none).
         mask_folder (`Path`, *optional*): Folder of masks with the names of the media, which become the column mask
@@ -30,6 +33,7 @@ class BesideConfig:
     """
 
     caption_extension: str | None = None
+    missing_caption: str | None = None
     control_folder: Path | None = None
     mask_folder: Path | None = None
 
@@ -43,9 +47,9 @@ class BesideConfig:
 def captions_beside(request: SourceRequest) -> SourceRows | None:
     """Read images and videos at any depth, with a caption of the same stem beside each.
 
-    One media file with a caption makes a folder of this layout. Missing captions are null. Links are followed. Each of
-    the request's companions becomes a column of the files of the same stem, at the same depth, in another folder; a
-    missing one is null.
+    One media file with a caption makes a folder of this layout. Missing captions are null, or those of the request.
+    Links are followed. Each of the request's companions becomes a column of the files of the same stem, at the same
+    depth, in another folder; a missing one is null.
     """
     if not request.path.is_dir():
         if request.beside:
@@ -68,7 +72,7 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
             captions[stem] = path
         else:
             ignored["of other types"] += 1
-    if not media.keys() & captions.keys():
+    if not media.keys() & captions.keys() and not (media and request.missing_caption is not None):
         if request.beside:
             raise MediaError(
                 f"{root} holds {len(media)} media files and {len(captions)} {extension} files, but none of the same "
@@ -80,6 +84,8 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     files = [os.path.relpath(paths[0], root) for paths in media.values()]
     with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
         texts = list(threads.map(_read_caption, [captions.get(stem) for stem in media]))
+    if request.missing_caption is not None:
+        texts = [request.missing_caption.encode() if text is None else text for text in texts]
     columns = {"file_name": _as_paths(files), "caption": text_column(texts)}
     missing = []
     for name, folder in request.companions.items():
@@ -133,15 +139,13 @@ def files_below(
     Raises:
         MediaError: If a folder cannot be read.
     """
-    try:
+    with _readable(folder):
         status = os.stat(folder)
         identity = (status.st_dev, status.st_ino)
         if identity in above or (aside and os.path.realpath(folder) in aside):
             return
         with os.scandir(folder) as entries:
             found = sorted((entry.name, entry.is_dir()) for entry in entries)
-    except OSError as error:
-        raise MediaError(f"The folder {folder} cannot be read ({error.strerror}); make it readable.") from error
     for name, is_folder in found:
         path = os.path.join(folder, name)
         if name.startswith("."):
@@ -150,6 +154,24 @@ def files_below(
             yield from files_below(path, ignored, aside=aside, above=above | {identity})
         else:
             yield path
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the names of the visible files in a folder, sorted.
+
+    Raises:
+        MediaError: If the folder cannot be read.
+    """
+    with _readable(str(folder)), os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.startswith("."))
+
+
+@contextmanager
+def _readable(folder: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MediaError(f"The folder {folder} cannot be read ({error.strerror}); make it readable.") from error
 
 
 def read_bytes(path: Path, length: int = -1) -> bytes:

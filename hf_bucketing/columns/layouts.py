@@ -46,6 +46,7 @@ class SourceRequest:
     media_column: str | None = None
     caption_column: str | None = None
     caption_extension: str | None = None
+    missing_caption: str | None = None
     companions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -61,8 +62,8 @@ class SourceRequest:
 
     @property
     def beside(self) -> bool:
-        """Whether the caller asked for captions or other files beside the media, by their extension or folders."""
-        return self.caption_extension is not None or bool(self.companions)
+        """Whether the caller asked for captions or other files beside the media, by a setting of these alone."""
+        return self.caption_extension is not None or self.missing_caption is not None or bool(self.companions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,10 @@ Layout = Callable[[SourceRequest], "SourceRows | None"]
 
 
 def loaded_by_datasets(request: SourceRequest) -> SourceRows:
-    """Load any other folder or a name on the hub with `datasets.load_dataset`."""
+    """Load any other folder or a name on the hub with `datasets.load_dataset`.
+
+    Relative paths in a data set on the hub are those of files in its repository.
+    """
     name, path = request.path_or_name, request.path
     if is_url(name):
         raise MediaError(
@@ -99,7 +103,7 @@ def loaded_by_datasets(request: SourceRequest) -> SourceRows:
     if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise MediaError(f"The folder {path} does not exist; pass a folder or the name of a hub data set.")
     dataset = load(name, request.config_name, split=request.split)
-    root = str(path) if path.is_dir() else None
+    root = str(path) if path.is_dir() else f"hf://datasets/{name}" if name.count("/") == 1 else None
     return SourceRows(dataset=dataset, layout=f"{len(dataset)} rows, loaded by datasets", root=root)
 
 

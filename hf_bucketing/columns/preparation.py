@@ -207,6 +207,7 @@ def read_source(
         media_column=source.media_column,
         caption_column=names[0] if names else None,
         caption_extension=source.beside.caption_extension,
+        missing_caption=source.beside.missing_caption,
         companions=source.beside.companions,
     )
     say(loaded.describe())

@@ -62,6 +62,7 @@ def load_source(
     media_column: str | None = None,
     caption_column: str | None = None,
     caption_extension: str | None = None,
+    missing_caption: str | None = None,
     companions: Mapping[str, str] | None = None,
 ) -> MediaDataset:
     """Load a data set from a file, a folder, a URL or the hub, and recognise its layout.
@@ -91,6 +92,7 @@ def load_source(
             the only such name in a column of dicts, or None.
         caption_extension (`str`, *optional*): Ending of the caption files beside media, by default `.txt`. Giving it
             also chooses this layout where another could be meant.
+        missing_caption (`str`, *optional*): Caption of media without a caption file, in that layout.
         companions (mapping of `str` to `str`, *optional*): Folder, for each column to add, of files that have the
             stems of the media, such as `{"control": "clips/control"}`; for the layout of caption files beside media.
 
@@ -108,6 +110,7 @@ def load_source(
         media_column=media_column,
         caption_column=caption_column,
         caption_extension=caption_extension,
+        missing_caption=missing_caption,
         companions=companions or {},
     )
     rows = _chosen(request, [rows for layout in LAYOUTS if (rows := layout(request)) is not None])

@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from ..errors import MediaError
 from ..media.remote import is_url
-from .beside import files_below, read_bytes, text_column
+from .beside import files_below, files_in, read_bytes, text_column
 from .layouts import (
     CAPTION_COLUMNS,
     MEDIA_COLUMNS,
@@ -76,8 +76,7 @@ def tars(request: SourceRequest) -> SourceRows | None:
     """Read tars of webdataset: one file or URL, a pattern such as `shards/*.tar`, or a folder whose files are tars."""
     name, path = request.path_or_name, request.path
     if path.is_dir():
-        names = [entry.name for entry in os.scandir(path) if entry.is_file()]
-        if any(map(_is_media, names)):
+        if any(map(_is_media, files_in(path))):
             return None
         pattern = os.path.join(glob.escape(name), "*.tar")
     elif request.ending == ".tar":
@@ -99,10 +98,9 @@ def listed_folder(request: SourceRequest) -> SourceRows | None:
     folder = request.path
     if not folder.is_dir() or request.beside:
         return None
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith("."))
-    tables = [name for name in names if Path(name).suffix.lower() in _TABLES]
+    tables = [name for name in files_in(folder) if Path(name).suffix.lower() in _TABLES]
     metadata = [name for name in tables if Path(name).stem in ("metadata", Path(_FASTVIDEO).stem)]
-    chosen = metadata or ([name for name in tables if _lists_media(folder / name, request)] if tables else [])
+    chosen = metadata or [name for name in tables if _lists_media(folder / name, request)]
     if not chosen or (not metadata and not _holds_media(folder)):
         return None
     if len(chosen) > 1:

@@ -33,7 +33,7 @@ _CAPTION = "{caption}"
 _CLIPS = ("frame_extraction", "frame_stride", "frame_sample")
 _CAPTIONS = ("caption_prefix", "caption_suffix")
 _READ = {*_PATHS, *_FOLDERS, *_CLIPS, *_CAPTIONS}
-_READ |= {"num_repeats", "caption_extension", "target_frames", "frame_buckets"}
+_READ |= {"num_repeats", "caption_extension", "class_tokens", "target_frames", "frame_buckets"}
 
 _BUCKETS = "sizes come from the bucket table: give `bucket_tokens`, `buckets` or `table`"
 _ADVICE: dict[str, tuple[Any, str]] = {
@@ -50,11 +50,12 @@ _ADVICE: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(
         ("caption_dropout_rate", "caption_dropout_every_n_epochs"), (0, "give `caption_dropout` in training")
     ),
-    **dict.fromkeys(("shuffle_caption", "cache_shuffle_num"), (False, "give `shuffle_tags` when training")),
+    **dict.fromkeys(
+        ("shuffle_caption", "shuffle_tags", "cache_shuffle_num"), (False, "give `shuffle_tags` when training")
+    ),
     "keep_tokens": (0, "give `keep_tags` when training"),
     **dict.fromkeys(("caption_separator", "cache_shuffle_delimiter"), (None, "give `tag_separator` when training")),
     "skip_empty_caption": (None, 'give `on_error="reject"` or `on_error="empty"`'),
-    "class_tokens": (None, "captions are files beside the media: write them there"),
     "is_reg": (False, "there are no regularisation images: these are trained as all others; remove them"),
     "flip_aug": (False, "give `flip_probability` when training"),
     "random_crop": (None, "give `random_crop` when training"),
@@ -133,6 +134,7 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
     if key not in _TABLES:
         extension = table.get("caption_extension", _SD_SCRIPTS_EXTENSION if key == "image_dir" else None)
         values |= {"caption_extension": extension} if extension else {}
+        values |= {"missing_caption": table["class_tokens"]} if table.get("class_tokens") else {}
     elif "control_path" in column_names(Path(values["dataset"])):
         values["control_column"] = "control_path"
     for folder_key, column in _FOLDERS.items():

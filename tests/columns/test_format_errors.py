@@ -233,6 +233,15 @@ def test_files_of_the_same_stems_in_other_folders_become_columns(tmp_path: Path)
             load_source(str(tmp_path / "clips"), companions={"mask": str(tmp_path / folder)})
 
 
+def test_a_media_column_of_another_type_is_an_error_that_names_the_row(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("path,text\n1,x\n2,y\n")
+    loaded = load_source(str(tmp_path / "data.csv"))
+    with pytest.raises(MediaError, match=r"Expected a path.*got int \(row 0"):
+        map_columns(loaded.dataset, MediaMetadata("path", root=loaded.root))
+    reject = MediaMetadata("path", root=loaded.root, on_error="reject")
+    assert map_columns(loaded.dataset, reject)["width"][:] == [-1, -1]
+
+
 def test_captions_beside_media_that_are_asked_for_and_not_there_are_an_error(tmp_path: Path) -> None:
     csv_rows("metadata.csv", "path", "text")(tmp_path)
     with pytest.raises(MediaError, match=r"2 media files and 0 \.caption files"):

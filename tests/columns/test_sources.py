@@ -16,6 +16,7 @@ import hf_bucketing
 from hf_bucketing import ColumnError, MediaError
 from hf_bucketing.columns import MediaMetadata, PreparedDataset, check_captions, load_source, map_columns
 from hf_bucketing.media import write_video
+from hf_bucketing.media.source import MediaSource
 from tests.conftest import run_script_here
 
 VIDEO, PHOTO, PICTURE = (32, 16, 6), (48, 32, 1), (64, 40, 1)
@@ -81,6 +82,13 @@ def test_missing_empty_and_undecodable_txt_files_are_caption_problems_that_name_
     assert "1 not UTF-8 text (row 2: trip/day 1/b.mp4)" in str(raised.value)
     emptied = check_captions(loaded.dataset, "caption", on_error="empty").dataset
     assert emptied["caption"][:] == ["", "", "", "fine"]
+
+
+def test_media_without_a_caption_file_get_the_caption_that_is_given_for_them(folder: Path) -> None:
+    (folder / "trip" / "c.TXT").unlink()
+    assert load_source(str(folder), missing_caption="TOK").dataset["caption"][:] == ["a picture", "TOK", "a clip, ü"]
+    remove_captions(folder)
+    assert load_source(str(folder), missing_caption="TOK").dataset["caption"][:] == ["TOK"] * 3
 
 
 def test_two_media_files_of_one_stem_are_an_error_that_names_both(folder: Path) -> None:
@@ -217,6 +225,14 @@ def test_mistakes_in_naming_a_source_are_said(folder: Path) -> None:
         write_table(folder / f"metadata.{ending}", [{"file_name": "a.png", "caption": "x"}])
     with pytest.raises(MediaError, match=r"metadata\.csv and .*metadata\.jsonl"):
         load_source(str(folder))
+
+
+def test_relative_paths_of_a_data_set_on_the_hub_are_files_of_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Dataset.from_dict({"video": ["clips/a.mp4"], "caption": ["x"]})
+    monkeypatch.setattr("hf_bucketing.columns.layouts.load_dataset", lambda name, config, split: rows)
+    loaded = load_source("owner/clips")
+    source = MediaSource.from_cell(loaded.dataset[0]["video"], root=loaded.root)
+    assert source.path == "hf://datasets/owner/clips/clips/a.mp4"
 
 
 def test_load_source_is_a_name_of_the_package() -> None:
