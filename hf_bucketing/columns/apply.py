@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Image, IterableDataset, Video, concatenate_datasets
+from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, Video, concatenate_datasets
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
 
@@ -104,6 +104,21 @@ def map_columns(
         shown = [name for name in mapped.column_names if name in caller_format["columns"] or name not in columns]
         mapped.set_format(caller_format["type"], shown, **caller_format["format_kwargs"])
     return mapped
+
+
+def set_columns(dataset: Dataset, columns: Mapping[str, Any], features: Mapping[str, Any]) -> Dataset:
+    """Return the data set with columns of these values, added or replaced; no other column is copied.
+
+    Args:
+        dataset (`Dataset`): Any rows.
+        columns (mapping of `str` to array, shape `(n,)`): Values of each row.
+        features (mapping of `str` to feature): Type of each column.
+    """
+    types = Features(dict(features))
+    values = [pa.array(columns[field.name], field.type) for field in types.arrow_schema]
+    table = pa.Table.from_arrays(values, schema=types.arrow_schema)
+    new = Dataset(InMemoryTable(table), info=DatasetInfo(features=types))
+    return _side_by_side(dataset.remove_columns([name for name in types if name in dataset.column_names]), new)
 
 
 def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+from datasets import Value
 
 from ..buckets.assignment import AssignmentRule
 from ..buckets.ladders import token_ladder
 from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..buckets.union import union_of_tables
 from ..command_line.flags import numbers
-from ..errors import ColumnError, FlagError
+from ..errors import BucketingError, ColumnError, FlagError
 from ..settings import check_literals
-from .apply import map_columns
+from .apply import map_columns, set_columns
 from .arrays import column_array
 from .buckets import BucketColumns
 from .captions import OnCaptionError, check_captions
+from .merge import merge_sources, with_sources
 from .metadata import MediaMetadata, add_sizes
-from .prepared import PreparedDataset
+from .prepared import ROW_WEIGHT, PreparedDataset
+from .shares import name_sources, row_weights
 from .sources import MediaDataset, load_source
 
 
@@ -102,8 +108,16 @@ class SourceConfig:
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
             the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
             script at an unreadable file.
+        name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
+        repeats (`float`): Occurrences of each row per epoch: 2 trains each row twice, 0.5 every row in every other
+            epoch.
+        weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
+            3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
         table ([`TableConfig`]): Bucket table of its rows.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
+
+    Raises:
+        BucketingError: If `repeats` or `weight` is not above 0, or both are given.
     """
 
     dataset: str
@@ -114,11 +128,20 @@ class SourceConfig:
     read_headers: bool = False
     target_fps: float = 16.0
     on_error: OnCaptionError = "raise"
+    name: str | None = None
+    repeats: float = 1.0
+    weight: float | None = None
     table: TableConfig
     rule: AssignmentRule = field(default_factory=AssignmentRule)
 
     def __post_init__(self) -> None:
         check_literals(self)
+        for name in ("repeats", "weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BucketingError(f"`{name}` must be above 0 and finite, got {value}.")
+        if self.weight is not None and self.repeats != 1:
+            raise BucketingError("`repeats` and `weight` both say how often a row occurs; give one of them.")
 
 
 def read_source(
@@ -167,7 +190,7 @@ def read_source(
 
 
 def prepare(
-    source: SourceConfig,
+    sources: SourceConfig | Sequence[SourceConfig],
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
@@ -176,10 +199,13 @@ def prepare(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
 ) -> PreparedDataset:
-    """Read a source and assign its rows to buckets.
+    """Read one or several sources, and assign the rows of each to the buckets of its table.
+
+    Rows of several sources get a `source` column, a `ClassLabel` of the sources' names, and their tables become one.
+    Where rows do not occur once per epoch, a column `weight` says how often.
 
     Args:
-        source ([`SourceConfig`]): What to read, and its bucket table.
+        sources ([`SourceConfig`] or several): What to read, and its bucket table.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
         max_frames (`int`, *optional*): Number of frames that packed samples are cut to.
@@ -188,21 +214,58 @@ def prepare(
         say (callable): Called with each sentence about what was found.
 
     Raises:
-        BucketingError: As [`read_source`], and if the data set already has bucket columns.
+        BucketingError: As [`read_source`], if the data set already has bucket columns, if two sources have one name,
+            only some have a `weight`, or their settings cannot be met in one data set.
     """
-    table = source.table.make(spec, native_sizes=native_sizes)
-    loaded = read_source(source, num_proc=num_proc, say=say)
-    columns = BucketColumns(table, spec, rule=source.rule)
-    dataset = map_columns(loaded.dataset, columns, num_proc=num_proc, overwrite=overwrite)
+    configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
+    names = name_sources([(config.dataset, config.name) for config in configs])
+    check_alike(configs)
+    tables = [config.table.make(spec, native_sizes=native_sizes) for config in configs]
+    table, ids = union_of_tables(tables)
+    parts: dict[str, MediaDataset] = {}
+    for name, config, own in zip(names, configs, tables, strict=True):
+        loaded = read_source(config, num_proc=num_proc, say=say)
+        if not len(loaded.dataset):
+            raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
+        columns = BucketColumns(own, spec, rule=config.rule)
+        mapped = map_columns(loaded.dataset, columns, num_proc=num_proc, overwrite=overwrite)
+        parts[name] = replace(loaded, dataset=mapped)
+    rows = next(iter(parts.values()))
+    weights = row_weights(
+        [part.dataset for part in parts.values()],
+        repeats=[config.repeats for config in configs],
+        shares=[config.weight for config in configs],
+    )
+    if len(parts) > 1:
+        rows = merge_sources(parts, say=say)
+        rows = replace(rows, dataset=with_sources(rows.dataset, parts, table=table, ids=ids))
+    dataset = rows.dataset
+    if weights is not None:
+        dataset = set_columns(dataset, {ROW_WEIGHT: weights}, {ROW_WEIGHT: Value("float64")})
     packed: OpenTable = open_table(spec, max_frames=max_frames)
-    if source.table.image_sizes == "video":
+    if configs[0].table.image_sizes == "video":
         sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))
-        packed = packed.images_at_video_sizes(*sizes, rule=source.rule)
+        packed = packed.images_at_video_sizes(*sizes, rule=configs[0].rule)
     return PreparedDataset(
         dataset=dataset,
         table=table,
         open_table=packed,
-        column=loaded.column,
-        caption_column=loaded.caption_column,
-        root=loaded.root,
+        column=rows.column,
+        caption_column=rows.caption_column,
+        root=rows.root,
+        conditions=rows.conditions,
     )
+
+
+def check_alike(configs: Sequence[SourceConfig]) -> None:
+    """Raise BucketingError if sources differ in what all rows of a data set share: how images get their sizes."""
+    kinds = {config.table.image_sizes for config in configs}
+    if len(kinds) > 1:
+        raise BucketingError(
+            "`image_sizes` must be the same for all sources, as packs of images from all sources share one rule."
+        )
+    if kinds == {"video"} and len({config.rule for config in configs}) > 1:
+        raise BucketingError(
+            '`image_sizes="video"` takes the limits of assignment from all sources; give them the same limits, such as '
+            "`max_upscale`."
+        )

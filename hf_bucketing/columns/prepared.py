@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from datasets import Dataset, load_from_disk
+from datasets import ClassLabel, Dataset, load_from_disk
 
+from ..buckets.arrays import IntArray
 from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
@@ -19,11 +20,15 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError, refuse_old_names
 from ..files import complete_folder
 from ..media.rows import MediaColumns
+from .arrays import column_array
 
 MANIFEST = "bucketing.json"
 
 ROW_WEIGHT = "weight"
 """Column of the occurrences of each row per epoch, where they are not 1."""
+
+SOURCE = "source"
+"""Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
 _VERSION = 6
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
@@ -51,6 +56,18 @@ class CacheInfo:
     text_model: str | None
     empty_text_key: str | None
     views: dict[str, Any]
+
+
+class SourceRows(NamedTuple):
+    """Sources of a data set.
+
+    Attributes:
+        names (`tuple` of `str`): Name of each source.
+        ids (`int64`, shape `(n,)`): Source of each row, as a position in `names`.
+    """
+
+    names: tuple[str, ...]
+    ids: IntArray
 
 
 @refuse_old_names(
@@ -87,6 +104,14 @@ class PreparedDataset:
     def files(self) -> MediaColumns:
         """Columns that lead to the files."""
         return MediaColumns(column=self.column, root=self.root, conditions=self.conditions)
+
+    @property
+    def sources(self) -> SourceRows | None:
+        """Names of the sources and the source of each row, if there are several."""
+        feature = self.dataset.features.get(SOURCE)
+        if not isinstance(feature, ClassLabel):
+            return None
+        return SourceRows(names=tuple(feature.names), ids=column_array(self.dataset, SOURCE).astype(np.int64))
 
     @property
     def spec(self) -> LatentSpec:

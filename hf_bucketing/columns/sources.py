@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow.compute as pc
@@ -38,6 +38,7 @@ class MediaDataset:
         caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder that relative paths in the media column start from, if there are any.
         layout (`str`): Description of what was read and how many files were ignored, for messages.
+        conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
     """
 
     dataset: Dataset
@@ -45,6 +46,7 @@ class MediaDataset:
     caption_column: str | None
     root: str | None
     layout: str
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return two lines: the layout that was read, and the columns with the first row as an example."""
