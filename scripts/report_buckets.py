@@ -6,6 +6,7 @@ python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 
 
 import argparse
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,16 @@ def make_parser() -> FlagParser:
     )
     parser.add_argument("--json", type=Path, help="JSON file for the report.")
     parser.add_argument("--figures", type=Path, help="Folder for the figures.")
+    # The table of a file is the one that the data set was prepared with.
+    names = {"dataset": ("dataset_dir",), "table": (), "buckets": (), "bucket_frames": ()}
+    parser.add_config("report_buckets", others=other_scripts, names=names)
     return parser
+
+
+def other_scripts() -> Mapping[str, Collection[str]]:
+    from hf_bucketing.training.script_settings import settings_of_scripts
+
+    return settings_of_scripts()
 
 
 def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketTable:

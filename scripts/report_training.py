@@ -5,6 +5,7 @@ python scripts/report_training.py demo/bucket demo/pack --figure demo/loss.png
 
 import argparse
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from hf_bucketing.command_line.flags import FlagParser
@@ -21,7 +22,14 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--min_fall", type=float, default=1 / 3, help="Smallest fall of the loss that passes, as a share."
     )
+    parser.add_config("report_training", others=other_scripts, names={"runs": ("output_dir",)})
     return parser
+
+
+def other_scripts() -> Mapping[str, Collection[str]]:
+    from hf_bucketing.training.script_settings import settings_of_scripts
+
+    return settings_of_scripts()
 
 
 def main(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..errors import BucketingError, refuse_old_names
 from ..files import complete_folder
 from ..media.rows import MediaColumns
@@ -89,6 +90,8 @@ class PreparedDataset:
         root (`str`, *optional*): Folder that relative paths in these columns start from.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
+        settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
+            config.yaml.
     """
 
     dataset: Dataset
@@ -99,6 +102,7 @@ class PreparedDataset:
     root: str | None = None
     conditions: Mapping[str, str] = field(default_factory=dict)
     cache: CacheInfo | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def files(self) -> MediaColumns:
@@ -149,6 +153,8 @@ class PreparedDataset:
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+            if self.settings:
+                (partial / CONFIG_FILE).write_text(write_config(self.settings), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> PreparedDataset:
@@ -166,7 +172,7 @@ class PreparedDataset:
                 f"{path} has version {manifest['version']}, but this release reads version {_VERSION}; prepare it "
                 "again with scripts/prepare_dataset.py."
             )
-        cache = manifest["cache"]
+        cache, config = manifest["cache"], path / CONFIG_FILE
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
@@ -178,6 +184,7 @@ class PreparedDataset:
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
+            settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
 
 
