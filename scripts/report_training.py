@@ -11,7 +11,7 @@ from pathlib import Path
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable
-from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_run
+from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_run, review_sources
 
 
 def make_parser() -> FlagParser:
@@ -40,6 +40,9 @@ def main(args: argparse.Namespace) -> None:
         print(f"Loss curves: {args.figure}")
     for review in reviews:
         print(review)
+    for run in args.runs:
+        for line in review_sources(run):
+            print(f"{run.name}: {line}")
     for run in args.runs if args.by_bucket else []:
         for bucket, (count, loss) in losses_by_bucket(run).items():
             print(f"{run.name}: bucket {bucket:4}, {count:6} samples in the second half, mean loss {loss:.4f}")

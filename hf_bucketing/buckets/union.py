@@ -59,7 +59,9 @@ def _tiers(tables: Sequence[BucketTable]) -> dict[Size, int]:
         for size, tier in zip(table.sizes, table.tiers, strict=True):
             given.setdefault(size, set()).add(tier)
             areas[number, tier] = max(areas.get((number, tier), 0), size.height * size.width)
-    if all(set(table.sizes) == set(tables[0].sizes) for table in tables) and all(len(own) == 1 for own in given.values()):
+    if all(set(table.sizes) == set(tables[0].sizes) for table in tables) and all(
+        len(own) == 1 for own in given.values()
+    ):
         return {size: next(iter(own)) for size, own in given.items()}
     rank = {area: number for number, area in enumerate(sorted(set(areas.values())))}
     tiers: dict[Size, int] = {}

@@ -224,8 +224,8 @@ def _prefixed(cells: pa.ChunkedArray, prefix: str) -> pa.ChunkedArray:
         relative = pc.invert(pc.match_substring_regex(chunk, _NOT_RELATIVE))
         longer = pc.binary_join_element_wise(prefix, chunk, "")
         if pc.any(pc.match_substring_regex(chunk, _GOES_UP)).as_py():
-            inside = [path is not None and os.path.normpath(path).split("/")[0] != os.pardir for path in chunk.to_pylist()]
-            relative = pc.and_(relative, pa.array(inside))
+            first = (path and os.path.normpath(path).split("/")[0] for path in chunk.to_pylist())
+            relative = pc.and_(relative, pa.array([folder != os.pardir for folder in first]))
         chunks.append(pc.if_else(relative, longer, chunk))
     return pa.chunked_array(chunks, pa.string())
 

@@ -31,8 +31,12 @@ def name_sources(sources: Sequence[tuple[str, str | None]]) -> list[str]:
     if not sources:
         raise BucketingError("Name at least one source of data as `dataset`.")
     short = [name or PurePath(path).stem or path for path, name in sources]
-    unnamed = Counter({stem: len({path for path, name in sources if not name and PurePath(path).stem == stem}) for stem in short})
-    names = [name or (path if unnamed[stem] > 1 else stem) for (path, name), stem in zip(sources, short, strict=True)]
+    paths: dict[str, set[str]] = {}
+    for stem, (path, name) in zip(short, sources, strict=True):
+        paths.setdefault(stem, set()).update([] if name else [path])
+    names = [
+        name or (path if len(paths[stem]) > 1 else stem) for (path, name), stem in zip(sources, short, strict=True)
+    ]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise BucketingError(
@@ -65,9 +69,8 @@ def row_weights(
     if given and len(given) < len(shares):
         raise BucketingError("Give all sources a `weight`, or none: it is a share among them.")
     if given:
-        usable = np.array([
-            weights[column_array(dataset, "bucket_id") >= 0].sum() for weights, dataset in zip(own, datasets, strict=True)
-        ])  # fmt: skip
+        kept = [column_array(dataset, "bucket_id") >= 0 for dataset in datasets]
+        usable = np.array([weights[rows].sum() for weights, rows in zip(own, kept, strict=True)])
         if not usable.all():
             raise BucketingError(
                 f"All rows of source {int(usable.argmin())} are rejected, so it cannot have a `weight`; look at why, "

@@ -1,4 +1,4 @@
-"""The sources of a run: from flags, from a list in its YAML file, or from a file of another trainer that lists some."""
+"""The sources of a run: from flags, from a list in its YAML file, or from another trainer's file that lists some."""
 
 from __future__ import annotations
 
@@ -73,7 +73,11 @@ def settings_of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]
     """Return all settings of sources by name, complete, as a YAML file lists them; those that are None have none."""
     names = name_sources([(source.dataset, source.name) for source in sources])
     return [
-        {name: value for name, value in {**flatten(source), "name": own}.items() if value is not None and name != "metric"}
+        {
+            name: value
+            for name, value in {**flatten(source), "name": own}.items()
+            if value is not None and name != "metric"
+        }
         for own, source in zip(names, sources, strict=True)
     ]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,9 +19,6 @@ SOURCES = "sources"
 """Name in a file under which sources of data are listed, each with settings of its own."""
 
 _NULLS = ("", "~", "null", "Null", "NULL")
-
-Plain = Union[None, str, list["Plain"], dict[str, "Plain"]]
-"""Value of a file: texts, as flags have them, and lists and mappings of these."""
 
 
 class Entry(NamedTuple):
@@ -51,8 +48,8 @@ class ConfigFile:
         """Return the place of a setting for messages."""
         return f"{self.path}, line {entry.line}"
 
-    def plain(self) -> dict[str, Plain]:
-        """Return the settings without their lines."""
+    def plain(self) -> dict[str, Any]:
+        """Return the settings without their lines: texts and None, and lists and mappings of these."""
         return {name: _plain(entry) for name, entry in self.entries.items()}
 
 
@@ -105,7 +102,7 @@ class _Writer(yaml.SafeDumper):
 _Writer.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
 
 
-def _as_texts(value: Any) -> Plain:
+def _as_texts(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _as_texts(one) for name, one in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -130,13 +127,13 @@ def _read(node: yaml.Node, path: str, above: tuple[int, ...]) -> Any:
             raise FlagError(f"{path}, line {line}: the name of a setting must be a word, not a {_kind(key)}.")
         if key.value in entries:
             raise FlagError(
-                f"{path}, line {line}: {key.value} is given twice, first on line {entries[key.value].line}; remove one."
+                f"{path}, line {line}: {key.value} is given twice, before on line {entries[key.value].line}; keep one."
             )
         entries[key.value] = Entry(_read(value, path, above), line)
     return entries
 
 
-def _plain(value: Any) -> Plain:
+def _plain(value: Any) -> Any:
     if isinstance(value, Entry):
         return _plain(value.value)
     if isinstance(value, list):

@@ -108,8 +108,9 @@ class FlagParser(argparse.ArgumentParser):
     ) -> None:
         """Add `--config`, a YAML file that holds settings of this and other scripts; flags override it.
 
-        A setting has the name of its flag. Under a script's name, a file may hold settings that this script alone is to
-        take, in place of those at its top, and as `sources` a list for scripts/prepare_dataset.py. The parsed `config` is the [`ConfigFile`], or None.
+        A setting has the name of its flag. Under a script's name, a file may hold settings that this script alone is
+        to take, in place of those at its top; under `sources`, a list of sources of data, which the parser does not
+        read. The parsed `config` is the [`ConfigFile`], or None.
 
         Args:
             script (`str`): Name of this script.
@@ -174,34 +175,45 @@ class FlagParser(argparse.ArgumentParser):
 
     def _values_in(self, file: ConfigFile, rule: _ConfigRule) -> dict[str, Any]:
         """Return what a file says about the flags of this parser."""
-        own = [action for action in self._actions if action.dest not in ("help", "config")]
+        section = self._section_of(file, rule)
+        values = {}
+        for action in self._actions:
+            if action.dest in ("help", "config"):
+                continue
+            top = (file.entries[name] for name in rule.names.get(action.dest, (action.dest,)) if name in file.entries)
+            entry = section.get(action.dest) or next((one for one in top if one.value is not None), None)
+            if entry is None or (entry.value is None and action.default is None):
+                continue
+            try:
+                values[action.dest] = _value_of(action, entry, file)
+            except FlagError as error:
+                scripts = [script for script, names in rule.others().items() if action.dest in names]
+                if action.dest in section or len(scripts) < 2:
+                    raise
+                hint = f"What only this script is to take stands below `{rule.script}:`"
+                raise FlagError(f"{error} {hint}; {', '.join(scripts)} have a setting of this name.") from error
+        return values
+
+    def _section_of(self, file: ConfigFile, rule: _ConfigRule) -> Mapping[str, Entry]:
+        """Return the settings that are this script's alone, after a check of all names in the file.
+
+        Raises:
+            FlagError: If no script has a setting of a name.
+        """
         known = {SOURCES, *(name for names in rule.names.values() for name in names)}
-        known |= {action.dest for action in own if action.dest not in rule.names}
+        known |= {action.dest for action in self._actions if action.dest not in ("help", "config", *rule.names)}
         scripts = rule.others() if file.entries.keys() - known else {}
         known = known.union(*scripts.values())
         for name, entry in file.entries.items():
-            if name in scripts:
-                if not isinstance(entry.value, dict):
-                    raise FlagError(f"{file.where(entry)}: {name} must hold settings of that script, `name: value`.")
-                for inner, one in entry.value.items():
-                    if inner not in scripts[name]:
-                        raise FlagError(f"{file.where(one)}: {_no_setting(inner, scripts[name])}.")
-            elif name not in known:
+            if name not in scripts and name not in known:
                 raise FlagError(f"{file.where(entry)}: {_no_setting(name, {*known, *scripts})}.")
-        section = file.entries[rule.script].value if rule.script in file.entries else {}
-        values = {}
-        for action in own:
-            names = rule.names.get(action.dest, (action.dest,))
-            places = [file.entries[name] for name in names if name in file.entries]
-            entry = section.get(action.dest) or next((one for one in places if one.value is not None), None)
-            if entry is not None and (entry.value is not None or action.default is not None):
-                try:
-                    values[action.dest] = _value_of(action, entry, file)
-                except FlagError as error:
-                    shared = action.dest not in section and sum(action.dest in one for one in rule.others().values()) > 1
-                    hint = f" Write what only this script is to take below `{rule.script}:`." if shared else ""
-                    raise FlagError(f"{error}{hint}") from error
-        return values
+            if name in scripts and not isinstance(entry.value, dict):
+                raise FlagError(f"{file.where(entry)}: {name} must hold settings of that script, `name: value`.")
+            for inner, one in entry.value.items() if name in scripts else ():
+                if inner not in scripts[name]:
+                    raise FlagError(f"{file.where(one)}: {_no_setting(inner, scripts[name])}.")
+        own: Mapping[str, Entry] = file.entries[rule.script].value if rule.script in file.entries else {}
+        return own
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as an error.

@@ -21,7 +21,7 @@ from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
+from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, SourceRows
 from ..errors import BucketingError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.collators import BucketCollator, PackCollator
@@ -32,6 +32,7 @@ from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
+from ..plans.epoch import EpochPlan
 from ..settings import not_default
 from .config import TrainingConfig
 
@@ -53,6 +54,8 @@ class TrainingData:
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
         empty_text ([`TextEmbeddings`], *optional*): Empty caption, where captions are dropped and come from a cache.
+        sources ([`SourceRows`][hf_bucketing.columns.prepared.SourceRows], *optional*): Source of each row, where there
+            are several.
     """
 
     loader: DataLoader[Any]
@@ -64,6 +67,11 @@ class TrainingData:
     cost_model: CostModel
     reduction: Reduction
     empty_text: TextEmbeddings | None
+    sources: SourceRows | None = None
+
+    def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
+        """Return the counts of each source in a plan, by name; none without several sources."""
+        return {} if self.sources is None else plan.counts_by_group(self.sources.ids, self.sources.names)
 
     def tokens_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
         """Return the tokens of rows, `(n,)`; they change with the epoch where sizes are drawn at random."""
@@ -175,6 +183,7 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
         empty_text=empty_text,
+        sources=prepared.sources,
     )
 
 

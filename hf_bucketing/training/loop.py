@@ -247,6 +247,7 @@ class Trainer:
             accelerator,
             max_tokens=self.config.batches.token_limit,
             degree=self.config.memory.context_parallel_degree,
+            sources=() if self.data.sources is None else self.data.sources.names,
         )
         try:
             with logging_redirect_tqdm():
@@ -297,7 +298,9 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> None:
         if self.loader.step == 0:
-            self.log.write_plan(epoch, self.loader.plan.summary())
+            plan = self.loader.plan
+            of_sources = self.data.counts_by_source(plan)
+            self.log.write_plan(epoch, {**plan.summary(), **({"sources": of_sources} if of_sources else {})})
         for batch in self.loader:
             start = time.perf_counter()
             step = self.loader.step - 1
@@ -320,13 +323,15 @@ class Trainer:
             loss = losses.values.detach().float().tolist()
             cost = float(self.data.cost_model.cost(tokens).sum())
             seconds = time.perf_counter() - start
-            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds)
+            sources = None if self.data.sources is None else self.data.sources.ids[rows]
+            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
             self.log.write_samples(
                 epoch=epoch,
                 step=step,
                 bucket_id=batch.get("bucket_id"),
                 index=batch["index"],
                 loss=loss,
+                sources=None if sources is None else sources.tolist(),
             )
             if self.accelerator.sync_gradients:
                 self._finish_step(epoch=epoch, step=step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..caching.columns import CacheConfig
@@ -15,8 +14,8 @@ from .config import TrainingConfig
 from .memory.planner import PlanConfig
 
 TRAINED_ON = ("cached_dir", "dataset_dir")
-"""Names in a file of the folder that training reads: what scripts/cache_latents.py writes, if it is given, or else what
-scripts/prepare_dataset.py writes."""
+"""Names in a file of the folder that training reads: what scripts/cache_latents.py writes, if that is given, or else
+what scripts/prepare_dataset.py writes."""
 
 
 def settings_of_scripts() -> dict[str, frozenset[str]]:
@@ -32,7 +31,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         "train_text_to_video": {*names_of(TrainingConfig)},
         "plan_memory": {*names_of(PlanConfig), pipeline, "gpu_memory", "figure"},
         "report_buckets": {*report, "dataset", "table", "buckets", "novelai", "bucket_frames", "json", "figures"},
-        "report_training": {"runs", "figure", "by_bucket", "by_source", "min_fall"},
+        "report_training": {"runs", "figure", "by_bucket", "min_fall"},
     }
     return {script: frozenset(own) for script, own in names.items()}
 
