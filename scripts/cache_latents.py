@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from hf_bucketing import BucketingError
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.command_line.config_file import CACHED_DIR
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
@@ -51,7 +52,7 @@ def make_parser() -> FlagParser:
         help="Encode sample by sample and tile by tile, which takes less memory and changes results slightly.",
     )
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
-    parser.add_config("cache_latents", others=other_scripts, names={"output_dir": ("cached_dir",)})
+    parser.add_config("cache_latents", others=other_scripts, names={"output_dir": (CACHED_DIR,)})
     return parser
 
 

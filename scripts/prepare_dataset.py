@@ -16,7 +16,7 @@ from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.report import describe_assignment
+from hf_bucketing.report import count_sources, describe_assignment, describe_sources
 
 SIZES = ("num_frames", "height", "width")
 OWN = ("pretrained_model_name_or_path", "max_frames", "num_proc", "overwrite", "output_dir")
@@ -65,6 +65,8 @@ def main(args: argparse.Namespace) -> None:
     columns = {name: column_array(prepared.dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
     rule = sources[0].rule
     print(describe_assignment(columns, table=prepared.table, spec=spec, rule=rule, name_rows=prepared.file_names))
+    if prepared.sources is not None:
+        print(describe_sources(count_sources(**prepared.source_columns())))
     print(f"Saved to {args.output_dir}")
 
 

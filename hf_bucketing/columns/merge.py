@@ -216,7 +216,7 @@ def _as_structs(chunk: pa.Array, kind: str | None) -> pa.Array:
 
 
 def _prefixed(cells: pa.ChunkedArray, prefix: str) -> pa.ChunkedArray:
-    """Put a prefix before relative paths, but for those that leave their root: they must not be found below another."""
+    """Put a prefix before relative paths, but for those that leave their root, which must stay out of reach."""
     if not prefix:
         return cells
     chunks = []

@@ -266,6 +266,6 @@ def check_alike(configs: Sequence[SourceConfig]) -> None:
         )
     if kinds == {"video"} and len({config.rule for config in configs}) > 1:
         raise BucketingError(
-            'With `image_sizes="video"`, images from all sources share one rule; give the sources the same limits, such '
-            "as `max_upscale`."
+            'With `image_sizes="video"`, images from all sources share one rule; give the sources the same limits, '
+            "such as `max_upscale`."
         )

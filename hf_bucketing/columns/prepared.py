@@ -117,6 +117,15 @@ class PreparedDataset:
             return None
         return SourceRows(names=tuple(feature.names), ids=column_array(self.dataset, SOURCE).astype(np.int64))
 
+    def source_columns(self) -> dict[str, Any]:
+        """Return the arguments of [`count_sources`][hf_bucketing.report.count_sources], if there are several."""
+        if self.sources is None:
+            raise BucketingError("The data set has one source, or was prepared without a column of sources.")
+        names = [*("bucket_id", "num_tokens", "rejection"), ROW_WEIGHT]
+        columns = {name: column_array(self.dataset, name) for name in names if name in self.dataset.column_names}
+        weights = columns.pop(ROW_WEIGHT, None)
+        return {"sources": self.sources.ids, "names": self.sources.names, "columns": columns, "weights": weights}
+
     @property
     def spec(self) -> LatentSpec:
         """Strides and patch of the model that the data set was prepared for."""

@@ -18,6 +18,9 @@ CONFIG_FILE = "config.yaml"
 SOURCES = "sources"
 """Name in a file under which sources of data are listed, each with settings of its own."""
 
+CACHED_DIR = "cached_dir"
+"""Name in a file of the folder that scripts/cache_latents.py writes, and that training then reads."""
+
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 

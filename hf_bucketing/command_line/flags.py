@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_or
 
 from ..errors import BucketingError, FlagError
 from ..settings import RENAMED, Setting, build, choices, names_of, parts_of, settings_in, without_links
-from .config_file import SOURCES, ConfigFile, Entry, read_config_file
+from .config_file import CACHED_DIR, SOURCES, ConfigFile, Entry, read_config_file
 
 Config = TypeVar("Config")
 
@@ -109,8 +109,7 @@ class FlagParser(argparse.ArgumentParser):
         """Add `--config`, a YAML file that holds settings of this and other scripts; flags override it.
 
         A setting has the name of its flag. Under a script's name, a file may hold settings that this script alone is
-        to take, in place of those at its top; under `sources`, a list of sources of data, which the parser does not
-        read. The parsed `config` is the [`ConfigFile`], or None.
+        to take, in place of those at its top. `sources`, a list of sources of data, is not read here. The parsed `config` is the [`ConfigFile`], or None.
 
         Args:
             script (`str`): Name of this script.
@@ -170,7 +169,7 @@ class FlagParser(argparse.ArgumentParser):
         actions = {action.dest: action for action in self._actions}
         for name, entry in entries.items():
             if name not in actions:
-                raise FlagError(f"{file.where(entry)}: {_no_setting(name, actions)}.")
+                raise FlagError(f"{file.where(entry)}: {_no_setting(name, actions)}")
         return {name: _value_of(actions[name], entry, file) for name, entry in entries.items()}
 
     def _values_in(self, file: ConfigFile, rule: _ConfigRule) -> dict[str, Any]:
@@ -200,18 +199,18 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             FlagError: If no script has a setting of a name.
         """
-        known = {SOURCES, *(name for names in rule.names.values() for name in names)}
+        known = {SOURCES, CACHED_DIR, *(name for names in rule.names.values() for name in names)}
         known |= {action.dest for action in self._actions if action.dest not in ("help", "config", *rule.names)}
         scripts = rule.others() if file.entries.keys() - known else {}
         known = known.union(*scripts.values())
         for name, entry in file.entries.items():
             if name not in scripts and name not in known:
-                raise FlagError(f"{file.where(entry)}: {_no_setting(name, {*known, *scripts})}.")
+                raise FlagError(f"{file.where(entry)}: {_no_setting(name, {*known, *scripts})}")
             if name in scripts and not isinstance(entry.value, dict):
                 raise FlagError(f"{file.where(entry)}: {name} must hold settings of that script, `name: value`.")
             for inner, one in entry.value.items() if name in scripts else ():
                 if inner not in scripts[name]:
-                    raise FlagError(f"{file.where(one)}: {_no_setting(inner, scripts[name])}.")
+                    raise FlagError(f"{file.where(one)}: {_no_setting(inner, scripts[name])}")
         own: Mapping[str, Entry] = file.entries[rule.script].value if rule.script in file.entries else {}
         return own
 
@@ -274,9 +273,9 @@ def _options(setting: Setting) -> dict[str, Any]:
 def _no_setting(name: str, known: Collection[str]) -> str:
     """Return why a name in a file is refused, with the name to use instead if there is one."""
     if (new := RENAMED.get(name)) and new.partition("=")[0] in known:
-        return f"there is no setting {name} any more; it is {new} now"
+        return f"there is no setting {name} any more; it is {new} now."
     near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
-    return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else ".")
 
 
 def _value_of(action: argparse.Action, entry: Entry, file: ConfigFile) -> Any:

@@ -7,13 +7,13 @@ from typing import Any
 from ..caching.columns import CacheConfig
 from ..columns.preparation import SourceConfig
 from ..columns.source_lists import NOT_FLAGS
-from ..command_line.config_file import SOURCES, ConfigFile
+from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
 from ..report.measure import ReportConfig
 from ..settings import names_of
 from .config import TrainingConfig
 from .memory.planner import PlanConfig
 
-TRAINED_ON = ("cached_dir", "dataset_dir")
+TRAINED_ON = (CACHED_DIR, "dataset_dir")
 """Names in a file of the folder that training reads: what scripts/cache_latents.py writes, if that is given, or else
 what scripts/prepare_dataset.py writes."""
 
