@@ -109,7 +109,8 @@ class FlagParser(argparse.ArgumentParser):
         """Add `--config`, a YAML file that holds settings of this and other scripts; flags override it.
 
         A setting has the name of its flag. Under a script's name, a file may hold settings that this script alone is
-        to take, in place of those at its top. `sources`, a list of sources of data, is not read here. The parsed `config` is the [`ConfigFile`], or None.
+        to take, in place of those at its top. Its list of `sources` is not read here. The parsed `config` is the
+        [`ConfigFile`], or None.
 
         Args:
             script (`str`): Name of this script.
