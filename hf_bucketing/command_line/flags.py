@@ -180,8 +180,9 @@ class FlagParser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest in ("help", "config"):
                 continue
-            top = (file.entries[name] for name in rule.names.get(action.dest, (action.dest,)) if name in file.entries)
-            entry = section.get(action.dest) or next((one for one in top if one.value is not None), None)
+            top = [file.entries[name] for name in rule.names.get(action.dest, (action.dest,)) if name in file.entries]
+            given = [one for one in top if one.value is not None] or top
+            entry = section.get(action.dest) or (given[0] if given else None)
             if entry is None or (entry.value is None and action.default is None):
                 continue
             try:

@@ -229,7 +229,9 @@ def test_a_source_takes_what_it_does_not_give_from_the_rest(monkeypatch: pytest.
 
 
 def test_saved_settings_of_sources_give_the_same_sources_again() -> None:
-    given = make_sources(COMMON, [{"dataset": "a", "repeats": 0.5}, {"dataset": "b", "table": "t.json", "weight": None}])
+    given = make_sources(
+        COMMON, [{"dataset": "a", "repeats": 0.5}, {"dataset": "b", "table": "t.json", "weight": None}]
+    )
     again = make_sources({}, settings_of_sources(given))
     assert [one.name for one in again] == ["a", "b"]
     assert settings_of_sources(again) == settings_of_sources(given)
