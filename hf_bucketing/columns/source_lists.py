@@ -45,11 +45,11 @@ def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
             raise FlagError("Give --dataset, or a file with `sources` as --config.")
         return make_sources(common, [{"dataset": dataset} for dataset in datasets])
     if datasets and _names_dataset(file):
-        raise FlagError(f"{file.where(entry)}: the file names both `dataset` and {SOURCES}; keep one of them.")
+        raise FlagError(f"{file.where(entry)}: the file names both a dataset and {SOURCES}; keep one of them.")
     if datasets:
         return make_sources(common, [{"dataset": dataset} for dataset in datasets])
     if not isinstance(entry.value, list) or not all(isinstance(one, dict) for one in entry.value) or not entry.value:
-        raise FlagError(f"{file.where(entry)}: {SOURCES} must be a list of mappings, each with a `dataset`.")
+        raise FlagError(f"{file.where(entry)}: {SOURCES} must be a list of mappings, each with a dataset.")
     parser = FlagParser(None)
     parser.add_settings(SourceConfig, skip=["metric"])
     given = []
@@ -57,7 +57,7 @@ def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
         given.append(parser.read_settings(file, one))
         if given[-1].get("dataset") is None:
             line = min((inner.line for inner in one.values()), default=entry.line)
-            raise FlagError(f"{file.path}, line {line}: this source has no `dataset`.")
+            raise FlagError(f"{file.path}, line {line}: this source has no dataset.")
     return make_sources(common, given)
 
 

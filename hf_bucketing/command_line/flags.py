@@ -191,8 +191,8 @@ class FlagParser(argparse.ArgumentParser):
                 scripts = [script for script, names in rule.others().items() if action.dest in names]
                 if action.dest in section or len(scripts) < 2:
                     raise
-                hint = f"What only this script is to take stands below `{rule.script}:`"
-                raise FlagError(f"{error} {hint}; {', '.join(scripts)} have a setting of this name.") from error
+                hint = f"What only this script is to take stands below {rule.script}:"
+                raise FlagError(f"{error} {hint} {', '.join(scripts)} have a setting of this name.") from error
         return values
 
     def _section_of(self, file: ConfigFile, rule: _ConfigRule) -> Mapping[str, Entry]:
@@ -284,7 +284,7 @@ def _value_of(action: argparse.Action, entry: Entry, file: ConfigFile) -> Any:
     """Return a value of a file as the value of a flag, in the type that the flag has on the command line."""
 
     def wrong(what: str) -> FlagError:
-        return FlagError(f"{file.where(entry)}: `{action.dest}` {what}.")
+        return FlagError(f"{file.where(entry)}: {action.dest} {what}.")
 
     def convert(text: Any) -> Any:
         kind: Any = _boolean if action.nargs == 0 else action.type or str
