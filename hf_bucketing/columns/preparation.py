@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+from datasets import Features, Value
 
 from ..buckets.assignment import AssignmentRule
 from ..buckets.ladders import token_ladder
 from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..buckets.union import union_of_tables
 from ..command_line.flags import numbers
-from ..errors import ColumnError, FlagError
+from ..errors import BucketingError, ColumnError, FlagError
 from ..media.conditions import CONDITIONS
 from ..media.rows import MediaColumns
 from ..settings import check_literals
-from .apply import map_columns
+from .apply import map_columns, with_columns
 from .arrays import column_array
 from .beside import BesideConfig
 from .buckets import BucketColumns
 from .captions import OnCaptionError, check_captions, check_template
 from .clips import SCENE_END, SCENE_START, ClipRule, cut_clips
 from .conditions import ConditionColumns, check_condition_columns, check_conditions
+from .merge import merge_sources, with_sources
 from .metadata import MediaMetadata, SizesFrom, add_sizes, read_size_columns
-from .prepared import PreparedDataset
+from .prepared import ROW_WEIGHT, PreparedDataset
+from .shares import name_sources, row_weights
 from .sources import MediaDataset, load_source
 
 
@@ -127,8 +133,16 @@ class SourceConfig:
             the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
             script at an unreadable file.
         beside ([`BesideConfig`]): Captions and other files that have the names of the media.
+        name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
+        repeats (`float`): Occurrences of each row per epoch: 2 trains each row twice, 0.5 every row in every other
+            epoch.
+        weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
+            3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
         table ([`TableConfig`]): Bucket table of its rows.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
+
+    Raises:
+        BucketingError: If `repeats` or `weight` is not above 0, or both are given.
     """
 
     dataset: str
@@ -149,6 +163,9 @@ class SourceConfig:
     clip_frames: int | None = None
     on_error: OnCaptionError = "raise"
     beside: BesideConfig = field(default_factory=BesideConfig)
+    name: str | None = None
+    repeats: float = 1.0
+    weight: float | None = None
     table: TableConfig
     rule: AssignmentRule = field(default_factory=AssignmentRule)
 
@@ -161,6 +178,12 @@ class SourceConfig:
         self.clip_rule(1)
         if self.size_columns is not None:
             read_size_columns(self.size_columns)
+        for name in ("repeats", "weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BucketingError(f"`{name}` must be above 0 and finite, got {value}.")
+        if self.weight is not None and self.repeats != 1:
+            raise BucketingError("`repeats` and `weight` both say how often a row occurs; give one of them.")
 
     def clip_rule(self, longest: int) -> ClipRule | None:
         """Return the rule of the clips, of `longest` frames where their number is not given; None for whole files."""
@@ -252,11 +275,11 @@ def read_source(
     )
     for sentence in sentences:
         say(sentence)
-    return replace(loaded, dataset=dataset)
+    return replace(loaded, dataset=dataset, conditions=source.conditions)
 
 
 def prepare(
-    source: SourceConfig,
+    sources: SourceConfig | Sequence[SourceConfig],
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
@@ -265,10 +288,13 @@ def prepare(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
 ) -> PreparedDataset:
-    """Read a source and assign its rows to buckets.
+    """Read one or several sources, and assign the rows of each to the buckets of its table.
+
+    Rows of several sources get a `source` column, a `ClassLabel` of the sources' names, and their tables become one.
+    Where rows do not occur once per epoch, a column `weight` says how often.
 
     Args:
-        source ([`SourceConfig`]): What to read, and its bucket table.
+        sources ([`SourceConfig`] or several): What to read, and its bucket table.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
         max_frames (`int`, *optional*): Number of frames that packed samples are cut to.
@@ -277,23 +303,59 @@ def prepare(
         say (callable): Called with each sentence about what was found.
 
     Raises:
-        BucketingError: As [`read_source`], and if the data set already has bucket columns.
+        BucketingError: As [`read_source`], if the data set already has bucket columns, if two sources have one name,
+            only some have a `weight`, or their settings cannot be met in one data set.
     """
-    table = source.table.make(spec, native_sizes=native_sizes)
-    clips = source.clip_rule(max(size.frames for size in table.sizes))
-    loaded = read_source(source, clips=clips, num_proc=num_proc, say=say)
-    columns = BucketColumns(table, spec, rule=source.rule)
-    dataset = map_columns(loaded.dataset, columns, overwrite=overwrite)  # processes would take longer to start
+    configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
+    names = name_sources([(config.dataset, config.name) for config in configs])
+    check_alike(configs)
+    tables = [config.table.make(spec, native_sizes=native_sizes) for config in configs]
+    table, ids = union_of_tables(tables)
+    parts: dict[str, MediaDataset] = {}
+    for name, config, own in zip(names, configs, tables, strict=True):
+        clips = config.clip_rule(max(size.frames for size in own.sizes))
+        loaded = read_source(config, clips=clips, num_proc=num_proc, say=say)
+        if not len(loaded.dataset):
+            raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
+        columns = BucketColumns(own, spec, rule=config.rule)
+        mapped = map_columns(loaded.dataset, columns, overwrite=overwrite)  # processes would take longer to start
+        parts[name] = replace(loaded, dataset=mapped)
+    rows = next(iter(parts.values()))
+    weights = row_weights(
+        [part.dataset for part in parts.values()],
+        repeats=[config.repeats for config in configs],
+        shares=[config.weight for config in configs],
+    )
+    if len(parts) > 1:
+        rows = merge_sources(parts, say=say)
+        rows = replace(rows, dataset=with_sources(rows.dataset, parts, table=table, ids=ids))
+    dataset = rows.dataset
+    if weights is not None:
+        dataset = with_columns(dataset, {ROW_WEIGHT: weights}, features=Features({ROW_WEIGHT: Value("float64")}))
     packed: OpenTable = open_table(spec, max_frames=max_frames)
-    if source.table.image_sizes == "video":
+    if configs[0].table.image_sizes == "video":
         sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))
-        packed = packed.images_at_video_sizes(*sizes, rule=source.rule)
+        packed = packed.images_at_video_sizes(*sizes, rule=configs[0].rule)
     return PreparedDataset(
         dataset=dataset,
         table=table,
         open_table=packed,
-        column=loaded.column,
-        caption_column=loaded.caption_column,
-        root=loaded.root,
-        conditions=source.conditions,
+        column=rows.column,
+        caption_column=rows.caption_column,
+        root=rows.root,
+        conditions=rows.conditions,
     )
+
+
+def check_alike(configs: Sequence[SourceConfig]) -> None:
+    """Raise BucketingError if sources differ in what all rows of a data set share: how images get their sizes."""
+    kinds = {config.table.image_sizes for config in configs}
+    if len(kinds) > 1:
+        raise BucketingError(
+            "`image_sizes` must be the same for all sources, as packs of images from all sources share one rule."
+        )
+    if kinds == {"video"} and len({config.rule for config in configs}) > 1:
+        raise BucketingError(
+            'With `image_sizes="video"`, images from all sources share one rule; give the sources the same limits, '
+            "such as `max_upscale`."
+        )

@@ -7,24 +7,30 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from datasets import Dataset, load_from_disk
+from datasets import ClassLabel, Dataset, load_from_disk
 
+from ..buckets.arrays import IntArray
 from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..errors import BucketingError, refuse_old_names
 from ..files import complete_folder
 from ..media.remote import is_url
 from ..media.rows import MediaColumns
+from .arrays import column_array
 
 MANIFEST = "bucketing.json"
 
 ROW_WEIGHT = "weight"
 """Column of the occurrences of each row per epoch, where they are not 1."""
+
+SOURCE = "source"
+"""Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
 _VERSION = 6
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
@@ -54,6 +60,18 @@ class CacheInfo:
     views: dict[str, Any]
 
 
+class SourceRows(NamedTuple):
+    """Sources of a data set.
+
+    Attributes:
+        names (`tuple` of `str`): Name of each source.
+        ids (`int64`, shape `(n,)`): Source of each row, as a position in `names`.
+    """
+
+    names: tuple[str, ...]
+    ids: IntArray
+
+
 @refuse_old_names(
     spec="open_table=open_table(spec)",
     image_sizes="open_table=OpenTable(spec=…, image_sizes=…)",
@@ -73,6 +91,8 @@ class PreparedDataset:
         root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
+        settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
+            config.yaml.
     """
 
     dataset: Dataset
@@ -83,6 +103,7 @@ class PreparedDataset:
     root: str | None = None
     conditions: Mapping[str, str] = field(default_factory=dict)
     cache: CacheInfo | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def files(self) -> MediaColumns:
@@ -93,6 +114,23 @@ class PreparedDataset:
             conditions=self.conditions,
             reference_multiples=self.spec.multiples,
         )
+
+    @property
+    def sources(self) -> SourceRows | None:
+        """Names of the sources and the source of each row, if there are several."""
+        feature = self.dataset.features.get(SOURCE)
+        if not isinstance(feature, ClassLabel):
+            return None
+        return SourceRows(names=tuple(feature.names), ids=column_array(self.dataset, SOURCE).astype(np.int64))
+
+    def source_columns(self) -> dict[str, Any]:
+        """Return the arguments of [`count_sources`][hf_bucketing.report.count_sources], if there are several."""
+        if self.sources is None:
+            raise BucketingError("The data set has one source, or was prepared without a column of sources.")
+        names = [*("bucket_id", "num_tokens", "rejection"), ROW_WEIGHT]
+        columns = {name: column_array(self.dataset, name) for name in names if name in self.dataset.column_names}
+        weights = columns.pop(ROW_WEIGHT, None)
+        return {"sources": self.sources.ids, "names": self.sources.names, "columns": columns, "weights": weights}
 
     @property
     def spec(self) -> LatentSpec:
@@ -130,6 +168,8 @@ class PreparedDataset:
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+            if self.settings:
+                (partial / CONFIG_FILE).write_text(write_config(self.settings), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> PreparedDataset:
@@ -147,7 +187,7 @@ class PreparedDataset:
                 f"{path} has version {manifest['version']}, but this release reads version {_VERSION}; prepare it "
                 "again with scripts/prepare_dataset.py."
             )
-        cache = manifest["cache"]
+        cache, config = manifest["cache"], path / CONFIG_FILE
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
@@ -159,6 +199,7 @@ class PreparedDataset:
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
+            settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
 
 

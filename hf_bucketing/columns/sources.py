@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset
@@ -34,6 +34,7 @@ class MediaDataset:
         caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder or URL that relative paths in the media column start from, if there are any.
         layout (`str`): Description of what was read and how many files were ignored, for messages.
+        conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
     """
 
     dataset: Dataset
@@ -41,6 +42,7 @@ class MediaDataset:
     caption_column: str | None
     root: str | None
     layout: str
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return two lines: the layout that was read, and the columns with the first row as an example."""

@@ -21,7 +21,7 @@ from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
+from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, SourceRows
 from ..errors import BucketingError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
@@ -33,6 +33,7 @@ from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
+from ..plans.epoch import EpochPlan
 from ..settings import changed, flatten, not_default
 from .config import TrainingConfig
 from .held_out import check_apart, split_rows
@@ -56,6 +57,8 @@ class TrainingData:
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
         empty_text ([`TextEmbeddings`], *optional*): Empty caption, where captions are dropped and come from a cache.
         conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
+        sources ([`SourceRows`][hf_bucketing.columns.prepared.SourceRows], *optional*): Source of each row, where there
+            are several.
     """
 
     loader: DataLoader[Any]
@@ -68,6 +71,11 @@ class TrainingData:
     reduction: Reduction
     empty_text: TextEmbeddings | None
     conditions: tuple[str, ...] = ()
+    sources: SourceRows | None = None
+
+    def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
+        """Return the counts of each source in a plan, by name; none without several sources."""
+        return {} if self.sources is None else plan.counts_by_group(self.sources.ids, self.sources.names)
 
     def tokens_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
         """Return the tokens of rows, `(n,)`; they change with the epoch where sizes are drawn at random."""
@@ -236,6 +244,7 @@ def _data_of(
         reduction=config.objective.loss_reduction,
         empty_text=empty_text,
         conditions=tuple(prepared.conditions),
+        sources=prepared.sources,
     )
 
 

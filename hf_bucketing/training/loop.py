@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..buckets.calibration import read_cost_model
+from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
 from ..loaders.resume import resume
@@ -66,21 +67,23 @@ from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, read_log, write_cost_model
+from .script_settings import settings_to_repeat
 from .steps import StepLosses, check_cached, check_positions, make_step
 from .validation import Validation, images_of, parse_sizes
 
 logger = get_logger(__name__)
 
 
-def train(config: TrainingConfig) -> None:
+def train(config: TrainingConfig, *, file: ConfigFile | None = None) -> None:
     """Fine-tune the transformer of a text-to-video pipeline, and save it to `config.output_dir`.
 
-    Runs in every process that `accelerate launch` starts.
+    Runs in every process that `accelerate launch` starts. The settings of the run are saved as config.yaml, with what
+    `file`, the YAML file that they come from, says about other scripts.
 
     Raises:
         BucketingError: If the data, the settings or the checkpoint do not fit.
     """
-    trainer = Trainer(config)
+    trainer = Trainer(config, file=file)
     if config.dry_run:
         trainer.accelerator.print("\n".join(trainer.describe()))
         trainer.release()
@@ -91,7 +94,8 @@ def train(config: TrainingConfig) -> None:
 class Trainer:
     """One run: all that is prepared once, and the progress that checkpoints hold."""
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig, *, file: ConfigFile | None = None) -> None:
+        self.given, self.file = config, file
         self.folder = Path(config.output_dir)
         check_folder_writable(self.folder)
         self.accelerator = make_accelerator(config)
@@ -246,6 +250,7 @@ class Trainer:
             if self.checkpoint is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
             (self.folder / SETTINGS).write_text(json.dumps(self.config.flat(), indent=2) + "\n")
+            (self.folder / CONFIG_FILE).write_text(self._settings_to_repeat(), encoding="utf-8")
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
         for line in self.describe():
@@ -260,6 +265,7 @@ class Trainer:
             accelerator,
             max_tokens=self.config.batches.token_limit,
             degree=self.config.memory.context_parallel_degree,
+            sources=() if self.data.sources is None else self.data.sources.names,
         )
         try:
             with logging_redirect_tqdm():
@@ -272,6 +278,18 @@ class Trainer:
             raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
         self.bar.close()
         self._finish()
+
+    def _settings_to_repeat(self) -> str:
+        """Return the settings of the run as YAML by which a run in another folder does the same from its start."""
+        script = f"accelerate launch --num_processes {self.accelerator.num_processes} scripts/train_text_to_video.py"
+        settings = settings_to_repeat(
+            self.config,
+            self.file,
+            mixed_precision=self.accelerator.mixed_precision,
+            init_from_adapters=self.given.adapters.init_from_adapters,
+            resume_from_checkpoint=None,
+        )
+        return write_config(settings, comment=f"To repeat the run:\n{script} --config THIS_FILE --output_dir OTHER")
 
     def _resume(self) -> dict[str, int] | None:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
@@ -298,7 +316,9 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> None:
         if self.loader.step == 0:
-            self.log.write_plan(epoch, self.loader.plan.summary())
+            plan = self.loader.plan
+            of_sources = self.data.counts_by_source(plan)
+            self.log.write_plan(epoch, {**plan.summary(), **({"sources": of_sources} if of_sources else {})})
         for batch in self.loader:
             start = time.perf_counter()
             step = self.loader.step - 1
@@ -321,13 +341,15 @@ class Trainer:
             loss = losses.values.detach().float().tolist()
             cost = float(self.data.cost_model.cost(tokens).sum())
             seconds = time.perf_counter() - start
-            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds)
+            sources = None if self.data.sources is None else self.data.sources.ids[rows]
+            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
             self.log.write_samples(
                 epoch=epoch,
                 step=step,
                 bucket_id=batch.get("bucket_id"),
                 index=batch["index"],
                 loss=loss,
+                sources=None if sources is None else sources.tolist(),
             )
             if self.accelerator.sync_gradients:
                 self._finish_step(epoch=epoch, step=step)

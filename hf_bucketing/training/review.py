@@ -14,6 +14,8 @@ from ..errors import BucketingError
 from ..files import complete_file
 from .run_log import log_path, read_log, read_sample_logs
 
+_SEEN = ("kept", "repeated")
+
 _TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -204,15 +206,40 @@ def describe_held_out(output_dir: Path, *, by_bucket: bool = False) -> list[str]
     return [f"{output_dir.name}: {line}" for line in lines]
 
 
+def review_sources(output_dir: Path) -> list[str]:
+    """Return a line per source of a run: samples and repeats of its first epoch, and the mean loss of each half.
+
+    Empty if there was one source.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    plans = plans_of(output_dir)
+    counts: dict[str, dict[str, int]] = plans[min(plans)].get("sources", {})
+    lines = [line for log in read_sample_logs(output_dir) for line in log if "sources" in line]
+    half = max((line["batch"] for line in lines), default=0) // 2
+    losses: list[tuple[list[float], list[float]]] = [([], []) for _ in counts]
+    for line in lines:
+        for source, loss in zip(line["sources"], line["loss"], strict=True):
+            losses[source][line["batch"] >= half].append(loss)
+    said = []
+    for (name, own), halves in zip(counts.items(), losses, strict=True):
+        first, second = (f"{np.mean(values):.4f}" if values else "none" for values in halves)
+        planned = f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {min(plans)}"
+        said.append(f"source {name}: {planned}; mean loss {first} in the first half, {second} in the second")
+    return said
+
+
 def _check_epochs(epochs: Sequence[SampleCount], plans: Mapping[int, Mapping[str, Any]]) -> list[Check]:
     total = len(epochs)
     num_processes = plans[epochs[0].epoch]["num_processes"]
-    once = sum(not epoch.repeated and epoch.seen == plans[epoch.epoch]["kept"] for epoch in epochs)
+    once = sum((one.seen, one.repeated) == tuple(plans[one.epoch][name] for name in _SEEN) for one in epochs)
+    often = "as often as planned" if any(plans[one.epoch]["repeated"] for one in epochs) else "exactly once"
     left = max(plans[epoch.epoch]["dropped"].get("remainder", 0) for epoch in epochs)
     even = sum(set(epoch.steps) == {plans[epoch.epoch]["num_steps"]} for epoch in epochs)
     steps, mixed = sum(epoch.steps[0] for epoch in epochs), sum(epoch.mixed_steps for epoch in epochs)
     checks = [
-        Check(once == total, f"every planned sample seen exactly once in {once} of {total} epochs"),
+        Check(once == total, f"every planned sample seen {often} in {once} of {total} epochs"),
         Check(left < num_processes, f"at most {left} dropped per epoch, fewer than the {num_processes} processes"),
         Check(even == total, f"equal steps on all processes in {even} of {total} epochs, {steps} in all"),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,21 @@ class RunLog:
         self._write("plans", {"epoch": epoch, **summary})
 
     def write_samples(
-        self, *, epoch: int, step: int, bucket_id: int | None, index: list[int], loss: list[float]
+        self,
+        *,
+        epoch: int,
+        step: int,
+        bucket_id: int | None,
+        index: list[int],
+        loss: list[float],
+        sources: list[int] | None = None,
     ) -> None:
-        """Log the samples of one batch and their losses; `batch` in the log counts the batches of the whole run."""
+        """Log the samples of one batch and their losses; `batch` in the log counts the batches of the whole run.
+
+        Where there are several, `sources` are those of the planned rows, as positions in `"sources"` of a plan's log.
+        """
         entry = {"batch": self._batches, "epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index}
+        entry |= {} if sources is None else {"sources": sources}
         self._write("samples", {**entry, "loss": [round(value, 6) for value in loss]})
         self._batches += 1
 
@@ -132,18 +143,22 @@ class StepMetrics:
         accelerator (`Accelerator`): Accelerator that gathers the sums, in one call per optimizer step.
         max_tokens (`int`, *optional*): Tokens per process and batch, to compute the fill.
         degree (`int`): Neighbouring processes that take the same samples, which count once.
+        sources (sequence of `str`): Names of the sources of samples, whose losses are summed apart.
     """
 
-    def __init__(self, accelerator: Accelerator, *, max_tokens: int | None, degree: int = 1) -> None:
+    def __init__(
+        self, accelerator: Accelerator, *, max_tokens: int | None, degree: int = 1, sources: Sequence[str] = ()
+    ) -> None:
         self.accelerator = accelerator
+        self.sources = tuple(sources)
         self.degree = degree
         self.max_tokens = max_tokens
         self._start = time.perf_counter()
         self._reset()
 
     def _reset(self) -> None:
-        # The loss; and by noise level, the sum of the losses and the number of samples.
-        self._sums = torch.zeros(1 + 2 * _BINS, device=self.accelerator.device)
+        # The loss; and by noise level and by source, the sum of the losses and the number of samples.
+        self._sums = torch.zeros(1 + 2 * (_BINS + len(self.sources)), device=self.accelerator.device)
         self._counts = np.zeros(_COUNTS)  # samples, tokens, cost, batches, pairs of tokens, seconds
 
     def add(
@@ -155,6 +170,7 @@ class StepMetrics:
         tokens: npt.NDArray[np.int64],
         cost: float,
         seconds: float,
+        sources: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Add a batch.
 
@@ -165,19 +181,24 @@ class StepMetrics:
             tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
             cost (`float`): Cost of the samples, in any unit.
             seconds (`float`): Time from the arrival of the batch to the end of its work on the device.
+            sources (array of `int`, shape `(n,)`, *optional*): Source of each sample.
         """
         values = values.detach().float()
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
         self._sums[0] += (values * weights.to(values)).sum()
+        if sources is not None:
+            bins = torch.cat([bins, _BINS + torch.from_numpy(sources).to(bins)])
+            values = torch.cat([values, values])
         self._sums.index_add_(0, 1 + bins, values)
-        self._sums.index_add_(0, 1 + _BINS + bins, torch.ones_like(values))
+        self._sums.index_add_(0, 1 + _BINS + len(self.sources) + bins, torch.ones_like(values))
         pairs = np.square(tokens, dtype=np.float64).sum()
-        self._counts += (len(values), tokens.sum(), cost, 1, pairs, seconds)
+        self._counts += (len(tokens), tokens.sum(), cost, 1, pairs, seconds)
 
     def finish(self) -> dict[str, float]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
 
-        `train_loss` is the loss, and `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2.
+        `train_loss` is the loss, `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2, and
+        `loss_by_source/NAME` its mean over the samples of a source, where there are several.
         `samples`, `tokens`, `samples_per_second` and `tokens_per_second` count all processes. `seconds` is the time
         since the end of the step before. `imbalance` is the largest cost of a process divided by the mean, and `fill`
         the tokens divided by `max_tokens`. `busy_seconds`, `busy_tokens`, `busy_token_pairs` and `busy_batches` count
@@ -187,7 +208,8 @@ class StepMetrics:
         """
         mine = torch.cat([self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
         rows = self.accelerator.gather(mine[None])[:: self.degree].cpu().double()
-        loss, sums, seen, counts = rows.split([1, _BINS, _BINS, _COUNTS], 1)
+        bins = _BINS + len(self.sources)
+        loss, sums, seen, counts = rows.split([1, bins, bins, _COUNTS], 1)
         samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
         costliest = int(cost.argmax())
         now = time.perf_counter()
@@ -208,7 +230,8 @@ class StepMetrics:
         if self.max_tokens is not None:
             metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
         for level in torch.nonzero(seen.sum(0)).flatten().tolist():
-            metrics[f"loss_by_noise/{level / _BINS:.1f}"] = float(sums[:, level].sum() / seen[:, level].sum())
+            name = f"noise/{level / _BINS:.1f}" if level < _BINS else f"source/{self.sources[level - _BINS]}"
+            metrics[f"loss_by_{name}"] = float(sums[:, level].sum() / seen[:, level].sum())
         self._reset()
         return metrics
 

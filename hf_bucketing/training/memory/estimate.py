@@ -65,6 +65,10 @@ def describe(
         f"  Num processes = {accelerator.num_processes}{groups}",
         f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
         f"  Samples per epoch = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
+        *(
+            f"    of {name} = {own['kept']} kept, {own['repeated']} repeated, {own['dropped']} dropped"
+            for name, own in data.counts_by_source(plan).items()
+        ),
         f"  Steps per epoch = {plan.num_steps} on each process{mixed}",
         f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
         f"  Efficiency over processes = {costs.mean(1).sum() / costs.max(1).sum():.1%} (mean ÷ largest cost)",
