@@ -115,7 +115,7 @@ class FlagParser(argparse.ArgumentParser):
         Args:
             script (`str`): Name of this script.
             others (callable): Function that returns the names of all settings of each script.
-            names (mapping of `str` to names, *optional*): Names that a flag has in files, in place of its own: the
+            names (mapping of `str` to names, *optional*): Names that a flag has in files, instead of its own: the
                 first one that is given counts.
         """
         self._config = _ConfigRule(script, others, names)

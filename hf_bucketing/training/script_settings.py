@@ -1,4 +1,4 @@
-"""Which settings the scripts of a run have, so that one YAML file can hold them all."""
+"""Names of the settings of the scripts of a run, so that one YAML file can hold them all."""
 
 from __future__ import annotations
 
