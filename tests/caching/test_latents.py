@@ -235,5 +235,5 @@ def test_identical_captions_are_encoded_once_and_padding_is_not_stored(masked: b
 
 
 def test_captions_that_are_no_text_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ColumnError, match="must hold text, got None"):
+    with pytest.raises(ColumnError, match="must be a text or a list of texts, got None"):
         texts(tmp_path, [])({"caption": ["a", None]})
