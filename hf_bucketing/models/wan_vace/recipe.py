@@ -27,13 +27,18 @@ class WanVACERecipe(WanRecipe):
       the sample itself, grey where the mask is white.
     - `reference` is an image of any size, fitted onto white and encoded as a latent frame in front of the video. The
       noisy latents have it too, as the pipeline generates it again and drops it; it does not enter the loss.
-      (DiffSynth-Studio and VideoX-Fun count it as any frame.)
+      (DiffSynth-Studio and VideoX-Fun count it as any frame.) Its tokens come on top of `max_tokens`.
     """
 
     pipeline_class = "WanVACEPipeline"
     family = FAMILY
     shown = ("control", "reference")
     shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
+
+    @property
+    def media_rule(self) -> str:
+        """What distinguishes entries of a cache from those of Wan's other pipelines, which have the same VAE."""
+        return "control channels"
 
     def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
         """Encode a stack of samples, see [`Recipe.encode_media`].
