@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     TAG_ORDER = 14  # as CAPTION
     HELD_OUT_ROWS = 16  # number of files: the files of a split; without a seed, so that no run trains on them
     HELD_OUT_NOISE = 17  # index, number of the noise level: timestep and noise of a held-out sample
+    STREAM = 15  # seed: order of the files of a stream, and of the rows in its shuffle buffer
 
 
 def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:

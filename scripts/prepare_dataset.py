@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from hf_bucketing.columns import column_array
 from hf_bucketing.columns.preparation import SourceConfig, prepare
+from hf_bucketing.columns.prepared_stream import prepare_stream
 from hf_bucketing.columns.source_lists import NOT_FLAGS, settings_of_sources, sources_from
 from hf_bucketing.command_line.config_file import SOURCES
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.report import count_sources, describe_assignment, describe_sources
@@ -34,6 +36,12 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--overwrite", action="store_true", help="Replace bucket columns, such as aspect_ratio, that the data set has."
     )
+    parser.add_argument(
+        "--streaming",
+        action="store_true",
+        help="Check only the first rows of a data set that does not fit on a disk, and describe it as a stream, which "
+        "scripts/train_text_to_video.py --streaming reads while it trains.",
+    )
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
     parser.add_settings(SourceConfig, skip=NOT_FLAGS, several=["dataset"])
     parser.add_config("prepare_dataset", others=other_scripts, names={"output_dir": ("dataset_dir",)})
@@ -51,6 +59,23 @@ def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
+    if args.streaming:
+        if len(sources) > 1:
+            raise FlagError("A stream has one source; prepare each as a stream of its own.")
+        source = sources[0]
+        stream, columns = prepare_stream(
+            source, spec=spec, native_sizes=recipe.native_sizes, max_frames=args.max_frames, say=print
+        )
+        stream.save(args.output_dir)
+        print(f"A sample, the first {stream.sample.rows} rows; the others are assigned while training reads them:")
+        named = columns["file"]
+        print(
+            describe_assignment(
+                columns, table=stream.table, spec=spec, rule=source.rule, name_rows=lambda rows: named[rows].tolist()
+            )
+        )
+        print(f"Saved the description of the stream to {args.output_dir}")
+        return
     prepared = prepare(
         sources,
         spec=spec,

@@ -26,13 +26,16 @@ from .arrays import column_array
 
 MANIFEST = "bucketing.json"
 
+STREAM = "stream"
+"""Entry of the manifest of a folder that describes a stream instead of holding rows."""
+
 ROW_WEIGHT = "weight"
 """Column of the occurrences of each row per epoch, where they are not 1."""
 
 SOURCE = "source"
 """Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
-_VERSION = 6
+MANIFEST_VERSION = 6
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
 
 
@@ -154,7 +157,7 @@ class PreparedDataset:
         if "index" not in dataset.column_names:
             dataset = dataset.add_column("index", np.arange(len(dataset)))
         manifest = {
-            "version": _VERSION,
+            "version": MANIFEST_VERSION,
             "table": json.loads(self.table.to_json()),
             "open_table": asdict(self.open_table),
             "column": self.column,
@@ -179,19 +182,17 @@ class PreparedDataset:
             BucketingError: If the folder is not a prepared data set, or a release wrote it whose folders differ.
         """
         path = Path(folder)
-        if not (path / MANIFEST).is_file():
-            raise BucketingError(f"{path} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["version"] != _VERSION:
+        manifest = read_manifest(path)
+        if STREAM in manifest:
             raise BucketingError(
-                f"{path} has version {manifest['version']}, but this release reads version {_VERSION}; prepare it "
-                "again with scripts/prepare_dataset.py."
+                f"{path} describes a stream and holds no rows, so nothing can be planned, cached or counted; train "
+                "from it with `streaming=True`, or prepare its rows without --streaming."
             )
         cache, config = manifest["cache"], path / CONFIG_FILE
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
-            open_table=_read_open_table(manifest["open_table"]),
+            open_table=read_open_table(manifest["open_table"]),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
             root=_read_root(manifest["root"], path),
@@ -207,7 +208,24 @@ def _read_root(root: str | None, folder: Path) -> str | None:
     return root if root is None or is_url(root) else os.path.normpath(folder / root)
 
 
-def _read_open_table(values: Mapping[str, Any]) -> OpenTable:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a prepared folder, of rows or of a stream.
+
+    Raises:
+        BucketingError: If there is none, or a release wrote it whose folders differ.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise BucketingError(f"{folder} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    if manifest["version"] != MANIFEST_VERSION:
+        raise BucketingError(
+            f"{folder} has version {manifest['version']}, but this release reads version {MANIFEST_VERSION}; prepare "
+            "it again with scripts/prepare_dataset.py."
+        )
+    return manifest
+
+
+def read_open_table(values: Mapping[str, Any]) -> OpenTable:
     """Make an open table of its fields as JSON values."""
     images = values["image_sizes"]
     return OpenTable(

@@ -100,10 +100,12 @@ class BucketGrouping:
         max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`; needs `spec`.
         max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
         spec ([`LatentSpec`], *optional*): Strides and patch, for `max_tokens`.
+        text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
+            sample's own.
 
     Raises:
         PlanError: If not exactly one of `batch_size` and `max_tokens` is given, `spec` is missing, or a value is no
-            whole number from 1.
+            whole number from 1, `text_tokens` from 0.
     """
 
     table: BucketTable | OpenTable
@@ -111,10 +113,12 @@ class BucketGrouping:
     max_tokens: int | None = None
     max_samples: int | None = None
     spec: LatentSpec | None = None
+    text_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_types(self, error=PlanError)
         check_at_least(1, self, "max_tokens", "max_samples", error=PlanError)
+        check_at_least(0, self, "text_tokens", error=PlanError)
         if (self.batch_size is None) == (self.max_tokens is None):
             raise PlanError(
                 f"Give either batch_size or max_tokens, got batch_size={self.batch_size!r} and "
@@ -131,6 +135,7 @@ class BucketGrouping:
         """
         if self.max_tokens is not None:
             tokens = int(self.table.num_tokens(np.array([bucket]), spec=self.spec)[0])  # type: ignore[arg-type]
+            tokens += self.text_tokens
             if tokens > self.max_tokens:
                 raise PlanError(
                     f"One sample of bucket {self.table.size(bucket)} takes {tokens} tokens and exceeds "
@@ -191,9 +196,11 @@ class PackGrouping:
         open_packs (`int`): Packs held open at once; the fullest is closed when one more is needed.
         max_samples (`int`, *optional*): Largest number of samples per pack.
         strip_length (`int`): Each sample takes its tokens rounded up to whole strips of this length.
+        text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
+            sample's own, but are not rounded to strips.
 
     Raises:
-        PlanError: On a value below 1.
+        PlanError: On a value below 1, of `text_tokens` below 0.
     """
 
     max_tokens: int
@@ -201,10 +208,12 @@ class PackGrouping:
     open_packs: int = 16
     max_samples: int | None = None
     strip_length: int = 1
+    text_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_types(self, error=PlanError)
         check_at_least(1, self, "max_tokens", "open_packs", "max_samples", "strip_length", error=PlanError)
+        check_at_least(0, self, "text_tokens", error=PlanError)
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the tokens that each row takes; None if it was rejected.
@@ -219,7 +228,7 @@ class PackGrouping:
         spans = []
         for row in rows:
             tokens = int(row["num_tokens"]) if "num_tokens" in row else next(counted)
-            span = -(-tokens // self.strip_length) * self.strip_length
+            span = -(-tokens // self.strip_length) * self.strip_length + self.text_tokens * (tokens > 0)
             if span > self.max_tokens:
                 raise PlanError(
                     f"Row {row.get('index', 'without an index')} takes {span} tokens and exceeds "

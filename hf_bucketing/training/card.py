@@ -27,6 +27,7 @@ from .data import UNREADABLE, TrainingData
 from .hub import HubConfig
 from .review import draw_losses, plans_of
 from .run_log import read_log
+from .streamed import StreamedData
 
 LOSSES = "loss.png"
 """File of the loss figure in the output folder."""
@@ -45,14 +46,14 @@ class Run(NamedTuple):
     Attributes:
         config ([`TrainingConfig`]): Settings that the run ended with.
         recipe ([`Recipe`][hf_bucketing.models.recipe.Recipe]): Recipe of its pipeline.
-        data ([`TrainingData`]): Its data.
+        data ([`TrainingData`] or [`StreamedData`]): Its data.
         repository (`str`, *optional*): Repository on the hub that receives the result, if there is one.
         samples (mapping of `Path` to `str`): Files of its last renderings, and the prompt of each.
     """
 
     config: TrainingConfig
     recipe: Recipe
-    data: TrainingData
+    data: TrainingData | StreamedData
     repository: str | None
     samples: Mapping[Path, str]
 
@@ -163,20 +164,24 @@ def _code(run: Run, *, name: str, base: str) -> str:
     return "\n".join([*lines, f'export_to_video(result.frames[0], "video.mp4", fps={_fps(run.data)})'])
 
 
-def _sizes(data: TrainingData) -> list[tuple[Size, int]]:
+def _sizes(data: TrainingData | StreamedData) -> list[tuple[Size, int]]:
     """Return the sizes at which samples are trained, and how many there are of each; the most frequent first."""
     counts = sorted(data.bucket_counts().items(), key=lambda item: -item[1])
     return [(data.table.size(bucket), count) for bucket, count in counts]
 
 
-def _fps(data: TrainingData) -> int:
-    """Return the median frame rate of the videos that are trained, or 16 if there is none."""
+def _fps(data: TrainingData | StreamedData) -> int:
+    """Return the median frame rate of the videos that are trained, or 16 if there is none or they come as a stream."""
+    if isinstance(data, StreamedData):
+        return 16
     rates = column_array(data.loader.dataset, "fps")[data.num_tokens > 0]
     return round(float(np.median(rates[rates > 0]))) if (rates > 0).any() else 16
 
 
-def _counts(folder: Path, data: TrainingData) -> list[tuple[str, int]]:
-    """Return the rows of the last whole epoch by what became of them."""
+def _counts(folder: Path, data: TrainingData | StreamedData) -> list[tuple[str, int]]:
+    """Return the rows of the last whole epoch by what became of them; of a stream, the samples that were trained."""
+    if isinstance(data, StreamedData):
+        return [("trained, of a stream", sum(line.get("samples", 0) for line in read_log(folder, "losses")))]
     plans = list(plans_of(folder).values())
     plan = next((plan for plan in reversed(plans) if not plan["consumed"]), plans[-1])
     rejection = column_array(data.loader.dataset, "rejection")
@@ -187,6 +192,7 @@ def _counts(folder: Path, data: TrainingData) -> list[tuple[str, int]]:
         *((f"rejected: {reason}", count) for reason, count in count_rejections(rejection).items()),
         *((f"dropped: {reason}", count) for reason, count in plan["dropped"].items() if reason != "rejected"),
         ("kept, per epoch", plan["kept"]),
+        *((f"kept of {name}, per epoch", own["kept"]) for name, own in plan.get("sources", {}).items()),
         ("repeated to fill steps, per epoch", plan["repeated"]),
         *([("unreadable and replaced, in all epochs", replaced)] if replaced else []),
     ]
@@ -195,13 +201,14 @@ def _counts(folder: Path, data: TrainingData) -> list[tuple[str, int]]:
 def _buckets(run: Run) -> str:
     sizes, spec = _sizes(run.data), run.recipe.spec
     title = "bucket" if run.config.batches.batching == "bucket" else "size in packs"
+    whose = "samples of its beginning" if isinstance(run.data, StreamedData) else "samples"
     lines: list[tuple[object, ...]] = [
         (f"{size.frames}×{size.height}×{size.width}", count, spec.num_tokens(size))
         for size, count in sizes[:_SHOWN_BUCKETS]
     ]
     if rest := sizes[_SHOWN_BUCKETS:]:
         lines.append((f"{len(rest)} others", sum(count for _, count in rest), "–"))
-    return _table((f"{title} (frames×height×width)", "samples", "tokens"), lines)
+    return _table((f"{title} (frames×height×width)", whose, "tokens"), lines)
 
 
 def _progress(folder: Path) -> str:

@@ -28,6 +28,7 @@ from ..settings import (
     not_default,
     number_or_text,
 )
+from ..streaming.config import StreamConfig
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .held_out import HeldOutConfig
@@ -214,6 +215,7 @@ class TrainingConfig:
         captions ([`CaptionRule`][hf_bucketing.loaders.CaptionRule]): Tags of captions.
         faults ([`FaultRule`][hf_bucketing.loaders.FaultRule]): Unreadable samples.
         loader ([`LoaderConfig`]): Worker processes.
+        stream ([`StreamConfig`][hf_bucketing.streaming.config.StreamConfig]): Rows from a stream.
         objective ([`ObjectiveConfig`]): Noise levels and loss.
         adapters ([`AdapterConfig`][hf_bucketing.training.adapters.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.training.optimizers.OptimizerConfig]): AdamW and its schedule.
@@ -245,6 +247,7 @@ class TrainingConfig:
     captions: CaptionRule = field(default_factory=CaptionRule)
     faults: FaultRule = field(default_factory=FaultRule)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -272,6 +275,8 @@ class TrainingConfig:
                 f"`validation_dataset_dir` is {validation}, as `dataset_dir` is; hold some of its rows out with "
                 "`validation_split`."
             )
+        if self.stream.streaming:
+            _check_stream(self)
         if self.adapters.init_from_adapters and self.checkpoints.resume_from_checkpoint not in (None, "latest"):
             raise BucketingError(
                 "`init_from_adapters` begins a new run and `resume_from_checkpoint` continues one; omit one of them, "
@@ -290,3 +295,31 @@ class TrainingConfig:
     def flat(self) -> dict[str, Any]:
         """Return all settings by name, as `training_config.json` holds them."""
         return flatten(self)
+
+
+_NOT_STREAMED = {
+    "remainder": "what remains of a bucket at the end of a stream comes in smaller batches",
+    "pack_strategy": "rows go into packs as they come, each into the oldest one that has room",
+    "balance": "packs can be chosen only among those of a plan",
+    "longest_first": "the most expensive step of a stream is not known before it comes",
+    "random_resize": "a plan counts the tokens of the sizes that are drawn",
+    "on_error": "a replacement is chosen among all rows",
+    "context_parallel_degree": "processes that share their samples read them from a plan",
+}
+"""Settings that need a plan, and why."""
+
+
+def _check_stream(config: TrainingConfig) -> None:
+    """Raise BucketingError for settings that need the rows to be known before they come."""
+    if given := not_default(config, *_NOT_STREAMED):
+        reasons = "; ".join(f"`{name}`: {_NOT_STREAMED[name]}" for name in given)
+        raise BucketingError(f"Omit {quoted(given)} with `streaming=True`: {reasons}.")
+    if config.batches.max_tokens == "auto":
+        raise BucketingError(
+            '`max_tokens="auto"` searches the most expensive step of a plan, which a stream has not; give a number of '
+            "tokens (scripts/plan_memory.py says what fits)."
+        )
+    if config.max_train_steps is None and config.stream.steps_per_epoch is None:
+        raise BucketingError(
+            "A stream has no known length: give `max_train_steps`, or `steps_per_epoch` and `num_train_epochs`."
+        )

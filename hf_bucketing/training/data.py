@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from ..buckets.calibration import read_cost_model
@@ -22,10 +25,12 @@ from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, SourceRows
+from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
 from ..loaders.collators import BucketCollator, PackCollator
+from ..loaders.faults import Replacements
 from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler
 from ..loaders.random_resize import RandomResize
@@ -40,6 +45,30 @@ from .held_out import check_apart, split_rows
 
 UNREADABLE = "unreadable.jsonl"
 """Log of unreadable samples, beside those of the run."""
+
+
+class StepRows(NamedTuple):
+    """What a batch counts for in its step.
+
+    Attributes:
+        tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
+        weights (`torch.Tensor` of shape `(n,)`): Weight of each sample's loss; 0 for samples that do not count.
+        total (`float`, *optional*): Sum of the weights of all processes in the window of gradient accumulation; None
+            where it is not known before the window ends.
+        sources (array of `int`, shape `(n,)`, *optional*): Source of each sample, where there are several.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    weights: torch.Tensor
+    total: float | None
+    sources: npt.NDArray[np.int64] | None = None
+
+
+class LargestStep(NamedTuple):
+    """The step of one process that takes the most tokens: sizes of its samples, and tokens with those of texts."""
+
+    sizes: list[Size]
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +116,16 @@ class TrainingData:
         """Return the tokens of rows and of the text in their sequence, `(n,)`: what a step of them takes."""
         return self.tokens_of(rows, epoch=epoch) + self.text_tokens
 
+    def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
+        """Return what the batch at hand of a [`ResumableLoader`][hf_bucketing.loaders.ResumableLoader] counts for."""
+        rows = loader.rows_of_step(loader.step - 1)
+        return StepRows(
+            tokens=self.lengths_of(rows, epoch=epoch),
+            weights=self.loss_weights(rows, epoch=epoch),
+            total=float(self.loss_weights(loader.rows_in_window, epoch=epoch).sum()),
+            sources=None if self.sources is None else self.sources.ids[rows],
+        )
+
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
         """Return the weights of the losses of rows, `(n,)`."""
         return reduction_weights(torch.from_numpy(self.tokens_of(rows, epoch=epoch)), self.reduction)
@@ -95,6 +134,31 @@ class TrainingData:
         """Return the buckets of the usable rows, each with its number of rows."""
         ids, counts = np.unique(self.bucket_ids[self.num_tokens > 0], return_counts=True)
         return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
+    def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> int:
+        """Return the optimizer steps from the place of the loader to the end of the last epoch.
+
+        `finished` are those that the run has made.
+        """
+        left = [len(loader)] if loader.epoch < config.num_train_epochs else []
+        left += [self.sampler.plan(epoch).num_steps for epoch in range(loader.epoch + 1, config.num_train_epochs)]
+        return sum(math.ceil(steps / config.gradient_accumulation_steps) for steps in left)
+
+    def largest_step(self) -> LargestStep:
+        """Return the largest step of the present epoch."""
+        plan = self.sampler.plan()
+        lengths = np.add.reduceat(self.lengths_of(plan.indices, epoch=self.sampler.epoch), plan.offsets[:-1])
+        most = int(lengths.argmax())
+        return LargestStep(self.sizes(plan.batch(most)), int(lengths[most]))
+
+    def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
+        """Return the counts of the plan of the present epoch, for the log."""
+        of_sources = self.counts_by_source(loader.plan)
+        return {**loader.plan.summary(), **({"sources": of_sources} if of_sources else {})}
+
+    def after_epoch(self, loader: Any, accelerator: Accelerator, *, num_batches: int) -> list[str]:
+        """Return no line of text: the plan said all of an epoch."""
+        return []
 
     def sizes(self, rows: npt.NDArray[np.int64]) -> list[Size]:
         """Return the target size of each row."""
@@ -152,16 +216,7 @@ def make_held_out_data(
 def _read(config: TrainingConfig, folder: str, spec: LatentSpec) -> PreparedDataset:
     """Read a prepared data set, with the sizes and tokens that its rows have in the run's kind of batches."""
     prepared = PreparedDataset.load(folder)
-    if prepared.spec != spec:
-        raise BucketingError(
-            f"{folder} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
-            f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
-        )
-    if prepared.caption_column is None:
-        raise BucketingError(
-            f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
-            "--caption_column, or with captions beside its files."
-        )
+    check_prepared(config, prepared, spec, folder=folder)
     if prepared.cache is not None:
         _check_cached(config, prepared.cache, folder=folder)
     if config.batches.batching == "bucket":
@@ -177,9 +232,8 @@ def _data_of(
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     if batches.token_drop is not None:
-        num_tokens = _kept(batches.token_drop, bucket_ids, num_tokens, table=table, spec=spec)
-    measured = batches.cost_model
-    cost_model = CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
+        num_tokens = kept_tokens(batches.token_drop, bucket_ids, num_tokens, table=table, spec=spec)
+    cost_model = make_cost_model(config, width=width)
     resize = None
     if batches.random_resize is not None:
         resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
@@ -248,7 +302,29 @@ def _data_of(
     )
 
 
-def _kept(
+def check_prepared(
+    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, spec: LatentSpec, *, folder: str
+) -> None:
+    """Raise BucketingError if a data set was prepared for another model, or has no captions."""
+    if prepared.spec != spec:
+        raise BucketingError(
+            f"{folder} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
+            f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
+        )
+    if prepared.caption_column is None:
+        raise BucketingError(
+            f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
+            "--caption_column, or with captions beside its files."
+        )
+
+
+def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
+    """Return the cost of tokens in a model of a width, or as a run measured it."""
+    measured = config.batches.cost_model
+    return CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
+
+
+def kept_tokens(
     drop: TokenDrop,
     bucket_ids: npt.NDArray[np.int64],
     num_tokens: npt.NDArray[np.int64],
@@ -274,6 +350,19 @@ def _make_collator(
 ) -> BucketCollator | PackCollator | CachedCollator:
     if prepared.cache is not None:
         return CachedCollator(prepared.cache, caption_column=prepared.caption_column, seed=config.seed)
+    replacements = config.faults.replacements(prepared.dataset, log=Path(config.output_dir) / "logs" / UNREADABLE)
+    return media_collator(config, prepared, table=table, resize=resize, replacements=replacements)
+
+
+def media_collator(
+    config: TrainingConfig,
+    prepared: PreparedDataset | PreparedStream,
+    *,
+    table: BucketTable | OpenTable,
+    resize: RandomResize | None = None,
+    replacements: Replacements | None = None,
+) -> BucketCollator | PackCollator:
+    """Return the collator that decodes the files of rows: packs for an open table, else stacks."""
     options: dict[str, Any] = {
         "column": prepared.column,
         "caption_column": prepared.caption_column,
@@ -283,9 +372,7 @@ def _make_collator(
         "reference_multiples": prepared.spec.multiples,
         "views": config.views,
         "seed": config.seed,
-        "replacements": config.faults.replacements(
-            prepared.dataset, log=Path(config.output_dir) / "logs" / UNREADABLE
-        ),
+        "replacements": replacements,
     }
     if isinstance(table, OpenTable):
         return PackCollator(table, resize=resize, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import datasets
 import diffusers
+import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
@@ -22,6 +24,8 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..buckets.calibration import read_cost_model
+from ..buckets.open_table import OpenTable
+from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
@@ -44,9 +48,10 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data import UNREADABLE, make_data, make_held_out_data
+from .data import UNREADABLE, TrainingData, make_data, make_held_out_data
 from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
 from .hub import open_repository, result_parts, upload
+from .loss_window import LossWindow
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
 from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
 from .memory.offload import check_offload, offload_blocks
@@ -69,6 +74,7 @@ from .optimizers import apply_settings, make_optimizer, make_schedule
 from .run_log import COST_MODEL, RunLog, StepMetrics, read_log, write_cost_model
 from .script_settings import settings_to_repeat
 from .steps import StepLosses, check_cached, check_positions, make_step
+from .streamed import StreamedData, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
 
 logger = get_logger(__name__)
@@ -126,6 +132,7 @@ class Trainer:
         self.repository = None
         if config.hub.push_to_hub and not config.dry_run and self.accelerator.is_main_process:
             self.repository = open_repository(config.hub, folder=self.folder)
+        opened = open_stream(config, self.accelerator) if config.stream.streaming else None
         self.calls = parts_called(config)
         source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
@@ -151,14 +158,19 @@ class Trainer:
                 "width": self.recipe.family.width(self.recipe.transformer),
                 "text_tokens": self.recipe.text_tokens(self.recipe.max_sequence_length),
             }
-            self.data = make_data(self.config, spec, **about_tokens)
+            self.data: TrainingData | StreamedData
+            if opened is None:
+                self.data = make_data(self.config, spec, **about_tokens)
+            else:
+                self.data = make_streamed_data(self.config, spec, opened=opened, **about_tokens)
             held_out = make_held_out_data(self.config, spec, **about_tokens)
         self.step.empty_text = self.data.empty_text
         for data in (self.data, *([] if held_out is None else [held_out])):
-            check_positions(self.step, data, spec)
-            self.recipe.check_frames(data.table, data.bucket_ids[data.num_tokens > 0])
+            self._check_buckets(data.table, data.bucket_counts())
             self.recipe.check_conditions(data.conditions)
             check_cached(self.recipe, data)
+        if isinstance(self.data, StreamedData):
+            self.data.on_new_buckets = functools.partial(self._check_buckets, self.data.table)
         self.held_out = None
         if held_out is not None:
             self.held_out = HeldOutLoss(
@@ -167,8 +179,8 @@ class Trainer:
                 workers=self.config.loader,
                 on_error=self.config.faults.on_error,
             )
-        self._prepare()
         self.global_step = 0
+        self._prepare()
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
         """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters."""
@@ -186,6 +198,11 @@ class Trainer:
         recipe.to(accelerator.device, *self.calls)
         return config
 
+    def _check_buckets(self, table: BucketTable | OpenTable, counts: Mapping[int, int]) -> None:
+        """Raise BucketingError if the model cannot take samples of some buckets, each given with its number."""
+        check_positions(self.step, table, counts, self.recipe.spec)
+        self.recipe.check_frames(table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
+
     def _prepare(self) -> None:
         """Let accelerate prepare what is trained, and register what its checkpoints hold."""
         config, transformer = self.config, self.recipe.transformer
@@ -195,13 +212,16 @@ class Trainer:
             sharded_adapters(transformer, self.accelerator) if adapted else nullcontext(),
             sending_weights(transformer, self.accelerator),
         ):
-            prepared = prepare_in_groups(
-                self.accelerator,
-                transformer,
-                optimizer,
-                self.data.loader,
-                degree=config.memory.context_parallel_degree,
-            )
+            if isinstance(self.data, StreamedData):
+                prepared = (*self.accelerator.prepare(transformer, optimizer), self.data.loader)
+            else:
+                prepared = prepare_in_groups(
+                    self.accelerator,
+                    transformer,
+                    optimizer,
+                    self.data.loader,
+                    degree=config.memory.context_parallel_degree,
+                )
         self.transformer, self.optimizer, loader = prepared
         self.context_parallel = ContextParallel(
             self.recipe.transformer,
@@ -209,6 +229,7 @@ class Trainer:
             degree=config.memory.context_parallel_degree,
             packed=config.batches.batching == "pack",
         )
+        self.window = LossWindow(self.accelerator)
         self.trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
         self.ema = None
         if config.ema_decay is not None:
@@ -220,11 +241,7 @@ class Trainer:
         self.accelerator.register_for_checkpointing(self.lr_scheduler)
 
     def _steps_left(self) -> int:
-        """Return the optimizer steps from the position of the loader to the end of the last epoch."""
-        left = [len(self.loader)] if self.loader.epoch < self.config.num_train_epochs else []
-        later = range(self.loader.epoch + 1, self.config.num_train_epochs)
-        left += [self.data.sampler.plan(epoch).num_steps for epoch in later]
-        return sum(math.ceil(steps / self.config.gradient_accumulation_steps) for steps in left)
+        return self.data.steps_left(self.loader, self.config, finished=self.global_step)
 
     def describe(self) -> list[str]:
         """Return the plan, its cost and the memory that it needs, as lines of text."""
@@ -315,20 +332,19 @@ class Trainer:
         return progress.log
 
     def _run_epoch(self, epoch: int) -> None:
-        if self.loader.step == 0:
-            plan = self.loader.plan
-            of_sources = self.data.counts_by_source(plan)
-            self.log.write_plan(epoch, {**plan.summary(), **({"sources": of_sources} if of_sources else {})})
+        if self.loader.step == 0 and (summary := self.data.epoch_summary(self.loader)) is not None:
+            self.log.write_plan(epoch, summary)
+        num_batches, factor = self.loader.step, 1.0
         for batch in self.loader:
             start = time.perf_counter()
+            num_batches += 1
             step = self.loader.step - 1
-            rows = self.loader.rows_of_step(step)
-            tokens = self.data.lengths_of(rows, epoch=epoch)
-            whole = self.data.loss_weights(self.loader.rows_in_window, epoch=epoch).sum()
-            weights = (self.data.loss_weights(rows, epoch=epoch) / whole).to(self.accelerator.device)
+            rows = self.data.rows_of(self.loader, batch, epoch=epoch)
+            weights = self.window.weigh(rows)
             with self.accelerator.accumulate(self.transformer):
                 losses = self._train_on(batch, weights, epoch=epoch)
                 if self.accelerator.sync_gradients:
+                    factor = self.window.finish(self.trained)
                     max_norm = self.config.optimizer.max_grad_norm
                     self.accelerator.clip_grad_norm_(self.transformer.parameters(), max_norm)
                 self.optimizer.step()
@@ -338,23 +354,29 @@ class Trainer:
                         self.ema.step(self.trained)
                 self.optimizer.zero_grad()
             # Reading the losses waits until the device has done all that was started before.
-            loss = losses.values.detach().float().tolist()
+            counted = (rows.weights > 0).numpy()
+            loss = losses.values.detach().float().cpu().numpy()
+            tokens = rows.tokens[counted]
             cost = float(self.data.cost_model.cost(tokens).sum())
             seconds = time.perf_counter() - start
-            sources = None if self.data.sources is None else self.data.sources.ids[rows]
+            sources = None if rows.sources is None else rows.sources[counted]
+            if not counted.all():
+                losses, weights = StepLosses(*(values[counted] for values in losses)), weights[counted]
             self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
             self.log.write_samples(
                 epoch=epoch,
                 step=step,
                 bucket_id=batch.get("bucket_id"),
-                index=batch["index"],
-                loss=loss,
+                index=np.array(batch["index"])[counted].tolist(),
+                loss=loss[counted].tolist(),
                 sources=None if sources is None else sources.tolist(),
             )
             if self.accelerator.sync_gradients:
-                self._finish_step(epoch=epoch, step=step)
+                self._finish_step(epoch=epoch, step=step, factor=factor)
             if self.global_step == self.max_train_steps:
-                break
+                return
+        for line in self.data.after_epoch(self.loader, self.accelerator, num_batches=num_batches):
+            logger.info(line)
 
     def _train_on(self, batch: Mapping[str, Any], weights: torch.Tensor, *, epoch: int) -> StepLosses:
         """Run forward and backward on a batch."""
@@ -369,9 +391,9 @@ class Trainer:
             raise BucketingError(message) from error
         return losses
 
-    def _finish_step(self, *, epoch: int, step: int) -> None:
+    def _finish_step(self, *, epoch: int, step: int, factor: float) -> None:
         self.global_step += 1
-        entry = {**self.metrics.finish(), "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch}
+        entry = {**self.metrics.finish(factor), "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch}
         value = entry["train_loss"]
         if not math.isfinite(value):
             raise BucketingError(

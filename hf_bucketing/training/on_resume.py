@@ -52,6 +52,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
     "plan": (
         *("dataset_dir", "train_batch_size", "max_tokens", "remainder", "pack_strategy", "balance", "strip_length"),
         *("longest_first", "seed", "context_parallel_degree", "cost_model"),
+        *("streaming", "shuffle_buffer", "max_buffered", "max_buffered_bytes", "steps_per_epoch"),
     ),
     # Compared by a fingerprint of the weights, so that a model may move to another folder.
     "weights": ("pretrained_model_name_or_path",),

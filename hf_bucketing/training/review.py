@@ -149,6 +149,8 @@ def review_run(output_dir: Path, *, min_fall: float = 1 / 3) -> RunReview:
         BucketingError: If the run left no logs or made fewer than ten optimizer steps.
     """
     plans, (first, last) = plans_of(output_dir), summarise_losses(losses_of(output_dir))
+    if not plans:
+        raise BucketingError(f"The run in {output_dir} drew from a stream, so there is no plan to compare it with.")
     # max_train_steps may cut the last epoch short; all others are compared with their plans.
     epochs = [epoch for epoch in count_samples(output_dir) if max(epoch.steps) == plans[epoch.epoch]["num_steps"]]
     checks = _check_epochs(epochs, plans) if epochs else [Check(False, "no complete epoch")]

@@ -194,8 +194,10 @@ class StepMetrics:
         pairs = np.square(tokens, dtype=np.float64).sum()
         self._counts += (len(tokens), tokens.sum(), cost, 1, pairs, seconds)
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, factor: float = 1.0) -> dict[str, float]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
+
+        The weights that were added are multiplied by `factor`, where they were not known before the step's end.
 
         `train_loss` is the loss, `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2, and
         `loss_by_source/NAME` its mean over the samples of a source, where there are several.
@@ -215,7 +217,7 @@ class StepMetrics:
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         metrics = {
-            "train_loss": float(loss.sum()),
+            "train_loss": float(loss.sum()) * factor,
             "samples": int(samples.sum()),
             "tokens": int(tokens.sum()),
             "seconds": seconds,

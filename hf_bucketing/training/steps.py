@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..errors import BucketingError, PackingError
 from ..media.conditions import MASK
@@ -27,6 +29,7 @@ from ..randomness import Purpose, generator
 from .config import TrainingConfig
 from .data import TrainingData
 from .memory.offload import activations_on_cpu
+from .streamed import StreamedData
 
 
 class StepLosses(NamedTuple):
@@ -175,13 +178,15 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     return PackStep(packing=packing, token_drop=batches.token_drop, **common)
 
 
-def check_positions(step: Step, data: TrainingData, spec: LatentSpec) -> None:
-    """Raise BucketingError if a sample lies beyond the positions that the model has, such as a video for images."""
+def check_positions(step: Step, table: BucketTable | OpenTable, counts: Mapping[int, int], spec: LatentSpec) -> None:
+    """Raise BucketingError if a sample lies beyond the positions that the model has, such as a video for images.
+
+    `counts` are the buckets of samples in the table, each with its number of samples.
+    """
     if isinstance(step, PackStep) and step.packing.base_size is not None:
         return  # stretched positions fit any sample
-    ids, counts = np.unique(data.bucket_ids[data.num_tokens > 0], return_counts=True)
-    for bucket_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
-        size = data.table.size(bucket_id)
+    for bucket_id, count in counts.items():
+        size = table.size(bucket_id)
         try:
             step.recipe.family.check_grids(step.recipe.transformer, [spec.grid(size)])
         except PackingError as error:
@@ -242,11 +247,13 @@ def text_of(
     return text.replaced(dropped, empty)
 
 
-def check_cached(recipe: Recipe, data: TrainingData) -> None:
+def check_cached(recipe: Recipe, data: TrainingData | StreamedData) -> None:
     """Raise BucketingError if a cache lacks what the model is shown of a sample, such as its first frame.
 
     All entries of a cache are made by one encoder, so one row is read.
     """
+    if isinstance(data, StreamedData):  # which reads no cache
+        return
     collator, rows = data.loader.collate_fn, np.flatnonzero(data.num_tokens > 0)
     if not isinstance(collator, CachedCollator) or not len(rows):
         return

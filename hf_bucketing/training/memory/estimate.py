@@ -25,6 +25,7 @@ from ..checkpoint import SHARDED
 from ..config import TrainingConfig
 from ..data import TrainingData, make_data
 from ..steps import Step
+from ..streamed import StreamedData
 from .components import read_components
 from .planner import MemoryPlan, PlanConfig, StepShape, largest_tokens, plan_components
 from .precision import parts_called
@@ -41,12 +42,14 @@ _MARGIN = 1.25
 
 def describe(
     config: TrainingConfig,
-    data: TrainingData,
+    data: TrainingData | StreamedData,
     *,
     accelerator: Accelerator,
     max_train_steps: int,
 ) -> list[str]:
     """Return the plan of the first epoch and its cost, as lines of text; see [`describe_memory`] for its memory."""
+    if isinstance(data, StreamedData):
+        return data.describe(config, accelerator=accelerator, max_train_steps=max_train_steps)
     plan, batches, epoch = data.sampler.plan(), config.batches, data.sampler.epoch
     if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
         epoch += 1
@@ -77,7 +80,11 @@ def describe(
 
 
 def describe_memory(
-    config: TrainingConfig, data: TrainingData, *, transformer: torch.nn.Module, accelerator: Accelerator
+    config: TrainingConfig,
+    data: TrainingData | StreamedData,
+    *,
+    transformer: torch.nn.Module,
+    accelerator: Accelerator,
 ) -> list[str]:
     """Return the memory that the most expensive step of the first epoch needs, by kind, as lines of text.
 
@@ -99,19 +106,15 @@ def describe_memory(
     return lines
 
 
-def plan_of_run(config: TrainingConfig, data: TrainingData, *, accelerator: Accelerator) -> MemoryPlan:
+def plan_of_run(config: TrainingConfig, data: TrainingData | StreamedData, *, accelerator: Accelerator) -> MemoryPlan:
     """Plan the memory of the most expensive step of a run's epoch.
 
     Raises:
         BucketingError: As [`config_of_run`].
     """
-    plan = data.sampler.plan()
-    of_samples = data.lengths_of(plan.indices, epoch=data.sampler.epoch)
-    lengths = np.add.reduceat(of_samples, plan.offsets[:-1])
-    most = int(lengths.argmax())
-    sizes = data.sizes(plan.batch(most))
+    sizes, tokens = data.largest_step()
     text_tokens = data.text_tokens * len(sizes)
-    shape = StepShape.of(sizes, tokens=int(lengths[most]) - text_tokens, text_tokens=text_tokens)
+    shape = StepShape.of(sizes, tokens=tokens - text_tokens, text_tokens=text_tokens)
     components = read_components(config.pretrained_model_name_or_path, trained=config.trained_component)
     return plan_components(components, config_of_run(config, accelerator), shape)
 

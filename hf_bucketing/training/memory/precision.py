@@ -27,7 +27,7 @@ def parts_called(config: TrainingConfig) -> tuple[Part, ...]:
     Raises:
         BucketingError: If there is no prepared data set.
     """
-    cache = PreparedDataset.load(config.dataset_dir).cache
+    cache = None if config.stream.streaming else PreparedDataset.load(config.dataset_dir).cache
     if cache is None:
         return "text_encoders", "vae"
     return ("text_encoders",) if cache.text_model is None else ()

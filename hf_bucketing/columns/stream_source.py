@@ -1,0 +1,258 @@
+"""A source of data that is read while training draws from it: which files, columns and sizes."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from datasets import IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError
+
+from ..errors import ColumnError, MediaError
+from ..hub import from_hub
+from ..randomness import Purpose, integer_seed
+from .apply import undecoded
+from .buckets import BucketColumns
+from .captions import OnCaptionError
+from .layouts import MEDIA_FILES
+from .metadata import ExistingMetadata, MediaMetadata
+from .sources import CAPTION_COLUMNS, MEDIA_COLUMNS
+from .stream_columns import MEDIA, StreamColumns
+
+BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".tar": ("webdataset", {}),
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+}
+"""Builder of datasets, and its options, for each ending of the files of a stream."""
+
+SAMPLED_ROWS = 64
+"""Rows that are read to find columns and to report, before a stream is used."""
+
+_SAMPLED_BYTES = 2**28
+"""Bytes after which no more of them are read."""
+
+SIZE_COLUMNS = ("width", "height", "num_frames", "fps")
+"""Columns that may hold the sizes of rows."""
+
+_BATCH_ROWS = 8
+"""Rows whose columns are computed at once, small because their files may be in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSource:
+    """Name the rows of a stream, and how their columns are computed; plain values, which a prepared folder holds.
+
+    Args:
+        dataset (`str`): Data set on the hub, or a folder, file or pattern of tar, parquet, csv, tsv, json or jsonl
+            files.
+        config_name (`str`, *optional*): Configuration of a hub data set.
+        split (`str`): Split, such as `"train"`.
+        media_column (`str`): Media column, dotted if it is nested.
+        caption_column (`str`): Text column, dotted if it is nested.
+        sizes (sequence of `str`): Columns that hold the size of every row: none, `width` and `height` for images, or
+            also `num_frames` and `fps`.
+        target_fps (`float`): Frame rate to train at.
+        on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and of captions that are not text.
+        conditions (mapping of `str` to `str`): Column of each condition.
+    """
+
+    dataset: str
+    config_name: str | None = None
+    split: str = "train"
+    media_column: str
+    caption_column: str
+    sizes: Sequence[str] = ()
+    target_fps: float = 16.0
+    on_error: OnCaptionError = "raise"
+    conditions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def metadata(self) -> MediaMetadata:
+        """How sizes are read from headers."""
+        return MediaMetadata(
+            MEDIA,
+            target_fps=self.target_fps,
+            root=root_of(self.dataset),
+            on_error="reject" if self.on_error == "reject" else "raise",
+        )
+
+    def columns(self, buckets: BucketColumns) -> StreamColumns:
+        """Return the function that computes the columns of its rows."""
+        existing = None
+        if self.sizes:
+            times = dict(zip(SIZE_COLUMNS[2:], self.sizes[2:], strict=False))
+            target = self.target_fps if times else None
+            existing = ExistingMetadata(*self.sizes[:2], **times, target_fps=target)
+        return StreamColumns(
+            media_column=self.media_column,
+            caption_column=self.caption_column,
+            metadata=self.metadata,
+            existing=existing,
+            on_error=self.on_error,
+            conditions=self.conditions,
+            buckets=buckets,
+        )
+
+    def open(self, buckets: BucketColumns, *, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
+        """Return the stream of its rows, with the columns of [`StreamColumns`]; no row is read yet.
+
+        Args:
+            buckets ([`BucketColumns`]): Table and rule of the buckets.
+            shuffle_buffer (`int`): Rows among which each next one is drawn; 0 keeps the order of the files.
+            seed (`int`): Seed of that draw.
+
+        Raises:
+            MediaError: If there are no such files, or datasets cannot read them.
+            HubError: If the hub cannot be reached.
+        """
+        rows = open_rows(self.dataset, split=self.split, config_name=self.config_name)
+        outer = {column.partition(".")[0] for column in (self.media_column, *self.conditions.values())}
+        named = {self.media_column, *self.conditions.values()}
+        rows = undecoded(rows, outer | named)
+        present = list(rows.column_names or next(iter(rows)))
+        if shuffle_buffer:
+            rows = rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=shuffle_buffer)
+        return rows.map(self.columns(buckets), batched=True, batch_size=_BATCH_ROWS, remove_columns=present)
+
+
+def open_rows(dataset: str, *, split: str = "train", config_name: str | None = None) -> IterableDataset:
+    """Return the rows of a hub data set, or of a folder, file or pattern of files, as `datasets` streams them.
+
+    A folder with a table named `metadata` is that table; `datasets` chooses how it reads any other one.
+
+    Raises:
+        MediaError: If datasets cannot read the files, they are empty, or of several kinds.
+        HubError: If there are no such files, and the hub has no such data set or cannot be reached.
+        BucketingError: If datasets cannot read the folder or hub data set.
+    """
+    path = Path(dataset)
+    tables = [found for ending in BUILDERS if (found := path / f"metadata{ending}").is_file()]
+    if len(tables) > 1:
+        raise MediaError(
+            f"{' and '.join(map(str, tables))} could both be meant; name one of them instead of the folder."
+        )
+    files = [str(table) for table in tables] or _files_of(dataset)
+    if not files or (path.is_dir() and not tables):
+        with from_hub(dataset):
+            return load_dataset(dataset, config_name, split=split, streaming=True)
+    builder, options = _builder_of(dataset, files)
+    if not any(map(os.path.getsize, files)):
+        raise MediaError(f"{dataset} is empty; write one row per sample, with a file and a caption.")
+    data_files = {split: [glob.escape(os.path.abspath(file)) for file in files]}
+    try:
+        return load_dataset(builder, data_files=data_files, split=split, streaming=True, **options)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise MediaError(f"datasets cannot stream {dataset}: {error}") from error
+
+
+def root_of(dataset: str) -> str | None:
+    """Return the folder that relative paths in the rows start from: that of the files; None for a hub data set."""
+    if os.path.isdir(dataset):
+        return os.path.abspath(dataset)
+    files = _files_of(dataset)
+    return os.path.dirname(os.path.abspath(files[0])) if files else None
+
+
+def _files_of(dataset: str) -> list[str]:
+    """Return the file of a name, or the files of a pattern."""
+    return [dataset] if os.path.isfile(dataset) else sorted(glob.glob(dataset, recursive=True))
+
+
+def first_rows(dataset: IterableDataset, *, name: str) -> list[dict[str, Any]]:
+    """Return the first rows of a stream as they are stored, with media as paths or bytes.
+
+    Raises:
+        MediaError: If there are none, or datasets cannot read them.
+    """
+    typed = [column for column, kind in (dataset.features or {}).items() if type(kind).__name__ in ("Image", "Video")]
+    rows: list[dict[str, Any]] = []
+    num_bytes = 0
+    try:
+        for row in islice(undecoded(dataset, typed), SAMPLED_ROWS):
+            rows.append(row)
+            num_bytes += bytes_in(row)
+            if num_bytes > _SAMPLED_BYTES:
+                break
+    except (DatasetsError, OSError, ValueError) as error:
+        raise MediaError(f"datasets cannot read the first rows of {name}: {error}") from error
+    if not rows:
+        raise MediaError(f"{name} has no rows; write one per sample, with a file and a caption.")
+    return rows
+
+
+def find_media_column(dataset: IterableDataset, rows: Sequence[Mapping[str, Any]], given: str | None) -> str:
+    """Return the media column that the caller named, or the only one that is typed or named as one usually is.
+
+    Raises:
+        ColumnError: If there is none, or several could be meant.
+    """
+    typed = [name for name, kind in (dataset.features or {}).items() if type(kind).__name__ in ("Image", "Video")]
+    usual = [*MEDIA_COLUMNS, *(ending[1:] for ending in sorted(MEDIA_FILES))]
+    return _find(rows, given, typed or usual, kind="media")
+
+
+def find_caption_column(rows: Sequence[Mapping[str, Any]], given: str | None) -> str:
+    """Return the text column that the caller named, or the only one named as one usually is: `txt`, `json.caption`, ….
+
+    Raises:
+        ColumnError: If there is none, or several could be meant.
+    """
+    nested = [f"{name}.{usual}" for name in ("json", "jsn") for usual in CAPTION_COLUMNS]
+    return _find(rows, given, [*CAPTION_COLUMNS, "txt", *nested], kind="caption")
+
+
+def _find(rows: Sequence[Mapping[str, Any]], given: str | None, usual: Sequence[str], *, kind: str) -> str:
+    present = _columns_of(rows)
+    found = [name for name in usual if name in present]
+    if given is not None:
+        if given not in present:
+            hint = f"; {found[0]} would do" if len(found) == 1 else ""
+            raise ColumnError(f"The first rows have no {kind} column {given!r}, only {', '.join(present)}{hint}.")
+        return given
+    if len(found) > 1:
+        raise ColumnError(
+            f"Several {kind} columns could be meant: {' and '.join(found)}; name one as `{kind}_column`."
+        )
+    if not found:
+        raise ColumnError(
+            f"No {kind} column was found among {', '.join(present)}; name one as `{kind}_column`. A stream reads tars "
+            "of media and captions, parquet files, and tables of paths; prepare a folder of media with captions "
+            "beside them without `streaming`."
+        )
+    return found[0]
+
+
+def _columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns of some rows, and those nested in dictionaries, such as `json.caption`."""
+    names: dict[str, None] = {}
+    for row in rows:
+        for name, value in row.items():
+            names[name] = None
+            if isinstance(value, Mapping) and set(value) != {"path", "bytes"}:
+                names |= dict.fromkeys(f"{name}.{inner}" for inner in value)
+    return list(names)
+
+
+def _builder_of(dataset: str, files: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    endings = {os.path.splitext(file)[1].lower() for file in files}
+    if len(endings) > 1 or not endings <= BUILDERS.keys():
+        raise MediaError(
+            f"{dataset} names {', '.join(sorted(endings))} files; a stream reads files of one kind: "
+            f"{', '.join(BUILDERS)}."
+        )
+    return BUILDERS[endings.pop()]
+
+
+def bytes_in(row: Mapping[str, Any]) -> int:
+    """Return how many bytes the files and texts of a row take in memory."""
+    cells = (value.get("bytes") if isinstance(value, Mapping) else value for value in row.values())
+    return sum(len(cell) for cell in cells if isinstance(cell, bytes | str))

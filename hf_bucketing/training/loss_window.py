@@ -1,0 +1,58 @@
+"""The denominator of the loss of an accumulation window, also where the window's samples are not known before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from accelerate import Accelerator
+
+from .data import StepRows
+
+
+class LossWindow:
+    """Weigh the losses of a window of gradient accumulation so that together they make one mean over all processes.
+
+    A plan knows the sum of all weights before the window begins. For a stream, the window begins with that of its
+    first batches as if all were alike, and when it ends, [`finish`][LossWindow.finish] scales the gradients to the
+    sum that came: the same mean, without a batch read ahead.
+
+    Args:
+        accelerator (`Accelerator`): Its processes and accumulation steps make the window.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._total: float | None = None
+        self._own = 0.0
+        self._known = False
+
+    def weigh(self, rows: StepRows) -> torch.Tensor:
+        """Return the weights of a batch's losses, `(n,)`, whose sum over the window is 1 or becomes 1 at its end."""
+        if self._total is None:
+            self._known = rows.total is not None
+            steps = self.accelerator.gradient_accumulation_steps
+            self._total = rows.total if rows.total is not None else steps * self._over_processes(rows.weights.sum())
+        self._own += float(rows.weights.sum())
+        return (rows.weights / self._total).to(self.accelerator.device)
+
+    def finish(self, parameters: Iterable[torch.nn.Parameter]) -> float:
+        """End the window after its last backward pass, on all processes together.
+
+        Scale the gradients of `parameters`, unless the weights were right from the start.
+
+        Returns:
+            `float`: The factor, which the sum of the weighted losses needs too.
+        """
+        assert self._total is not None, "weigh comes first"
+        factor = 1.0
+        if not self._known and self.accelerator.gradient_accumulation_steps > 1:
+            factor = self._total / self._over_processes(torch.tensor(self._own, dtype=torch.float64))
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, factor)
+        self._total, self._own = None, 0.0
+        return factor
+
+    def _over_processes(self, weight: torch.Tensor) -> float:
+        summed: torch.Tensor = self.accelerator.reduce(weight.to(self.accelerator.device), "sum")
+        return float(summed)

@@ -1,0 +1,319 @@
+"""Batches of a training run from a stream: what is known of them as they come, and what is not known before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+
+from ..buckets.cost import CostModel
+from ..buckets.open_table import OpenTable
+from ..buckets.sizes import LatentSpec, Size
+from ..buckets.table import BucketTable
+from ..columns.apply import map_columns
+from ..columns.buckets import BucketColumns
+from ..columns.prepared import ROW_WEIGHT, PreparedDataset, SourceRows
+from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
+from ..columns.stream_source import SAMPLED_ROWS
+from ..errors import BucketingError
+from ..loaders.workers import worker_options
+from ..losses.reduction import Reduction, reduction_weights
+from ..models.recipe import TextEmbeddings
+from ..packing.token_drop import TokenDrop
+from ..randomness import Purpose, integer_seed
+from ..streaming.batcher import StreamingBucketBatcher
+from ..streaming.grouping import BucketGrouping, Grouping, PackGrouping
+from ..streaming.shards import warn_of_shards
+from ..units import format_bytes
+from .config import TrainingConfig
+from .data import LargestStep, StepRows, check_prepared, kept_tokens, make_cost_model, media_collator
+
+logger = get_logger(__name__)
+
+_MAPPED_ROWS = 64
+"""Rows of a prepared folder whose columns are computed at once, as they may hold their files."""
+
+
+class OpenedStream(NamedTuple):
+    """A stream whose files were found, before weights are loaded.
+
+    Attributes:
+        prepared ([`PreparedStream`] or [`PreparedDataset`]): Description of the stream, or the folder of its rows.
+        dataset (`IterableDataset`): Its rows.
+        sample ([`StreamSample`]): Its first rows.
+    """
+
+    prepared: PreparedStream | PreparedDataset
+    dataset: IterableDataset
+    sample: StreamSample
+
+
+def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStream:
+    """Open the stream of a run and warn of shards that do not divide among its processes and workers.
+
+    Raises:
+        BucketingError: If files are gone, the folder holds what only a plan can draw, or DeepSpeed runs.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise BucketingError(
+            "Omit `streaming` under DeepSpeed, or train with DDP or FSDP: the weights of a window's samples are known "
+            "when it ends, but DeepSpeed then has applied its gradients."
+        )
+    stream, packed = config.stream, config.batches.batching == "pack"
+    num_workers = config.loader.dataloader_num_workers
+    if holds_stream(config.dataset_dir):
+        prepared = PreparedStream.load(config.dataset_dir)
+        rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed)
+        for warning in warn_of_shards(
+            rows.num_shards, num_processes=accelerator.num_processes, num_workers=num_workers
+        ):
+            logger.warning(warning)
+        return OpenedStream(prepared, rows, prepared.sample)
+    whole = PreparedDataset.load(config.dataset_dir)
+    rows = _rows_of_folder(config, whole, num_shards=accelerator.num_processes * max(1, num_workers))
+    return OpenedStream(whole, rows, _sample_of(whole))
+
+
+def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_shards: int) -> IterableDataset:
+    """Return the rows of a prepared folder as a stream, in as many shards as read them."""
+    if prepared.cache is not None or ROW_WEIGHT in prepared.dataset.column_names:
+        what = "encoded latents" if prepared.cache is not None else "rows that occur other than once per epoch"
+        raise BucketingError(f"{config.dataset_dir} holds {what}, which only a plan draws; omit `streaming`.")
+    rows = prepared.dataset.to_iterable_dataset(num_shards=min(num_shards, len(prepared.dataset)))
+    if config.stream.shuffle_buffer:
+        seed = integer_seed(Purpose.STREAM, config.seed)
+        rows = rows.shuffle(seed=seed, buffer_size=config.stream.shuffle_buffer)
+    if config.batches.batching == "pack":
+        columns = BucketColumns(prepared.open_table, prepared.spec)
+        rows = map_columns(rows, columns, batch_size=_MAPPED_ROWS, overwrite=True)
+    return rows
+
+
+def _sample_of(prepared: PreparedDataset) -> StreamSample:
+    """Return what the first rows of a prepared folder are like."""
+    rows = list(prepared.dataset.with_format(None).select(range(min(SAMPLED_ROWS, len(prepared.dataset)))))
+    names = ("num_frames", "height", "width", "bucket_id")
+    return StreamSample.of(rows, {name: np.array([row[name] for row in rows]) for name in names})
+
+
+@dataclass(kw_only=True)
+class StreamedData:
+    """The loader of a run that draws from a stream, and what its batches count for.
+
+    Attributes:
+        loader (`DataLoader`): Loader of the stream, which accelerate does not prepare.
+        stream ([`StreamingBucketBatcher`]): The stream.
+        table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
+        spec ([`LatentSpec`]): Strides and patch of the model.
+        sample ([`StreamSample`]): First rows of the stream.
+        text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
+        cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
+        reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
+        token_drop ([`TokenDrop`], *optional*): Tokens of packed samples that training leaves out.
+        on_new_buckets (callable): Called with the buckets of samples that come for the first time, each with its
+            number of samples; raises for those that the model cannot take.
+        empty_text (None): A stream reads no cache.
+        sources (None): A stream has one source.
+        conditions (tuple of `str`): Names of what the stream has of a sample beside its media and caption.
+    """
+
+    loader: DataLoader[Any]
+    stream: StreamingBucketBatcher
+    table: BucketTable | OpenTable
+    spec: LatentSpec
+    sample: StreamSample
+    text_tokens: int
+    cost_model: CostModel
+    reduction: Reduction
+    token_drop: TokenDrop | None
+    on_new_buckets: Callable[[Mapping[int, int]], None] = lambda counts: None
+    empty_text: TextEmbeddings | None = None
+    sources: SourceRows | None = None
+    conditions: tuple[str, ...] = ()
+    _seen: set[int] = field(default_factory=set)
+
+    def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
+        """Return what a batch counts for: nothing if it only repeats the process's last one."""
+        sizes = batch["size"]
+        ids = [batch["bucket_id"]] * len(sizes) if "bucket_id" in batch else self._buckets_of(sizes)
+        if new := {bucket: ids.count(bucket) for bucket in set(ids) - self._seen}:
+            self.on_new_buckets(new)
+            self._seen |= new.keys()
+        tokens = self._tokens(sizes)
+        weights = reduction_weights(torch.from_numpy(tokens), self.reduction) * batch["weight"].cpu()
+        return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None)
+
+    def bucket_counts(self) -> dict[int, int]:
+        """Return the buckets of the first rows, each with its number of rows."""
+        if isinstance(self.table, BucketTable):
+            return dict(self.sample.buckets)
+        return dict.fromkeys(self._buckets_of([Size(*size) for size in self.sample.sizes]), 1)
+
+    def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> int:
+        """Return the optimizer steps that are left of those of all epochs, however many rows each epoch had."""
+        assert config.stream.steps_per_epoch is not None, "TrainingConfig checks it"
+        each = -(-config.stream.steps_per_epoch // config.gradient_accumulation_steps)
+        return config.num_train_epochs * each - finished
+
+    def largest_step(self) -> LargestStep:
+        """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
+        grouping = self.stream.grouping
+        largest = LargestStep([], 0)
+        for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
+            size = self.table.size(bucket)
+            each = int(self._tokens([size])[0]) + self.text_tokens
+            if isinstance(grouping, PackGrouping):
+                count = max(1, grouping.max_tokens // each)
+            elif grouping.max_tokens is not None and each > grouping.max_tokens:
+                continue  # an error if such a row comes
+            else:
+                count = grouping.size_of(bucket)
+            largest = max(largest, LargestStep([size] * count, count * each), key=lambda step: step.tokens)
+        return largest
+
+    def epoch_summary(self, loader: Any) -> None:
+        """Return None: there is no plan to log."""
+
+    def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: int) -> list[str]:
+        """Return what is known of the run before it starts, and its limits, as lines of text."""
+        stream, batches = config.stream, config.batches
+        shards, processes = self.stream.num_shards, accelerator.num_processes
+        each = f"{shards // processes} per process" if shards % processes == 0 else "all read by every process"
+        assigned = sum(self.sample.buckets.values())
+        rows = f"not known before they come; of the first {self.sample.rows}, {assigned} have a bucket"
+        steps = "those of one pass over all rows"
+        if stream.steps_per_epoch is not None:
+            steps = f"{stream.steps_per_epoch} on each process, fewer where the rows end"
+        most = f"{batches.train_batch_size} samples" if batches.max_tokens is None else f"{batches.token_limit} tokens"
+        lines = [
+            "***** Running training *****",
+            f"  Num processes = {processes}",
+            f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
+            f"  Stream = {shards} shards, {each}; {self._order(stream.shuffle_buffer)}",
+            f"  Samples per epoch = {rows}",
+            f"  Steps per epoch = {steps}",
+            f"  Most per step and process = {most}",
+            f"  Rows that wait in each worker = at most {stream.max_buffered}, or "
+            f"{format_bytes(stream.max_buffered_bytes)}",
+            f"  Optimizer steps = {max_train_steps}",
+            "  Limits of a stream = processes may take other buckets in one step; a process whose rows end first "
+            "repeats its last batch with weight 0; it resumes on as many processes and workers only",
+        ]
+        if stream.shuffle_buffer:
+            when = "resuming" if stream.steps_per_epoch is None else "resuming, and each further epoch,"
+            lines.append(f"  Limit of the shuffle buffer = {when} reads all rows since the start of the pass again")
+        return lines
+
+    def _order(self, shuffle_buffer: int) -> str:
+        if not shuffle_buffer:
+            return "rows in the order of the files"
+        size = format_bytes(shuffle_buffer * self.sample.row_bytes)
+        return f"rows shuffled among {shuffle_buffer} in each worker, about {size}"
+
+    def after_epoch(self, loader: Any, accelerator: Accelerator, *, num_batches: int) -> list[str]:
+        """Return what came of an epoch that ended, as lines of text; all processes call it together.
+
+        Raises:
+            BucketingError: If no row came.
+        """
+        rejected = int(accelerator.reduce(torch.tensor(loader.rejected, device=accelerator.device), "sum"))
+        if not num_batches:
+            raise BucketingError(
+                f"No row of the stream can be trained: it ended after {rejected} rejected rows; prepare it again with "
+                "other buckets."
+            )
+        return [f"{rejected} rows of the stream were rejected so far in this pass"] if rejected else []
+
+    def _tokens(self, sizes: Sequence[Size]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the tokens of samples, or those that token drop keeps."""
+        grids = [self.spec.grid(Size(*size)) for size in sizes]
+        if self.token_drop is not None:
+            return np.array(self.token_drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)
+        return np.array(grids, np.int64).prod(axis=1)
+
+    def _buckets_of(self, sizes: Sequence[Size]) -> list[int]:
+        ids: list[int] = self.table.assign(*np.array(sizes).T).bucket_id.tolist()
+        return ids
+
+
+def make_streamed_data(
+    config: TrainingConfig,
+    spec: LatentSpec,
+    *,
+    opened: OpenedStream,
+    width: int,
+    text_tokens: int = 0,
+) -> StreamedData:
+    """Make the loader of an opened stream; arguments as in [`make_data`][hf_bucketing.training.data.make_data].
+
+    Raises:
+        BucketingError: If the stream was prepared for another model, or a sample of it exceeds `max_tokens`.
+    """
+    prepared, rows, sample = opened
+    check_prepared(config, prepared, spec, folder=config.dataset_dir)
+    batches, stream = config.batches, config.stream
+    table: BucketTable | OpenTable = prepared.table
+    grouping: Grouping
+    if batches.batching == "pack":
+        table = prepared.open_table
+        assert batches.token_limit is not None, "BatchConfig checks it"
+        if batches.token_drop is not None:
+            rows = rows.map(
+                _KeptTokens(drop=batches.token_drop, table=table, spec=spec), batched=True, batch_size=_MAPPED_ROWS
+            )
+        grouping = PackGrouping(
+            max_tokens=batches.token_limit, strip_length=batches.strip_length, text_tokens=text_tokens
+        )
+    else:
+        grouping = BucketGrouping(
+            table=prepared.table,
+            batch_size=batches.train_batch_size if batches.max_tokens is None else None,
+            max_tokens=batches.token_limit,
+            spec=spec,
+            text_tokens=text_tokens,
+        )
+        for bucket in sample.buckets:
+            grouping.size_of(bucket)
+    batcher = StreamingBucketBatcher(
+        rows,
+        grouping,
+        collate_fn=media_collator(config, prepared, table=table),
+        max_buffered=stream.max_buffered,
+        max_buffered_bytes=stream.max_buffered_bytes,
+        steps_per_epoch=stream.steps_per_epoch,
+    )
+    workers = config.loader.dataloader_num_workers
+    timeout = config.loader.dataloader_timeout if workers else 0
+    return StreamedData(
+        loader=batcher.make_loader(timeout=timeout, **worker_options(workers)),
+        stream=batcher,
+        table=table,
+        spec=spec,
+        sample=sample,
+        text_tokens=text_tokens,
+        cost_model=make_cost_model(config, width=width),
+        reduction=config.objective.loss_reduction,
+        token_drop=batches.token_drop,
+        conditions=tuple(prepared.conditions),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeptTokens:
+    """Replace the tokens of rows by those that token drop keeps; a batch function."""
+
+    drop: TokenDrop
+    table: OpenTable
+    spec: LatentSpec
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+        ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
+        return {"num_tokens": kept_tokens(self.drop, ids, tokens, table=self.table, spec=self.spec).tolist()}

@@ -1,0 +1,170 @@
+"""Streams that are described by their first rows: what is found, checked and computed, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import partial
+from pathlib import Path
+
+import pytest
+from datasets import IterableDataset
+
+from hf_bucketing import BucketingError, LatentSpec
+from hf_bucketing.columns import PreparedDataset, column_array, prepared_stream, stream_source
+from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.columns.stream_columns import text_of, value_at
+from hf_bucketing.errors import ColumnError, MediaError
+from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher
+from tests.columns.stream_cases import samples_of, write_parquet, write_table, write_tars
+
+SPEC = LatentSpec(temporal_stride=8, spatial_stride=16, patch=(1, 1, 1))
+
+
+def config(dataset: object, **settings) -> SourceConfig:
+    table = TableConfig(bucket_tokens=[60, 110, 150], bucket_frames=[1, 9, 17, 25])
+    return SourceConfig(**{"dataset": str(dataset), "table": table, "target_fps": 8.0, **settings})
+
+
+def prepared(dataset: object, **settings) -> PreparedStream:
+    return prepare_stream(config(dataset, **settings), spec=SPEC, say=lambda sentence: None)[0]
+
+
+@pytest.fixture(scope="module")
+def tars(media_dir: Path, tmp_path_factory) -> Path:
+    return write_tars(tmp_path_factory.mktemp("stream") / "tars", media_dir, shards=4)
+
+
+@pytest.fixture(scope="module")
+def parquet(media_dir: Path, tmp_path_factory) -> Path:
+    return write_parquet(tmp_path_factory.mktemp("stream") / "parquet", media_dir, shards=3)
+
+
+def test_a_stream_has_the_columns_of_the_same_rows_prepared_whole(media_dir, tars, parquet, tmp_path: Path) -> None:
+    table = write_table(media_dir / "videos.jsonl", samples_of(media_dir))
+    whole = prepare(config(table), spec=SPEC, say=lambda sentence: None).dataset
+    names = ("caption", "width", "height", "num_frames", "fps", "bucket_id", "num_tokens", "rejection")
+    wanted = sorted(zip(*(column_array(whole, name).tolist() for name in names), strict=True))
+    sources = {tars: 4, f"{tars}/*.tar": 4, parquet: 3, table: 1}
+    for source, shards in sources.items():
+        prepared(source).save(tmp_path / "stream")
+        stream = PreparedStream.load(tmp_path / "stream")
+        assert stream.num_shards == shards
+        assert stream.sample.rows == len(whole)
+        rows = list(stream.open())
+        assert sorted(tuple(row[name] for name in names) for row in rows) == wanted
+        indices = [row["index"] for row in rows]
+        assert len(set(indices)) == len(rows)
+        assert all(0 <= index < 2**63 for index in indices)
+        assert sorted(row["index"] for row in stream.open(packed=True, shuffle_buffer=5, seed=1)) == sorted(indices)
+
+
+def test_only_the_first_rows_are_read_and_sizes_come_from_columns_that_agree(media_dir, tmp_path: Path) -> None:
+    sample = samples_of(media_dir)[0]
+    size = {"width": 128, "height": 72, "num_frames": 33, "fps": 16.0}
+    file = {**sample, **size, "file_name": str(media_dir / sample["file_name"])}
+    gone = {**file, "file_name": "gone.mp4", "width": 96, "height": 96}
+    path = write_table(tmp_path / "rows.jsonl", [file] * 64 + [gone] * 40)
+    stream = prepared(path)
+    assert stream.sample.rows == 64
+    assert list(stream.source.sizes) == ["width", "height", "num_frames", "fps"]
+    rows = list(stream.open())
+    assert [(row["width"], row["num_frames"], row["fps"]) for row in rows[::100]] == [(128, 17, 8.0), (96, 17, 8.0)]
+    assert list(prepared(path, read_headers=True).source.sizes) == []
+    wrong = write_table(tmp_path / "wrong.jsonl", [{**file, "width": 130}])
+    with pytest.raises(ColumnError, match=r"has width 130, .* but the file has width 128"):
+        prepared(wrong)
+
+
+@pytest.mark.parametrize(("caption", "problem"), [
+    ({"en": "a"}, "a dict"), (["a", "b"], "a list"), (None, "missing"), (" ", "empty"), (3, "a number"),
+    (True, "true or false"),
+])  # fmt: skip
+def test_a_caption_is_never_anything_but_text(caption: object, problem: str) -> None:
+    assert text_of(caption) == ("", problem)
+    assert text_of(b"\xff") == ("", "not UTF-8 text")
+    assert text_of(b"a clip") == ("a clip", None)
+    assert value_at({"json": {"caption": caption}}, "json.caption") == caption
+
+
+def test_captions_that_are_no_text_follow_on_error_in_every_row(media_dir, tmp_path: Path) -> None:
+    rows = [{**row, "file_name": str(media_dir / row["file_name"])} for row in samples_of(media_dir)[:3]]
+    path = write_table(tmp_path / "rows.jsonl", [rows[0], {**rows[1], "caption": None}, rows[2]])
+    with pytest.raises(ColumnError, match=r"caption of .*0001\.mp4 in the column 'caption' is not text, but missing"):
+        prepared(path)
+    for on_error, rejection in (("reject", "caption"), ("empty", "none")):
+        row = list(prepared(path, on_error=on_error).open())[1]
+        assert (row["caption"], row["rejection"]) == ("", rejection)
+
+
+def test_an_unreadable_file_is_an_error_that_names_it_or_rejected(media_dir, tmp_path: Path) -> None:
+    folder = write_tars(tmp_path / "tars", media_dir, shards=1)
+    data = (folder / "00000.tar").read_bytes().replace(b"ftyp", b"xxxx", 1).replace(b"moov", b"xxxx", 1)
+    (folder / "00000.tar").write_bytes(data)
+    with pytest.raises(MediaError, match=r"00000\.tar/0000\.mp4"):
+        prepared(folder)
+    stream = prepared(folder, on_error="reject")
+    assert [row["rejection"] for row in stream.open()][:2] == ["unreadable", "none"]
+
+
+def test_columns_of_conditions_come_with_their_row_under_their_own_names(media_dir, tmp_path: Path) -> None:
+    row = samples_of(media_dir)[0]
+    path = write_table(
+        tmp_path / "rows.jsonl", [{**row, "file_name": str(media_dir / row["file_name"]), "depth": "d"}]
+    )
+    stream = prepared(path)
+    source = dataclasses.replace(stream.source, conditions={"control": "depth"})
+    stream = dataclasses.replace(stream, source=source)
+    assert [shown["control"] for shown in stream.open()] == ["d"]
+    assert stream.conditions == {"control": "control"}
+    stream.save(tmp_path / "stream")
+    assert PreparedStream.load(tmp_path / "stream") == stream
+
+
+def rows_that_count(total: int, read: list[int]):
+    for number in range(total):
+        read.append(number)
+        size = {"width": 96, "height": 96, "num_frames": 1, "fps": 0.0}
+        yield {"image": {"path": f"{number}.png", "bytes": bytes(1000)}, "caption": "a picture", **size}
+
+
+def test_a_stream_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were read and not yet handed out are those of open batches, and some that are read together."""
+    read: list[int] = []
+    rows = IterableDataset.from_generator(partial(rows_that_count, 400, read))
+    monkeypatch.setattr(stream_source, "open_rows", lambda *args, **options: rows)
+    source = stream_source.StreamSource(
+        dataset="rows", media_column="image", caption_column="caption", sizes=stream_source.SIZE_COLUMNS
+    )
+    table = TableConfig(buckets="96,96", bucket_frames=[1]).make(SPEC)
+    dataset = source.open(prepared_stream.BucketColumns(table, SPEC))
+    handed = 0
+    stream = StreamingBucketBatcher(
+        dataset, BucketGrouping(table=table, batch_size=4), collate_fn=lambda rows: {"rows": rows},
+        max_buffered_bytes=40_000,
+    )  # fmt: skip
+    for batch in itertools.takewhile(lambda batch: not batch.ended, stream):
+        handed += batch.size
+        assert len(read) - handed <= 25, "a quarter of the bytes read ahead, in whole lots of eight"
+    assert handed == 400
+
+
+def test_what_a_stream_cannot_be_is_refused_by_name(media_dir, tars, prepared_dir, tmp_path: Path) -> None:
+    prepared(tars).save(tmp_path / "stream")
+    with pytest.raises(BucketingError, match=r"describes a stream .* with `streaming=True`"):
+        PreparedDataset.load(tmp_path / "stream")
+    with pytest.raises(BucketingError, match="holds rows and describes no stream"):
+        PreparedStream.load(prepared_dir)
+    both = config(tars, table=TableConfig(buckets="96,96", bucket_frames=[9], image_sizes="video"))
+    for source, error, message in (
+        (config(tars, caption_column="json"), ColumnError, "is not text, but a dict"),
+        (config(tars, caption_column="txt"), ColumnError, r"no caption column 'txt', only .*; json\.caption would do"),
+        (config(media_dir / "images"), ColumnError, "No caption column was found"),
+        (config(f"{tars.parent}/*"), MediaError, "files; a stream reads files of one kind"),
+        (config(tars, table=TableConfig(buckets="512,512", bucket_frames=[9])), BucketingError, "too_small"),
+        (both, BucketingError, "Omit `image_sizes`"),
+        (config(write_table(tmp_path / "empty.jsonl", [])), MediaError, "is empty; write one row"),
+    ):
+        with pytest.raises(error, match=message):
+            prepare_stream(source, spec=SPEC, say=lambda sentence: None)
