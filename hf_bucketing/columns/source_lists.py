@@ -13,15 +13,12 @@ from ..errors import FlagError
 from ..settings import build, flatten, names_of
 from .preparation import SourceConfig
 from .shares import name_sources
+from .trainer_toml import load_toml
 
 NOT_FLAGS = ("name", "repeats", "weight", "metric")
 """Settings of a source that are no flags: what tells several sources apart, and the metric of assignment."""
 
 _TABLES = ("bucket_tokens", "buckets", "table")
-
-LISTS_OF_SOURCES: dict[str, Callable[[Path], list[dict[str, Any]]]] = {}
-"""Function that reads the sources of a file, as settings by name, for each ending of such files."""
-
 
 def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
     """Return the sources that a script's flags name, or its YAML file lists; `--dataset` comes before the file.
@@ -61,12 +58,15 @@ def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
     return make_sources(common, given)
 
 
-def make_sources(common: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> list[SourceConfig]:
+def make_sources(
+    common: Mapping[str, Any], given: Sequence[Mapping[str, Any]], *, say: Callable[[str], None] = print
+) -> list[SourceConfig]:
     """Build sources from their settings by name; those that one does not give are taken from `common`.
 
-    A source with a bucket table of its own takes none from `common`. A file that lists sources stands for these.
+    A source with a bucket table of its own takes none from `common`. A TOML file of another trainer stands for the
+    sources that it lists; `say` is called with a sentence about each of its keys that has no effect.
     """
-    return [build(SourceConfig, {**_inherited(common, own), **own}) for one in given for own in _listed(one)]
+    return [build(SourceConfig, {**_inherited(common, own), **own}) for one in given for own in _listed(one, say)]
 
 
 def settings_of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
@@ -87,12 +87,14 @@ def _inherited(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in common.items() if not (has_table and name in _TABLES)}
 
 
-def _listed(given: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    read = LISTS_OF_SOURCES.get(Path(given["dataset"]).suffix.lower())
-    if read is None:
+def _listed(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Mapping[str, Any]]:
+    if Path(given["dataset"]).suffix.lower() != ".toml":
         yield given
-    else:
-        yield from ({**given, **one} for one in read(Path(given["dataset"])))
+        return
+    found = load_toml(given["dataset"])
+    for sentence in found.ignored:
+        say(f"{given['dataset']}: {sentence}")
+    yield from ({**given, **one} for one in found.sources)
 
 
 def _names_dataset(file: ConfigFile) -> bool:

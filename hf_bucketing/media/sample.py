@@ -80,6 +80,7 @@ def _load_condition(name: str, sample: FileSample, *, stored: tuple[int, int]) -
     source, view = sample.conditions[name], sample.view
     if source is None:
         return torch.ones(1, *view.size)
+    source = source.opened()
     still = is_image(source)
     check_kind(name, source.path, still=still, sample_is_image=not view.fps)
     frames = []

@@ -47,12 +47,13 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
         ),
         *("positions", "base_size", "token_drop_rate", "token_drop_mode", "trained_dtype", "quantize_base"),
         "validation_split",
+        "streaming",
     ),
     # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.
     "plan": (
         *("dataset_dir", "train_batch_size", "max_tokens", "remainder", "pack_strategy", "balance", "strip_length"),
         *("longest_first", "seed", "context_parallel_degree", "cost_model"),
-        *("streaming", "shuffle_buffer", "max_buffered", "max_buffered_bytes", "steps_per_epoch"),
+        *("shuffle_buffer", "max_buffered", "max_buffered_bytes", "steps_per_epoch"),
     ),
     # Compared by a fingerprint of the weights, so that a model may move to another folder.
     "weights": ("pretrained_model_name_or_path",),
@@ -101,6 +102,7 @@ def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator
     Raises:
         BucketingError: If a setting that must stay equal differs; the message names its value then and now.
     """
+    saved = {"streaming": False, **saved}  # checkpoints of earlier releases do not name it
     given = config.flat()
     left_open = {
         name: saved[name] for name, value in _LEFT_OPEN.items() if given[name] == value and saved[name] is not None
