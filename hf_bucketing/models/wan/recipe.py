@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -65,7 +65,7 @@ class WanImageToVideoRecipe(WanRecipe):
 
     pipeline_class = "WanImageToVideoPipeline"
     takes_image = True
-    shown = ENDS
+    shown: ClassVar[tuple[str, ...]] = ENDS
 
     @classmethod
     def load(cls, name_or_path: str, **options: Any) -> Recipe:
