@@ -155,6 +155,10 @@ class LatentColumns(_CachedColumns):
                 draws=self._draws(row),
                 name=f"row {position} of its batch",
             )
+            conditions = {
+                name: None if source is None else _identity(source, self.files.root)
+                for name, source in sorted(sample.conditions.items())
+            }
         except MediaError:
             if self.config.on_error == "raise":
                 raise
@@ -167,12 +171,8 @@ class LatentColumns(_CachedColumns):
         # Images have one decoder. Keys for PyAV do not name it: older caches had no other decoder.
         if view.fps and view.video_decoder != "pyav":
             geometry["decoder"] = view.video_decoder
-        if sample.conditions:
-            geometry["conditions"] = {
-                name: None if source is None else _identity(source, self.files.root)
-                for name, source in sorted(sample.conditions.items())
-            }
-            geometry["reference_multiples"] = sample.reference_multiples
+        if conditions:
+            geometry |= {"conditions": conditions, "reference_multiples": sample.reference_multiples}
         key = entry_key(
             kind="latents",
             file=_identity(sample.source, self.files.root),

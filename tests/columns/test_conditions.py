@@ -12,7 +12,7 @@ from datasets import Dataset, Image
 from PIL import Image as Pictures
 
 from hf_bucketing import ColumnError, LatentSpec, MediaError
-from hf_bucketing.buckets.assignment import count_rejections
+from hf_bucketing.buckets.assignment import CONDITION_SIZE, count_rejections
 from hf_bucketing.columns import PreparedDataset, map_columns
 from hf_bucketing.columns.conditions import ConditionColumns
 from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
@@ -52,7 +52,7 @@ def marked(media: Path, conditions: dict[str, Any], **row: Any) -> str:
     batch = {name: [cell] for name, cell in {"file": "clip.mp4", **sizes, **conditions, **row}.items()}
     result = columns(batch)
     (fault,) = result.pop("condition_fault")
-    assert all(sizes == [-3] for sizes in result.values()) == bool(fault)
+    assert all(sizes == [CONDITION_SIZE] for sizes in result.values()) == bool(fault)
     return fault
 
 
@@ -148,7 +148,9 @@ def test_rows_whose_conditions_do_not_fit_are_rejected_under_a_reason(listed: Pa
     )
     prepared = prepare(source, spec=SPEC, say=said.append)
     assert prepared.dataset["rejection"][:] == ["none", "condition", "none", "condition", "condition"]
-    assert count_rejections(prepared.open_table.assign(*(np.full(1, -3),) * 3).rejection) == {"condition": 1}
+    assert count_rejections(prepared.open_table.assign(*(np.full(1, CONDITION_SIZE),) * 3).rejection) == {
+        "condition": 1
+    }
     assert "Conditions: mask from column mask, reference from column ref; 1 row has no mask" in "\n".join(said)
     assert any(line.startswith("3 of 5 rows have conditions that do not fit: row 1 ") for line in said)
     assert any("The column control is not used; --control_column control" in line for line in said)
@@ -186,7 +188,7 @@ def test_conditions_of_a_stream_are_checked_by_the_same_function(media: Path) ->
     sized = Dataset.from_list([{**row, **sizes} for row in ROWS]).to_iterable_dataset()
     files = MediaColumns(column="file_name", root=str(media), conditions={"mask": "mask"})
     checked = list(map_columns(sized, ConditionColumns(files, on_error="reject"), overwrite=True))
-    assert [row["width"] for row in checked] == [60, -3, 60, -3, 60]
+    assert [row["width"] for row in checked] == [60, CONDITION_SIZE, 60, CONDITION_SIZE, 60]
     with pytest.raises(MediaError, match=r"short\.mp4 has 16 frames"):
         list(map_columns(sized, ConditionColumns(files), overwrite=True))
 

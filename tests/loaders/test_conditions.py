@@ -162,9 +162,13 @@ def stream_of_packs(folder: Path, case: Case, tmp: Path) -> dict[str, Any]:
     return stream(folder, case, tmp, packs=True)
 
 
+FAST = ("crop", "clip")
+"""Cases of the ways of loading that load as others do, for the fast tests."""
+
 WAYS = [
-    *((load, name) for load in (bucket, pack, cache, stream) for name in CASES),
-    *((load, name) for load in (resized_pack, stream_of_packs) for name in ("crop", "clip")),
+    pytest.param(load, name, marks=[] if load in (bucket, pack, cache) or name in FAST else pytest.mark.slow)
+    for load in (bucket, pack, cache, resized_pack, stream, stream_of_packs)
+    for name in CASES
 ]
 
 

@@ -41,7 +41,7 @@ def on_latents(mask: torch.Tensor, frames: int) -> torch.Tensor:
     return torch.cat([part.mean(1, keepdim=True) for part in parts if part.numel()], 1)
 
 
-@pytest.mark.parametrize(("family", "frames"), [("wan", 9), ("latte", 16)])
+@pytest.mark.parametrize(("family", "frames"), [("wan", 9), pytest.param("latte", 16, marks=pytest.mark.slow)])
 def test_a_masked_loss_is_the_mean_over_what_is_white(family: str, frames: int, pipeline_dirs) -> None:
     recipe = load_recipe(pipeline_dirs[family])
     for name in ("transformer", "text_encoder", "vae"):
@@ -74,7 +74,7 @@ def test_a_masked_loss_is_the_mean_over_what_is_white(family: str, frames: int, 
         assert float((error * each).sum() / each.sum()) == pytest.approx(float(value), rel=1e-6)
 
 
-@pytest.mark.parametrize(("family", "frames"), [("wan", 5), ("latte", 16)])
+@pytest.mark.parametrize(("family", "frames"), [("wan", 5), pytest.param("latte", 16, marks=pytest.mark.slow)])
 def test_packs_have_the_masked_losses_of_stacks(family: str, frames: int, pipeline_dirs) -> None:
     recipe = load_recipe(pipeline_dirs[family])
     for name in ("transformer", "text_encoder", "vae"):
@@ -190,6 +190,7 @@ def recipe_like(kind: type):
     return object.__new__(kind)
 
 
+@pytest.mark.slow
 def test_a_cache_without_masks_is_refused_for_a_data_set_with_them(masked, pipeline_dir: Path, tmp_path: Path) -> None:
     data, recipe = PreparedDataset.load(masked["mask"]), load_recipe(pipeline_dir)
     plain, _ = cache_dataset(replace(data, conditions={}), recipe, CacheConfig(folder=str(tmp_path / "cache")))
