@@ -20,8 +20,8 @@ from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
 
-FAST = ("wan-i2v", "wan-2.2-ti2v", "wan-vace", "flux-control")
-"""Recipes for the ways of showing a model something: channels, a clean frame, control channels and frames in front."""
+FAST = ("wan-2.2-ti2v", "wan-vace")
+"""Recipes that are tried with conditions in every run of the tests; the others with them in the slow ones."""
 RUNS = [
     pytest.param(
         case,
