@@ -187,7 +187,7 @@ def check_by_hand(trainer: Trainer, entry: dict[str, Any]) -> None:
 
 
 def test_the_loss_is_the_one_by_hand_with_each_row_once(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    settings = {**BUCKET, "validation_split": 0.15, "validation_noise_levels": 2, "caption_dropout": 0.5}
+    settings = {**BUCKET, "validation_split": 0.1, "validation_noise_levels": 2, "caption_dropout": 0.5}
     computed(in_process(pipeline_dir, prepared_dir, tmp_path, **settings), check=check_by_hand)
 
 
