@@ -20,6 +20,7 @@ NOT_FLAGS = ("name", "repeats", "weight", "metric")
 
 _TABLES = ("bucket_tokens", "buckets", "table")
 
+
 def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
     """Return the sources that a script's flags name, or its YAML file lists; `--dataset` comes before the file.
 

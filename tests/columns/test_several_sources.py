@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset, Value
 
 from hf_bucketing import BucketingError, LatentSpec
-from hf_bucketing.columns import MediaDataset, PreparedDataset, source_lists
+from hf_bucketing.columns import MediaDataset, PreparedDataset
 from hf_bucketing.columns.merge import merge_sources
 from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
 from hf_bucketing.columns.prepared import ROW_WEIGHT
@@ -217,15 +217,18 @@ def test_one_source_has_neither_a_source_nor_a_weight_column(sources: dict[str, 
 COMMON = {"bucket_tokens": [60], "target_fps": 8.0, "caption_column": "text"}
 
 
-def test_a_source_takes_what_it_does_not_give_from_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_takes_what_it_does_not_give_from_the_rest(tmp_path: Path) -> None:
     own = [{"dataset": "a"}, {"dataset": "b", "buckets": "64,96", "target_fps": 4.0, "caption_column": None}]
     first, second = make_sources(COMMON, own)
     assert (first.target_fps, first.table.bucket_tokens, first.caption_column) == (8.0, [60], "text")
     assert (second.target_fps, second.table.bucket_tokens, second.table.buckets) == (4.0, None, "64,96")
-    listed = {".toml": lambda path: [{"dataset": f"{path.stem}/{name}", "repeats": 3.0} for name in "xy"]}
-    monkeypatch.setattr(source_lists, "LISTS_OF_SOURCES", listed)
-    found = make_sources(COMMON, [{"dataset": "k.toml", "target_fps": 16.0}])
-    assert [(one.dataset, one.repeats, one.target_fps) for one in found] == [("k/x", 3.0, 16.0), ("k/y", 3.0, 16.0)]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "k.toml").write_text('[[datasets]]\nvideo_directory = "x"\nnum_repeats = 3\nseed = 1\n')
+    said: list[str] = []
+    (found,) = make_sources(COMMON, [{"dataset": str(tmp_path / "k.toml"), "target_fps": 16.0}], say=said.append)
+    assert (found.dataset, found.repeats, found.target_fps) == (str(tmp_path / "x"), 3.0, 16.0)
+    assert len(said) == 1
+    assert "seed = 1 has no effect" in said[0]
 
 
 def test_saved_settings_of_sources_give_the_same_sources_again() -> None:
