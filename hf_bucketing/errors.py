@@ -91,7 +91,7 @@ class FlagError(BucketingError):
 
 
 class HubError(BucketingError):
-    """A model or data set cannot be had from the Hugging Face hub."""
+    """A model or data set cannot be had from the Hugging Face hub, or nothing can be uploaded to it."""
 
 
 class WriteError(BucketingError):

@@ -29,6 +29,10 @@ class Purpose(IntEnum):
     TOKEN_DROP = 10  # whatever key the caller gives each sample
     LOADER = 11  # seed and epoch, of a stream the epoch: base seed of DataLoader workers
     LADDER_MIX = 12  # seed: samples on which reports compare ladders
+    CAPTION = 13  # seed, epoch, index, or without a seed a number from torch: which of several captions
+    TAG_ORDER = 14  # as CAPTION
+    HELD_OUT_ROWS = 16  # number of files: the files of a split; without a seed, so that no run trains on them
+    HELD_OUT_NOISE = 17  # index, number of the noise level: timestep and noise of a held-out sample
     STREAM = 15  # seed: order of the files of a stream, and of the rows in its shuffle buffer
 
 

@@ -27,6 +27,7 @@ RENAMED = {
     "decoder": "video_decoder",
     "center_crop": "random_crop=False",
     "max_share": "max_error_share",
+    "read_headers": "sizes_from=headers",
 }
 """Settings of earlier releases, and what to write instead."""
 

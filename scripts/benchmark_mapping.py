@@ -4,21 +4,32 @@ python scripts/benchmark_mapping.py --rows 5300000 --output scripts/benchmark_re
 """
 
 import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from benchmark_tools import benchmark_parser, in_fresh_process, machine, report, seconds_of, timed_with_memory
 from PIL import Image
 
 from hf_bucketing import BucketTable, LatentSpec, novelai_ladder
-from hf_bucketing.columns import BucketColumns, map_columns
+from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
+from hf_bucketing.testing import make_tiny_pipeline
+from hf_bucketing.testing.media import Clip, render
 
+_REPEATED_CLIPS = 64
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 
 
@@ -99,10 +110,87 @@ def measure_media(files: int, runs: int, folder: Path) -> dict[str, float]:
     }
 
 
+def write_clips(folder: Path, count: int) -> list[Path]:
+    """Write H.264 clips of random sizes, lengths and frame rates."""
+    rng = np.random.default_rng(0)
+    paths = [folder / f"clip-{number:05}.mp4" for number in range(count)]
+    for path in paths:
+        height, width = (rng.integers(6, 20, 2) * 8).tolist()
+        clip = Clip(int(rng.integers(5, 34)), height, width, int(rng.choice([8, 16, 24, 30])))
+        frames = render(clip, shape="circle", color="red", direction="left", offset=float(rng.random()))
+        write_video(path, frames, fps=clip.fps)
+    return paths
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process and of those that it started and that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def measure_headers(clips: list[Path], runs: int) -> dict[str, float]:
+    """Measure `MediaMetadata` by processor time, in this process and through `map_columns` in two more."""
+    metadata = MediaMetadata("path", target_fps=16)
+    cells = [str(path) for path in clips]
+    run = count()
+
+    def map_in_two_processes() -> None:
+        # A further column makes this another data set, whose result is not in datasets' cache.
+        dataset = datasets.Dataset.from_dict({"path": cells, "run": [next(run)] * len(cells)})
+        map_columns(dataset, metadata, num_proc=2)
+
+    (alone,) = seconds_of(lambda: metadata({"path": cells}), runs=runs, clock=time.process_time)
+    (mapped,) = seconds_of(map_in_two_processes, runs=runs, clock=processor_seconds)
+    return {
+        "header_files": len(clips),
+        "header_files_per_s_and_core": len(clips) / alone.median,
+        "header_files_per_s_and_core_of_two_processes": len(clips) / mapped.median,
+    }
+
+
+def measure_preparing(rows: int, clips: list[Path], runs: int, folder: Path) -> dict[str, float]:
+    """Measure scripts/prepare_dataset.py, from its start, on a table with size columns that repeats some clips."""
+    sizes = MediaMetadata("path")({"path": [str(path) for path in clips]})
+    chosen = np.random.default_rng(0).integers(0, len(clips), rows)
+    columns = {name: np.array(sizes[name])[chosen] for name in ("width", "height", "num_frames", "fps")}
+    names = pa.array([str(path) for path in clips]).take(pa.array(chosen))
+    captions = pa.array([f"clip {number} of a circle that moves" for number in range(rows)])
+    pq.write_table(pa.table({"file_name": names, "caption": captions, **columns}), folder / "rows.parquet")
+    make_tiny_pipeline(folder / "pipeline")
+    script = Path(__file__).parent / "prepare_dataset.py"
+    command = [
+        *(sys.executable, script, "--dataset", folder / "rows.parquet", "--output_dir", folder / "prepared"),
+        *("--pretrained_model_name_or_path", folder / "pipeline", "--bucket_tokens", "60,110,150"),
+        *("--bucket_frames", "1,9,17,25"),
+    ]
+
+    def prepare() -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            environment = {**os.environ, "HF_DATASETS_CACHE": cache}
+            subprocess.run(command, check=True, capture_output=True, env=environment)
+
+    before, load = processor_seconds(), os.getloadavg()[0]
+    taken = []
+    for _ in range(runs):  # each in a process of its own, so that there is nothing to warm up
+        start = time.perf_counter()
+        prepare()
+        taken.append(time.perf_counter() - start)
+    processor = processor_seconds() - before
+    return {
+        "prepared_rows": rows,
+        "prepare_s": statistics.median(taken),
+        "prepare_spread_s": max(taken) - min(taken),
+        "prepare_load_at_start": load,
+        "prepare_processor_s": processor / runs,
+    }
+
+
 def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_300_000, help="Rows of sizes.")
     parser.add_argument("--files", type=int, default=400, help="Pictures of 1024×768 pixels; a quarter as many clips.")
+    parser.add_argument("--header_files", type=int, default=2000, help="Clips whose headers MediaMetadata reads.")
+    parser.add_argument("--prepared_rows", type=int, default=1_000_000, help="Rows with sizes that are prepared.")
     return parser
 
 
@@ -112,6 +200,12 @@ def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         figures.update(measure_columns(args.rows, args.runs, Path(folder)))
         figures.update(measure_media(args.files, args.runs, Path(folder)))
+        clips = write_clips(Path(folder), args.header_files)
+        headers = measure_headers(clips, args.runs)
+        preparing = measure_preparing(args.prepared_rows, clips[:_REPEATED_CLIPS], args.runs, Path(folder))
+        seconds_of_headers = args.prepared_rows / headers["header_files_per_s_and_core"]
+        ratio = seconds_of_headers / preparing["prepare_processor_s"]
+        figures.update({**headers, **preparing, "prepare_times_faster_than_reading_all_headers": ratio})
     report(figures, args.output)
 
 

@@ -7,6 +7,8 @@ Also under `accelerate launch`: each process encodes its share. Run again, it en
 """
 
 import argparse
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from accelerate import Accelerator
 from hf_bucketing import BucketingError
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.command_line.config_file import CACHED_DIR
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
@@ -49,7 +52,14 @@ def make_parser() -> FlagParser:
         help="Encode sample by sample and tile by tile, which takes less memory and changes results slightly.",
     )
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
+    parser.add_config("cache_latents", others=other_scripts, names={"output_dir": (CACHED_DIR,)})
     return parser
+
+
+def other_scripts() -> Mapping[str, Collection[str]]:
+    from hf_bucketing.training.script_settings import settings_of_scripts
+
+    return settings_of_scripts()
 
 
 def main(args: argparse.Namespace) -> None:
@@ -73,7 +83,8 @@ def main(args: argparse.Namespace) -> None:
     loaded.to(accelerator.device)
     cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:
-        cached.save(args.output_dir)
+        given = {name: value for name, value in vars(args).items() if name != "config"}
+        replace(cached, settings={**prepared.settings, "cache_latents": given}).save(args.output_dir)
         for name in ("encoded", "found", "unreadable", "rejected"):
             print(f"{counts[name]:8} rows {name}")
         for name in ("encoded", "found"):

@@ -17,6 +17,7 @@ def make_parser() -> FlagParser:
     from hf_bucketing.settings import names_of
     from hf_bucketing.training.memory.planner import PlanConfig
     from hf_bucketing.training.optimizers import OptimizerConfig
+    from hf_bucketing.training.script_settings import settings_of_scripts
 
     parser = FlagParser(__doc__)
     parser.add_argument("pretrained_model_name_or_path", help="Diffusers pipeline, on the hub or in a folder.")
@@ -24,6 +25,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--figure", type=Path, help="PNG file to draw the options into.")
     of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters"} - {"optimizer"}
     parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
+    parser.add_config("plan_memory", others=settings_of_scripts)
     return parser
 
 

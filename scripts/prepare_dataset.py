@@ -5,17 +5,23 @@ python scripts/prepare_dataset.py --dataset demo/media --pretrained_model_name_o
 """
 
 import argparse
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from hf_bucketing.columns import column_array
 from hf_bucketing.columns.preparation import SourceConfig, prepare
 from hf_bucketing.columns.prepared_stream import prepare_stream
-from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.columns.source_lists import NOT_FLAGS, settings_of_sources, sources_from
+from hf_bucketing.command_line.config_file import SOURCES
+from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.report import describe_assignment
+from hf_bucketing.report import count_sources, describe_assignment, describe_sources
 
 SIZES = ("num_frames", "height", "width")
+OWN = ("pretrained_model_name_or_path", "max_frames", "num_proc", "overwrite", "output_dir")
 
 
 def make_parser() -> FlagParser:
@@ -37,16 +43,26 @@ def make_parser() -> FlagParser:
         "scripts/train_text_to_video.py --streaming reads while it trains.",
     )
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
-    parser.add_settings(SourceConfig, skip=["metric"])
+    parser.add_settings(SourceConfig, skip=NOT_FLAGS, several=["dataset"])
+    parser.add_config("prepare_dataset", others=other_scripts, names={"output_dir": ("dataset_dir",)})
     return parser
 
 
+def other_scripts() -> Mapping[str, Collection[str]]:
+    from hf_bucketing.training.script_settings import settings_of_scripts
+
+    return settings_of_scripts()
+
+
 def main(args: argparse.Namespace) -> None:
-    source = from_flags(SourceConfig, args)
+    sources = sources_from(args)
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
     if args.streaming:
+        if len(sources) > 1:
+            raise FlagError("A stream has one source; prepare each as a stream of its own.")
+        source = sources[0]
         stream, columns = prepare_stream(
             source, spec=spec, native_sizes=recipe.native_sizes, max_frames=args.max_frames, say=print
         )
@@ -61,18 +77,21 @@ def main(args: argparse.Namespace) -> None:
         print(f"Saved the description of the stream to {args.output_dir}")
         return
     prepared = prepare(
-        source,
+        sources,
         spec=spec,
         native_sizes=recipe.native_sizes,
         max_frames=args.max_frames,
         num_proc=args.num_proc,
         overwrite=args.overwrite,
     )
-    prepared.save(args.output_dir)
+    given = {name: value for name, value in vars(args).items() if name in OWN}
+    settings = {"prepare_dataset": given, SOURCES: settings_of_sources(sources)}
+    replace(prepared, settings=settings).save(args.output_dir)
     columns = {name: column_array(prepared.dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
-    print(
-        describe_assignment(columns, table=prepared.table, spec=spec, rule=source.rule, name_rows=prepared.file_names)
-    )
+    rule = sources[0].rule
+    print(describe_assignment(columns, table=prepared.table, spec=spec, rule=rule, name_rows=prepared.file_names))
+    if prepared.sources is not None:
+        print(describe_sources(count_sources(**prepared.source_columns())))
     print(f"Saved to {args.output_dir}")
 
 

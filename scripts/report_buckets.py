@@ -6,6 +6,8 @@ python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 
 
 import argparse
 import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,19 @@ from datasets import Dataset
 
 from hf_bucketing import BucketingError, BucketTable, novelai_ladder
 from hf_bucketing.buckets import read_cost_model
-from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
-from hf_bucketing.report import ReportConfig, SizeColumns, draw_figures, format_report, make_report
+from hf_bucketing.report import (
+    ReportConfig,
+    SizeColumns,
+    count_sources,
+    describe_sources,
+    draw_figures,
+    format_report,
+    make_report,
+)
 
 
 def make_parser() -> FlagParser:
@@ -36,7 +46,16 @@ def make_parser() -> FlagParser:
     )
     parser.add_argument("--json", type=Path, help="JSON file for the report.")
     parser.add_argument("--figures", type=Path, help="Folder for the figures.")
+    # The table of a file is the one that the data set was prepared with.
+    names = {"dataset": ("dataset_dir",), "table": (), "buckets": (), "bucket_frames": ()}
+    parser.add_config("report_buckets", others=other_scripts, names=names)
     return parser
+
+
+def other_scripts() -> Mapping[str, Collection[str]]:
+    from hf_bucketing.training.script_settings import settings_of_scripts
+
+    return settings_of_scripts()
 
 
 def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketTable:
@@ -66,11 +85,21 @@ def main(args: argparse.Namespace) -> None:
     table = choose_table(args, prepared)
     measured = None if args.cost_model is None else read_cost_model(args.cost_model)
     config = from_flags(ReportConfig, args, cost_model=measured)
-    report = make_report(read_sizes(prepared.dataset), table, spec=prepared.spec, config=config)
+    sizes = read_sizes(prepared.dataset)
+    report = make_report(sizes, table, spec=prepared.spec, config=config)
     print(format_report(report))
+    values = report.to_dict()
+    if prepared.sources is not None:
+        counts = count_sources(**prepared.source_columns())
+        print("\nSources, as they were prepared\n" + describe_sources(counts))
+        values["sources"] = [asdict(one) for one in counts]
+        assigned = table.assign(*sizes, rule=config.rule).bucket_id
+        moved = np.count_nonzero(assigned != column_array(prepared.dataset, "bucket_id"))
+        if table is prepared.table and moved:
+            print(f"{moved:,} rows are trained in other buckets than reported, by their source's own table and limits")
     if args.json:
         with complete_file(args.json) as partial:
-            partial.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+            partial.write_text(json.dumps(values, indent=2) + "\n")
         print(f"Report: {args.json}")
     if args.figures:
         print("Figures:", *draw_figures(report, args.figures))

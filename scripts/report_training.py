@@ -1,27 +1,43 @@
-r"""Check training runs by their logs (every sample seen, equal steps, a falling loss) and draw the loss curves.
+r"""Check training runs by their logs (every sample seen, equal steps, a falling loss); show and draw their losses.
 
 python scripts/report_training.py demo/bucket demo/pack --figure demo/loss.png
 """
 
 import argparse
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable
-from hf_bucketing.training.review import draw_losses, losses_by_bucket, review_run
+from hf_bucketing.training.review import (
+    describe_held_out,
+    draw_losses,
+    losses_by_bucket,
+    review_run,
+    review_sources,
+)
 
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of train_text_to_video.py.")
     parser.add_argument("--figure", type=Path, help="PNG file to draw the loss curves into.")
-    parser.add_argument("--by_bucket", action="store_true", help="Print the mean loss of each bucket.")
+    parser.add_argument(
+        "--by_bucket", action="store_true", help="Print the mean loss of each bucket, trained on and held out."
+    )
     parser.add_argument(
         "--min_fall", type=float, default=1 / 3, help="Smallest fall of the loss that passes, as a share."
     )
+    parser.add_config("report_training", others=other_scripts, names={"runs": ("output_dir",)})
     return parser
+
+
+def other_scripts() -> Mapping[str, Collection[str]]:
+    from hf_bucketing.training.script_settings import settings_of_scripts
+
+    return settings_of_scripts()
 
 
 def main(args: argparse.Namespace) -> None:
@@ -32,6 +48,10 @@ def main(args: argparse.Namespace) -> None:
         print(f"Loss curves: {args.figure}")
     for review in reviews:
         print(review)
+    for run in args.runs:
+        print("".join(f"{line}\n" for line in describe_held_out(run, by_bucket=args.by_bucket)), end="")
+        for line in review_sources(run):
+            print(f"{run.name}: {line}")
     for run in args.runs if args.by_bucket else []:
         for bucket, (count, loss) in losses_by_bucket(run).items():
             print(f"{run.name}: bucket {bucket:4}, {count:6} samples in the second half, mean loss {loss:.4f}")

@@ -2,11 +2,14 @@ r"""Sample a clip or an image from a fine-tuned pipeline, with stock diffusers a
 
 python scripts/sample_video.py trained --prompt "a red circle moving left" --output clip.mp4
 python scripts/sample_video.py trained-i2v --image first.png --prompt "it moves left" --output clip.mp4
+python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.png --prompt "it runs" \
+    --output clip.mp4
 """
 
 import argparse
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import diffusers
 import torch
@@ -19,7 +22,9 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_writable
 from hf_bucketing.hub import from_hub
-from hf_bucketing.media import MediaSource, load_first_frame, write_image, write_video
+from hf_bucketing.media import MediaSource, View, iter_frames, load_first_frame, probe, write_image, write_video
+from hf_bucketing.media.sample import load_sample
+from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.recipe import IMAGES, dtypes, read_config, tile
 from hf_bucketing.models.registry import recipes
 
@@ -36,6 +41,9 @@ def make_parser() -> FlagParser:
         help="Image, or video whose first frame counts, to begin the clip with, where the pipeline takes it.",
     )
     parser.add_argument("--last_image", help="The same to end the clip with.")
+    parser.add_argument("--control", help="Control video or image, such as depth, where the pipeline takes one.")
+    parser.add_argument("--mask", help="Video or image that is white where the clip is generated, beside --control.")
+    parser.add_argument("--reference", help="Reference image of any size, where the pipeline takes one.")
     parser.add_argument("--prompt", default="a red circle moving left on a dark background", help="Prompt to render.")
     parser.add_argument("--height", type=int, default=64, help="Height in pixels.")
     parser.add_argument("--width", type=int, default=112, help="Width in pixels.")
@@ -77,7 +85,8 @@ def main(args: argparse.Namespace) -> None:
     with from_hub(args.pipeline):
         pipeline_class = getattr(diffusers, DiffusionPipeline.load_config(args.pipeline)["_class_name"])
     parameters = inspect.signature(pipeline_class.__call__).parameters
-    given = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
+    given: dict[str, Any] = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
+    given |= shown_of(args, given, pipeline_class.__name__)
     if args.max_sequence_length:
         given["max_sequence_length"] = args.max_sequence_length
     with from_hub(args.pipeline):
@@ -149,6 +158,35 @@ def images_needed(
         recipe = recipes()[class_name]
         return IMAGES[: recipe.num_images(read_config(args.pipeline, "transformer"))] if recipe.takes_image else ()
     return [name for name in IMAGES if name in parameters and parameters[name].default is inspect.Parameter.empty]
+
+
+def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str) -> dict[str, Any]:
+    """Return control, mask and reference as arguments of the pipeline's call, given those for its duration."""
+    recipe = recipes().get(class_name)
+    files = {name: getattr(args, name) for name in ("control", "mask", "reference")}
+    for name, file in files.items():
+        if file is not None and (recipe is None or name not in recipe.shown_as):
+            raise FlagError(f"Omit --{name}: a {class_name} takes none.")
+        if file is None and recipe is not None and name in recipe.required:
+            raise FlagError(f"A {class_name} needs a {name}; give --{name}.")
+    if recipe is None:
+        return {}
+    frames = args.num_frames or given.get("num_frames", 17)
+    size = Size(1 if recipe.family.images_only else frames, args.height, args.width)
+    shown = {name: pictures_of(file, size, name=name, fps=args.fps) for name, file in files.items() if file}
+    one = (*(shown if recipe.family.images_only else ()), "reference")
+    return {recipe.shown_as[name]: images[0] if name in one else images for name, images in shown.items()}
+
+
+def pictures_of(file: str, size: Size, *, name: str, fps: float) -> list[Image.Image]:
+    """Return the frames of a control or mask at a clip's size, one image for all of them, or a reference as it is."""
+    source = MediaSource.from_cell(file)
+    if name == "reference":
+        return [Image.fromarray(next(iter_frames(source, [0.0])))]
+    if not probe(source).fps:
+        return [load_first_frame(source, size)] * size.frames
+    pixels, _ = load_sample(source, View(size=size, fps=fps))
+    return pictures(pixels.transpose(0, 1))
 
 
 if __name__ == "__main__":

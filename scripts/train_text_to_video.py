@@ -13,15 +13,18 @@ from hf_bucketing.command_line.script import run_script
 
 def make_parser() -> FlagParser:
     from hf_bucketing.training import TrainingConfig
+    from hf_bucketing.training.script_settings import TRAINED_ON, settings_of_scripts
 
-    return FlagParser(__doc__, TrainingConfig)
+    parser = FlagParser(__doc__, TrainingConfig)
+    parser.add_config("train_text_to_video", others=settings_of_scripts, names={"dataset_dir": TRAINED_ON})
+    return parser
 
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.training import TrainingConfig, train
 
     logging.basicConfig(format="%(asctime)s - %(levelname)s - %(name)s - %(message)s", level=logging.INFO)
-    train(from_flags(TrainingConfig, args))
+    train(from_flags(TrainingConfig, args), file=args.config)
 
 
 if __name__ == "__main__":

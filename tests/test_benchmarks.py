@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import run_script
 
 SMALL = {
-    "mapping": ("--rows", 20_000, "--files", 8),
+    "mapping": ("--rows", 20_000, "--files", 8, "--header_files", 8, "--prepared_rows", 2000),
     "sampling": ("--rows", 20_000, "--samples", 5000, "--draws", 2, "--scale_rows", 10_000, "--scale_processes", 8),
     "lengths": ("--items", 5000),
     "packing": ("--layers", 1, "--heads", 2),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
+from hf_bucketing.media.conditions import CONDITIONS
 from hf_bucketing.models.registry import families, recipes
 from hf_bucketing.models.unpackable import UNPACKABLE
 from tests.conftest import ROOT
 
-COLUMNS = ("model", "packs", "trains in buckets", "in packs", "LoRA", "image-to-video", "pipelines")
+COLUMNS = ("model", "packs", "trains in buckets", "in packs", "LoRA", "image-to-video", "conditions", "pipelines")
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 
@@ -23,13 +24,14 @@ def rows() -> Iterator[str]:
         cells = [
             "yes",
             *(("yes" if cell else "–") for cell in (trains, trains, adapted, images)),
+            ", ".join(name for name in CONDITIONS if any(name in recipe.shown for recipe in own)),
             ", ".join(pipelines),
         ]
         yield f"| {title(name)} | {' | '.join(cells)} |\n"
     refused = ", ".join(
         name.split("Transformer")[0].removesuffix("Image") for name in sorted(UNPACKABLE, key=str.lower)
     )
-    yield f"| {refused} | refused | – | – | – | – | |\n"
+    yield f"| {refused} | refused | – | – | – | – | | |\n"
 
 
 def title(name: str) -> str:

@@ -27,6 +27,12 @@ CAPTION_SIZE = -2
 Such a row has no valid size, so it is rejected wherever sizes are turned into buckets or tokens, for a known reason.
 """
 
+CONDITION_SIZE = -3
+"""Width, height and number of frames of a row that is rejected for what its sample would be shown."""
+
+CLIP_SIZE = -4
+"""Width, height and number of frames of a row that is rejected because its clip does not lie in its file."""
+
 DETOUR = 0.06
 """Largest |ln(aspect ratio ÷ bucket's)| of a bucket that replaces a nearer one: it crops away 5.8 % at most."""
 
@@ -56,6 +62,10 @@ class Rejection(IntEnum):
     """The sample holds no frame or no pixel (a size of zero)."""
     CAPTION = 6
     """The caption is missing or no text (sizes of `CAPTION_SIZE`)."""
+    CONDITION = 7
+    """A condition, such as a mask, is missing or does not fit its sample (sizes of `CONDITION_SIZE`)."""
+    CLIP = 8
+    """The clip does not lie in its file (sizes of `CLIP_SIZE`)."""
 
     @property
     def label(self) -> str:
@@ -140,14 +150,15 @@ def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
 
 
 def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
-    """Return the rejections that follow from sizes alone: `CAPTION`, `UNREADABLE` (negative), `EMPTY` (zero)."""
+    """Return the rejections that follow from sizes alone: `EMPTY` (zero), `UNREADABLE` (negative), and marks."""
     smallest = reduce(np.minimum, columns)
     rejection = np.zeros(len(smallest), np.int8)
     bad = np.flatnonzero(smallest < 1)
     if len(bad):
-        caption = np.logical_and.reduce([column[bad] == CAPTION_SIZE for column in columns])
-        negative = np.where(smallest[bad] < 0, Rejection.UNREADABLE, Rejection.EMPTY)
-        rejection[bad] = np.where(caption, Rejection.CAPTION, negative)
+        rejection[bad] = np.where(smallest[bad] < 0, Rejection.UNREADABLE, Rejection.EMPTY)
+        marks = ((CAPTION_SIZE, Rejection.CAPTION), (CONDITION_SIZE, Rejection.CONDITION), (CLIP_SIZE, Rejection.CLIP))
+        for mark, reason in marks:
+            rejection[bad[np.logical_and.reduce([column[bad] == mark for column in columns])]] = reason
     return rejection
 
 

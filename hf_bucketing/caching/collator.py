@@ -11,6 +11,7 @@ import torch
 from ..buckets.sizes import CropBox, Size
 from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
+from ..loaders.captions import drawn_caption, texts_of
 from ..loaders.collators import Row, require
 from .columns import OTHER
 from .store import TensorCache
@@ -22,20 +23,23 @@ class CachedCollator:
     Called with rows of a data set that has a `latents_key` column, returns a `dict` with `latents` (`(B, C, f, h, w)`,
     or a list of `(C, f, h, w)`), and the lists `size`, `crop`, `flip`, `fps` and, where the rows have it, `index`;
     with a stack also `bucket_id`, and for models with conditions `conditions`, a list per name. With a caption column
-    also `caption`, `text_values` (`(B, length, dim)`) and, for models with them, `text_mask` (`(B, length)`) and
-    `text_others`, a tensor `(B, …)` per name.
+    also `caption` (of several, one drawn in every epoch, as without a cache), `text_values` (`(B, length, dim)`) and,
+    for models with them, `text_mask` (`(B, length)`) and `text_others`, a tensor `(B, …)` per name.
 
     Args:
         cache ([`CacheInfo`][hf_bucketing.columns.CacheInfo]): `cache` of the
             [`PreparedDataset`][hf_bucketing.columns.PreparedDataset] that the rows come from. Samples are stacked if
             its `batching` is `"bucket"`.
-        caption_column (`str`, *optional*): Text column of rows that also have a `text_key`; None if there is none.
+        caption_column (`str`, *optional*): Column of a text or a list of texts, of rows that also have a `text_key`;
+            None if there is none.
+        seed (`int`, *optional*): Seed of the choice of one of several captions; without one it follows torch's random
+            state.
 
     Raises:
         BucketingError: If `cache` is not a [`CacheInfo`][hf_bucketing.columns.CacheInfo].
     """
 
-    def __init__(self, cache: CacheInfo, *, caption_column: str | None = "caption") -> None:
+    def __init__(self, cache: CacheInfo, *, caption_column: str | None = "caption", seed: int | None = None) -> None:
         if not isinstance(cache, CacheInfo):
             raise BucketingError(
                 f"Expected the cache of a PreparedDataset that scripts/cache_latents.py wrote, got {cache!r}."
@@ -44,9 +48,13 @@ class CachedCollator:
         self.cache = TensorCache(Path(cache.folder))
         self.stack = cache.batching == "bucket"
         self.caption_column = caption_column
+        self.seed = seed
+        # Shared memory, so that persistent workers see the epoch change.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Accept the epoch as other collators do; cached samples are the same in every epoch."""
+        """Choose the epoch whose captions are drawn; cached latents are the same in every epoch."""
+        self._epoch.fill_(epoch)
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch.
@@ -57,7 +65,7 @@ class CachedCollator:
             BucketingError: If samples that are stacked belong to several buckets.
         """
         require(rows[0], ["latents_key", *(["bucket_id"] if self.stack else [])])
-        entries = [self._read(row, "latents_key") for row in rows]
+        entries = [self._read(row, row["latents_key"], "latents_key") for row in rows]
         batch: dict[str, Any] = {
             "latents": [tensors["latents"] for tensors, _ in entries],
             "size": [Size(*about["size"]) for _, about in entries],
@@ -80,8 +88,9 @@ class CachedCollator:
             batch.update(latents=torch.stack(batch["latents"]), bucket_id=ids.pop())
         if self.caption_column is not None:
             require(rows[0], [self.caption_column, "text_key"])
-            batch["caption"] = [row[self.caption_column] for row in rows]
-            batch.update(_stacked([self._read(row, "text_key") for row in rows]))
+            captions, keys = zip(*(self._caption(row, self.caption_column) for row in rows), strict=True)
+            texts = [self._read(row, key, "text_key") for row, key in zip(rows, keys, strict=True)]
+            batch.update(caption=list(captions), **_stacked(texts))
         return batch
 
     def empty_text(self) -> dict[str, Any]:
@@ -94,12 +103,19 @@ class CachedCollator:
             raise CacheError("The cache has no entry for the empty caption; run scripts/cache_latents.py again.")
         return _stacked([self.cache.read(self.info.empty_text_key)])
 
-    def _read(self, row: Row, column: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _caption(self, row: Row, column: str) -> tuple[str, str]:
+        """Return the caption of a row in this epoch, and the key of its entry."""
+        position = drawn_caption(row, column, seed=self.seed, epoch=int(self._epoch))
+        keys = [row["text_key"]] if isinstance(row["text_key"], str) else row["text_key"]
+        return texts_of(row, column)[position], keys[position]
+
+    def _read(self, row: Row, key: str, column: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return an entry; the row and the column that its key comes from are named in messages."""
         name = f"row {row['index']}" if "index" in row else "a row without an index column"
-        if not row[column]:
+        if not key:
             raise CacheError(f"{name} has no {column}: it was rejected; draw only rows whose bucket_id is 0 or more.")
         try:
-            return self.cache.read(row[column])
+            return self.cache.read(key)
         except CacheError as error:
             raise CacheError(f"Cannot load {name}: {error}") from error
 

@@ -18,13 +18,17 @@ import torch
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
-from ..errors import ColumnError, MediaError
+from ..errors import MediaError
+from ..loaders.captions import texts_of
+from ..media.remote import is_url, version
 from ..media.rows import CLIP_START, FileSample, MediaColumns
-from ..media.sample import load_sample
+from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
 from ..media.views import ViewRule, seeded_draws
 from ..settings import check_at_least, check_literals
 from .store import TensorCache, entry_key
+
+Shown = Mapping[str, Sequence[torch.Tensor]]
 
 OTHER = "other."
 """Prefix in an entry of what the model takes of a caption beside its embeddings; it has no padding."""
@@ -94,12 +98,15 @@ class LatentColumns(_CachedColumns):
     one size are encoded together, and entries that exist are not encoded again. A key depends on the file (its path
     below `root`, length and modification time, or its bytes), the model, and the whole geometry: size, frame rate,
     first frame, resized size, crop and flip; for a video also on the decoder, as the pixels of two decoders may
-    differ. So after any change, exactly the samples that it affects are encoded again. Rows without a bucket get an
-    empty key. An entry also holds its `size`, `crop`, `flip` and `fps`, for the collator.
+    differ, and on the files of its conditions. For a URL it is the URL, the length, and the ETag or other version
+    that its server tells. So after any change, exactly the samples that it affects are encoded
+    again. Rows without a bucket get an empty key. An entry also holds its `size`, `crop`, `flip` and `fps`, for the
+    collator.
 
     Args:
-        encode (callable): Encodes pixels `(B, 3, F, H, W)` in [−1, 1] to `latents`, `(B, C, f, h, w)`, and to any
-            conditions of the model, `(B, …)` each.
+        encode (callable): Encodes pixels `(B, 3, F, H, W)` in [−1, 1] and the data set's conditions of each sample,
+            lists by name, to `latents`, `(B, C, f, h, w)`, and to what the model takes of the conditions, `(B, …)`
+            each or a list with one tensor per sample.
         model (`str`): Fingerprint of all that `encode` depends on.
         table ([`BucketTable`] or [`OpenTable`]): Sizes that the `bucket_id` column refers to.
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns that lead to the files.
@@ -108,7 +115,7 @@ class LatentColumns(_CachedColumns):
             (without a bucket).
     """
 
-    encode: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    encode: Callable[[torch.Tensor, Shown], Mapping[str, torch.Tensor | Sequence[torch.Tensor]]]
     table: BucketTable | OpenTable
     files: MediaColumns
 
@@ -151,21 +158,28 @@ class LatentColumns(_CachedColumns):
                 draws=self._draws(row),
                 name=f"row {position} of its batch",
             )
+            file = _identity(sample.source, self.files.root)
+            conditions = {
+                name: None if source is None else _identity(source, self.files.root)
+                for name, source in sorted(sample.conditions.items())
+            }
         except MediaError:
             if self.config.on_error == "raise":
                 raise
             return None
         view = sample.view
         resized, crop = view.crop(int(row["height"]), int(row["width"]))
-        geometry = {"size": view.size, "fps": view.fps, "start": view.start, "flip": view.flip}
+        geometry: dict[str, Any] = {"size": view.size, "fps": view.fps, "start": view.start, "flip": view.flip}
         if view.offset:
             geometry["offset"] = view.offset
         # Images have one decoder. Keys for PyAV do not name it: older caches had no other decoder.
         if view.fps and view.video_decoder != "pyav":
             geometry["decoder"] = view.video_decoder
+        if conditions:
+            geometry |= {"conditions": conditions, "reference_multiples": sample.reference_multiples}
         key = entry_key(
             kind="latents",
-            file=_identity(sample.source, self.files.root),
+            file=file,
             model=self.model,
             **geometry,
             resized=resized,
@@ -181,18 +195,19 @@ class LatentColumns(_CachedColumns):
         """Write the entries of samples and return the keys of unreadable ones."""
         unreadable = set()
         for stack in self._loaded(samples):
-            readable, pixels = [], []
+            readable, loaded = [], []
             for sample, future in stack:
                 try:
-                    pixels.append(future.result())
+                    loaded.append(future.result())
                     readable.append(sample)
                 except MediaError:
                     if self.config.on_error == "raise":
                         raise
                     unreadable.add(sample.key)
-            if not pixels:
+            if not loaded:
                 continue
-            encoded = self.encode(torch.stack(pixels))
+            shown = {name: [each.shown[name] for each in loaded] for name in self.files.conditions}
+            encoded = self.encode(torch.stack([each.pixels for each in loaded]), shown)
             for row, sample in enumerate(readable):
                 view = sample.file.view
                 about = {"size": view.size, "crop": sample.crop, "flip": view.flip, "fps": view.fps}
@@ -200,8 +215,8 @@ class LatentColumns(_CachedColumns):
                 self.config.cache.write(sample.key, entry, about=about)
         return unreadable
 
-    def _loaded(self, samples: list[_Sample]) -> Iterator[list[tuple[_Sample, Future[torch.Tensor]]]]:
-        """Yield stacks of samples of one size with their pixels, while the next stack is decoded."""
+    def _loaded(self, samples: list[_Sample]) -> Iterator[list[tuple[_Sample, Future[LoadedSample]]]]:
+        """Yield stacks of samples of one size with what is loaded of them, while the next stack is decoded."""
         ordered = sorted(samples, key=lambda sample: sample.file.view.size)
         stacks = [
             group[start : start + self.config.batch_size]
@@ -209,10 +224,10 @@ class LatentColumns(_CachedColumns):
             for group in [list(members)]
             for start in range(0, len(group), self.config.batch_size)
         ]
-        waiting: deque[list[tuple[_Sample, Future[torch.Tensor]]]] = deque()
+        waiting: deque[list[tuple[_Sample, Future[LoadedSample]]]] = deque()
         with ThreadPoolExecutor(self.config.num_threads) as pool:
             for stack in stacks:
-                waiting.append([(sample, pool.submit(_pixels, sample)) for sample in stack])
+                waiting.append([(sample, pool.submit(_load, sample)) for sample in stack])
                 if len(waiting) > 1:
                     yield waiting.popleft()
             yield from waiting
@@ -220,18 +235,18 @@ class LatentColumns(_CachedColumns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextColumns(_CachedColumns):
-    """Encode captions into a cache and compute `text_key`, the key of each row's entry.
+    """Encode captions into a cache and compute `text_key`, the key of each row's entry, or the keys of its captions.
 
-    A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. Identical
-    captions share an entry, and entries that exist are not encoded again. Trailing padding is not stored: tokens that
-    the mask excludes or, without a mask, that are zero. An entry keeps the padded `length`, and the collator restores
-    what the encoder returned.
+    A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. All
+    captions of a row are encoded, identical ones share an entry, and entries that exist are not encoded again.
+    Trailing padding is not stored: tokens that the mask excludes or, without a mask, that are zero. An entry keeps the
+    padded `length`, and the collator restores what the encoder returned.
 
     Args:
         encode (callable): Encodes captions to embeddings `(n, length, dim)`, a mask `(n, length)` or None, and a
             mapping of what else the model takes of a caption, `(n, …)` each.
         model (`str`): Fingerprint of all that `encode` depends on.
-        column (`str`): Text column.
+        column (`str`): Column of a text or a list of texts.
         config ([`CacheConfig`]): Folder of the entries, and captions per call of `encode`.
         counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, or `found` in the cache.
     """
@@ -251,22 +266,21 @@ class TextColumns(_CachedColumns):
         """Return the key of a caption's entry."""
         return entry_key(kind="text", model=self.model, caption=caption)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-        """Write missing entries and return the key of each caption's entry.
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Write missing entries and return the key of each caption's entry, in lists where a row has a list.
 
         Raises:
-            ColumnError: If a caption is not text.
+            ColumnError: If a caption is neither a text nor a list of texts.
         """
-        captions = list(batch[self.column])
-        wrong = next((caption for caption in captions if not isinstance(caption, str)), "")
-        if not isinstance(wrong, str):
-            raise ColumnError(f"The column {self.column} must hold text, got {wrong!r}; use '' for no caption.")
-        keys = {caption: self.key(caption) for caption in captions}
-        missing = [caption for caption, key in keys.items() if not self.config.cache.holds(key)]
+        cells = list(batch[self.column])
+        captions = [texts_of({self.column: cell}, self.column) for cell in cells]
+        keys = {text: self.key(text) for texts in captions for text in texts}
+        missing = [text for text, key in keys.items() if not self.config.cache.holds(key)]
         for start in range(0, len(missing), self.config.batch_size):
-            self._encode({caption: keys[caption] for caption in missing[start : start + self.config.batch_size]})
+            self._encode({text: keys[text] for text in missing[start : start + self.config.batch_size]})
         self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
-        return {"text_key": [keys[caption] for caption in captions]}
+        own = ([keys[text] for text in texts] for texts in captions)
+        return {"text_key": [key[0] if isinstance(cell, str) else key for cell, key in zip(cells, own, strict=True)]}
 
     def _encode(self, keys: Mapping[str, str]) -> None:
         values, mask, others = self.encode(list(keys))
@@ -280,20 +294,22 @@ class TextColumns(_CachedColumns):
             self.config.cache.write(key, entry, about={"length": values.shape[1]})
 
 
-def _pixels(sample: _Sample) -> torch.Tensor:
-    pixels, crop = load_sample(sample.file.source, sample.file.view)
-    if crop != sample.crop:
+def _load(sample: _Sample) -> LoadedSample:
+    loaded = load(sample.file)
+    if loaded.crop != sample.crop:
         raise MediaError(
-            f"{sample.file.source.path} has another size than its width and height columns say, so its crop is {crop} "
-            f"instead of {sample.crop}; compute the columns again."
+            f"{sample.file.source.path} has another size than its width and height columns say, so its crop is "
+            f"{loaded.crop} instead of {sample.crop}; compute the columns again."
         )
-    return pixels
+    return loaded
 
 
 def _identity(source: MediaSource, root: str | None) -> list[Any]:
     """Return what identifies a file's content, unchanged when the folder of all files is moved."""
     if source.data is not None:
         return [hashlib.sha256(source.data).hexdigest()]
+    if is_url(source.path):
+        return [source.path, *version(source.path)]
     status = os.stat(source.path)
     path = source.path if root is None else os.path.relpath(source.path, root)
     return [path, status.st_size, status.st_mtime_ns]

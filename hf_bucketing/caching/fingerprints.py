@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -35,8 +35,16 @@ class Encoder(Protocol):
     def check_frames(self, table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> None:
         """Raise BucketingError if samples are too short for the model, given their buckets."""
 
-    def encode_media(self, pixel_values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Encode `(B, 3, F, H, W)` in [−1, 1], on the VAE's device, to `latents` `(B, C, f, h, w)` and conditions."""
+    def check_conditions(self, given: Collection[str]) -> None:
+        """Raise BucketingError if the model is not shown a condition of the data set, or lacks one that it needs."""
+
+    def encode_media(
+        self, pixel_values: torch.Tensor, shown: Mapping[str, Sequence[torch.Tensor]]
+    ) -> Mapping[str, torch.Tensor | Sequence[torch.Tensor]]:
+        """Encode `(B, 3, F, H, W)` in [−1, 1], on the VAE's device, to `latents` `(B, C, f, h, w)` and conditions.
+
+        `shown` are the data set's conditions, lists with one tensor per sample by name.
+        """
 
     def encode_text(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         """Encode captions to embeddings `(n, length, dim)`, a mask `(n, length)` or None, and what else there is."""

@@ -17,6 +17,7 @@ from ..buckets.assignment import Rejection
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
+from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
 from .columns import CacheConfig, LatentColumns, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
@@ -39,9 +40,10 @@ def cache_dataset(
         others), and how many rows and captions of all processes were encoded, found, unreadable or rejected.
 
     Raises:
-        BucketingError: If samples are too short for the encoder's model.
+        BucketingError: If samples are too short for the encoder's model, or it is not shown their conditions.
         MediaError: Under `on_error="raise"`, for an unreadable file.
     """
+    encoder.check_conditions(prepared.conditions)
     state = PartialState()
     if state.is_main_process:
         config.cache.sweep()
@@ -57,7 +59,7 @@ def cache_dataset(
         text = TextColumns(
             encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
         )
-        captions = Dataset.from_dict({text.column: sorted({*prepared.dataset[text.column][:], ""})})
+        captions = Dataset.from_dict({text.column: sorted({*all_texts(prepared.dataset, text.column), ""})})
         _encode_share(captions, text, state, desc="texts")
     mine = {**latents.counts, **{f"captions {name}": n for name, n in (text.counts if text else {}).items()}}
     state.wait_for_everyone()
@@ -87,7 +89,9 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
         rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
     device = encoder.pipeline.vae.device
     columns = LatentColumns(
-        encode=lambda pixels: encoder.encode_media(pixels.to(device)),
+        encode=lambda pixels, shown: encoder.encode_media(
+            pixels.to(device), {name: [one.to(device) for one in tensors] for name, tensors in shown.items()}
+        ),
         model=latents_fingerprint(encoder),
         table=table,
         files=prepared.files,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Image, IterableDataset, Video, concatenate_datasets
+from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, Video, concatenate_datasets
 from datasets.fingerprint import Hasher
-from datasets.table import InMemoryTable
+from datasets.table import ConcatenationTable, InMemoryTable
 
 from ..errors import ColumnError
 
@@ -83,14 +83,15 @@ def map_columns(
     elif not _can_cache(dataset):
         reuse = {"keep_in_memory": True}
     new: Dataset = (
-        dataset.with_format("arrow" if function.vectorised else None, columns=inputs)
+        _narrowed(dataset.with_format(None), list(dict.fromkeys(inputs)))  # else processes would be sent all columns
+        .with_format("arrow" if function.vectorised else None)
         .map(
             function,
             batched=True,
             batch_size=batch_size,
             writer_batch_size=batch_size,
             num_proc=num_proc,
-            remove_columns=columns,
+            remove_columns=list(dict.fromkeys(inputs)),
             features=getattr(function, "features", None),
             desc=f"{type(function).__name__}: {', '.join(function.output_columns)}",
             **reuse,
@@ -106,6 +107,41 @@ def map_columns(
     return mapped
 
 
+def with_columns(dataset: Dataset, columns: Mapping[str, Any], *, features: Features | None = None) -> Dataset:
+    """Add columns, or replace those of the same names in place; the others are not copied.
+
+    `Dataset.add_column` would write all columns anew where rows were shuffled, selected or split.
+
+    Args:
+        dataset (`Dataset`): The rows.
+        columns (mapping of `str` to arrays): Columns of numpy or Arrow, of shape `(n,)`.
+        features (`Features`, *optional*): Types of the columns; by default those that their arrays have.
+    """
+    table = InMemoryTable(pa.table(dict(columns)))
+    if features is not None:
+        table = table.cast(features.arrow_schema)
+    # Without a fingerprint, datasets would pickle the table to make one.
+    fingerprint = Hasher.hash([dataset._fingerprint, *columns, *(table.column(name) for name in columns)])
+    new = Dataset(table, info=DatasetInfo(features=features), fingerprint=fingerprint)
+    kept = dataset.remove_columns([name for name in columns if name in dataset.column_names])
+    names = [*dataset.column_names, *(name for name in columns if name not in dataset.column_names)]
+    return (_side_by_side(kept, new) if kept.column_names else new).select_columns(names)
+
+
+def _narrowed(dataset: Dataset, columns: list[str]) -> Dataset:
+    """Return some columns of a data set.
+
+    Of a table joined of parts, `select_columns` alone leaves parts without columns, whose length is lost when a shard
+    is sent to a process.
+    """
+    chosen: Dataset = dataset.select_columns(columns)
+    if not isinstance(chosen.data, ConcatenationTable):
+        return chosen
+    blocks = [[block for block in row if block.num_columns] for row in chosen.data.blocks]
+    table = ConcatenationTable.from_blocks(blocks)
+    return Dataset(table, chosen.info, chosen.split, chosen._indices, chosen._fingerprint)
+
+
 def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:
     """Join columns of the same rows.
 
@@ -119,9 +155,12 @@ def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:
     source = np.full(kept.data.num_rows, -1)
     source[chosen] = np.arange(len(chosen))
     stored_order = new.data.table.take(pa.array(source, mask=source < 0))
-    stored = [Dataset(kept.data, info=kept.info), Dataset(InMemoryTable(stored_order), info=new.info)]
-    whole = concatenate_datasets(stored, axis=1, split=kept.split)
     fingerprint = Hasher.hash([kept._fingerprint, new._fingerprint])
+    stored = [
+        Dataset(kept.data, info=kept.info, fingerprint=fingerprint),
+        Dataset(InMemoryTable(stored_order), info=new.info, fingerprint=fingerprint),
+    ]
+    whole = concatenate_datasets(stored, axis=1, split=kept.split)
     return Dataset(whole.data, whole.info, kept.split, kept._indices, fingerprint)
 
 

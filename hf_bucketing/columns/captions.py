@@ -1,32 +1,39 @@
-"""Check before training that every caption of a data set is a text."""
+"""Make texts of the captions of a data set, one or several per row, and find those that are not text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, Value
+from datasets import ClassLabel, Dataset, Features, List, Value
 
 from ..buckets.arrays import IntArray
 from ..buckets.assignment import CAPTION_SIZE
 from ..errors import ColumnError
-from .apply import undecoded
+from ..settings import check_literals
+from .apply import undecoded, with_columns
 from .arrays import column_array, column_batches, is_text
 
 OnCaptionError = Literal["raise", "reject", "empty"]
 
+CAPTION = "{caption}"
+"""Place of the caption in a template."""
+
 _NAMED_ROWS = 3
+_SIZES = ("width", "height", "num_frames")
 
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
 _CODES = {problem: code for code, problem in enumerate(_PROBLEMS, start=1)}
-_JSON_PROBLEMS = {"[": "a list", "{": "a dict", "t": "true or false", "f": "true or false", "n": "missing"}
-"""Kind of a JSON value that is no string, by its first character; any other character begins a number."""
+_NO_TEXT = [_CODES["missing"], _CODES["empty"]]
+_TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+_BYTE_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+_LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +41,9 @@ class CaptionCheck:
     """Hold captions that are all strings, and the rows that had none.
 
     Args:
-        dataset (`Dataset`): Rows with `""` in place of every caption that is not text; the checked data set itself if
-            all its captions are texts.
-        column (`str`): Text column.
+        dataset (`Dataset`): Rows whose captions are texts, or lists of one or more texts; the checked data set itself
+            if nothing had to be changed.
+        column (`str`): Caption column.
         problems (mapping of `str` to `int64` arrays): Row numbers for each kind of problem, such as `"missing"`.
         rejects (`bool`): Whether [`mark`][CaptionCheck.mark] rejects these rows.
         summary (`str`): Sentence on how many captions are unusable, why, and where; `""` if all are usable.
@@ -51,7 +58,7 @@ class CaptionCheck:
     @property
     def rows(self) -> IntArray:
         """Numbers of the rows without a usable caption, ascending."""
-        return np.sort(np.concatenate([*self.problems.values(), np.zeros(0, np.int64)]))
+        return np.unique(np.concatenate([*self.problems.values(), np.zeros(0, np.int64)]))
 
     def mark(self, dataset: Dataset) -> Dataset:
         """Return the data set with unusable rows marked for rejection; unchanged unless `on_error="reject"`.
@@ -67,53 +74,123 @@ class CaptionCheck:
         """
         if not self.rejects or not self.problems:
             return dataset
-        names = ("width", "height", "num_frames")
-        if len(dataset) != len(self.dataset) or not set(names) <= set(dataset.column_names):
+        if len(dataset) != len(self.dataset) or not set(_SIZES) <= set(dataset.column_names):
             raise ColumnError(
-                f"Expected the {len(self.dataset)} rows that were checked, with {', '.join(names)}; got "
+                f"Expected the {len(self.dataset)} rows that were checked, with {', '.join(_SIZES)}; got "
                 f"{len(dataset)} rows with {dataset.column_names}."
             )
-        order = dataset.column_names
-        for name in names:
-            sizes = column_array(dataset, name).copy()
-            sizes[self.rows] = CAPTION_SIZE
-            dataset = dataset.remove_columns([name]).add_column(name, sizes)
-        return dataset.select_columns(order)
+        columns = {}
+        for name in _SIZES:
+            columns[name] = column_array(dataset, name).copy()
+            columns[name][self.rows] = CAPTION_SIZE
+        return with_columns(dataset, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionTexts:
+    """Make texts of captions: a batch function for streams, by the rules of [`check_captions`].
+
+    For `IterableDataset.map(batched=True)`. The first column is replaced by texts, or by lists of them in a batch that
+    has several per row.
+
+    Args:
+        columns (`tuple` of `str`): Caption column, or several that become one list.
+        on_error (`"raise"`, `"reject"` or `"empty"`): As in [`check_captions`]. To reject rows, map this after
+            `MediaMetadata`, whose columns mark them.
+        template (`str`, *optional*): As in [`check_captions`].
+
+    Raises:
+        ColumnError: If there is no column, `on_error` is unknown, or the template lacks its one `{caption}`.
+    """
+
+    columns: tuple[str, ...]
+    on_error: OnCaptionError = field(default="raise", kw_only=True)
+    template: str | None = field(default=None, kw_only=True)
+    rule_version: int = field(default=1, init=False)
+
+    optional_columns = ()
+    vectorised = False
+
+    def __post_init__(self) -> None:
+        check_literals(self, error=ColumnError)
+        if not self.columns:
+            raise ColumnError("`columns` must name at least one caption column.")
+        if self.template is not None:
+            check_template(self.template)
+
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        """Columns that a batch must have."""
+        return (*self.columns, *(_SIZES if self.on_error == "reject" else ()))
+
+    @property
+    def output_columns(self) -> tuple[str, ...]:
+        """Columns that are replaced."""
+        return (self.columns[0], *(_SIZES if self.on_error == "reject" else ()))
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Return the columns for a batch of rows.
+
+        Raises:
+            ColumnError: Under `on_error="raise"`, for captions that are not text; the message names them.
+        """
+        entries = _join([_of_values(batch[name]) for name in self.columns])
+        rows = np.unique(entries.rows()[entries.codes > 0])
+        if len(rows) and self.on_error == "raise":
+            raise ColumnError(f"{_summary(entries, self.columns)} Rows are counted from the first of their batch.")
+        columns: dict[str, list[Any]] = {self.columns[0]: entries.usable().column(self.template).to_pylist()}
+        if self.on_error == "reject":
+            for name in _SIZES:
+                columns[name] = [*batch[name]]
+                for row in rows.tolist():
+                    columns[name][row] = CAPTION_SIZE
+        return columns
 
 
 def check_captions(
-    dataset: Dataset, column: str, *, on_error: OnCaptionError = "raise", media_column: str | None = None
+    dataset: Dataset,
+    column: str | Sequence[str],
+    *,
+    on_error: OnCaptionError = "raise",
+    template: str | None = None,
+    media_column: str | None = None,
 ) -> CaptionCheck:
-    """Check that a column holds one text per row, and convert bytes and JSON strings to strings.
+    """Check that a column holds one text or a list of texts per row, and convert bytes and JSON values to strings.
 
     A caption is not text if it is missing, empty or blank, consists of bytes that are not UTF-8, or, in a column of
-    mixed values, is a list, dict, number or Boolean.
+    mixed values, is a dict, number or Boolean. A list without an entry is missing.
 
     Args:
         dataset (`Dataset`): Rows with the column.
-        column (`str`): Text column.
-        on_error (`"raise"`, `"reject"` or `"empty"`): What to do with a caption that is not text: raise, or replace it
-            by `""`; with `"reject"`, [`CaptionCheck.mark`] then rejects its row.
+        column (`str` or sequence of `str`): Caption column. Several become one list, in place of the first of them; a
+            row may lack a text in some, but not in all.
+        on_error (`"raise"`, `"reject"` or `"empty"`): What to do with a caption that is not text: raise, or drop it
+            where the row has others and else replace it by `""`; with `"reject"`, [`CaptionCheck.mark`] then rejects
+            its row.
+        template (`str`, *optional*): Text that each caption becomes, with `{caption}` in the caption's place, such as
+            `"TOK, {caption}"`. An empty caption becomes the rest, without blanks and commas at its ends: `"TOK"`.
         media_column (`str`, *optional*): Media column, whose files messages name beside the row numbers.
 
     Raises:
-        ColumnError: If there is no such column, `on_error` is unknown, the column cannot hold texts (a `ClassLabel`,
-            numbers, lists, …), or, with `on_error="raise"`, if a caption is not text; the message counts them by kind
-            and names rows and files.
+        ColumnError: If there is no such column, `on_error` is unknown, the template lacks its one `{caption}`, the
+            column cannot hold texts (a `ClassLabel`, numbers, dicts, …), or, with `on_error="raise"`, if a caption is
+            not text; the message counts them by kind and names rows and files.
     """
-    if on_error not in ("raise", "reject", "empty"):
-        raise ColumnError(f'`on_error` must be "raise", "reject" or "empty", got {on_error!r}.')
-    if column not in dataset.column_names:
-        raise ColumnError(f"The data set has no caption column {column!r}, only {dataset.column_names}.")
-    feature = dataset.features[column]
-    wrong = _wrong_type(feature)
-    if wrong is not None:
-        raise ColumnError(f"The caption column {column!r} must hold one text per row, but it is {wrong}.")
-    parts = [_check(cells) for cells in column_batches(dataset, column)]
-    codes = np.concatenate([code for _, code in parts] or [np.zeros(0, np.int8)])
-    found = {problem: np.flatnonzero(codes == code) for problem, code in _CODES.items()}
-    problems = {problem: rows for problem, rows in found.items() if len(rows)}
-    summary = _summary(dataset, column, problems, media_column) if problems else ""
+    columns = [column] if isinstance(column, str) else [*column]
+    CaptionTexts(tuple(columns), on_error=on_error, template=template)
+    for name in columns:
+        _check_type(dataset, name)
+    parts = [
+        _join([_of_cells(cells[name]) for name in columns])
+        for cells in _batches(dataset.select_columns(list(dict.fromkeys(columns))), columns)
+    ]
+    entries = _concatenate(parts)
+    problems = {
+        problem: np.unique(entries.rows()[entries.codes == code])
+        for problem, code in _CODES.items()
+        if (entries.codes == code).any()
+    }
+    summary = _summary(entries, columns, dataset=dataset, media_column=media_column) if problems else ""
     if problems and on_error == "raise":
         raise ColumnError(
             summary,
@@ -123,14 +200,122 @@ def check_captions(
                 'train them without a text with `on_error="empty"`',
             ],
         )
-    if problems or feature != Value("string"):
-        order = dataset.column_names
-        texts = pa.chunked_array([text for text, _ in parts], pa.string())
-        dataset = dataset.remove_columns([column]).add_column(column, texts, feature=Value("string"))
-        dataset = dataset.select_columns(order)
+    feature = List(Value("string")) if entries.several else Value("string")
+    if problems or template is not None or len(columns) > 1 or dataset.features[columns[0]] != feature:
+        texts = pa.chunked_array([part.usable().column(template, several=entries.several) for part in parts])
+        dataset = with_columns(dataset, {columns[0]: texts}, features=Features({columns[0]: feature}))
     return CaptionCheck(
-        dataset=dataset, column=column, problems=problems, rejects=on_error == "reject", summary=summary
+        dataset=dataset, column=columns[0], problems=problems, rejects=on_error == "reject", summary=summary
     )
+
+
+def all_texts(dataset: Dataset, column: str) -> list[str]:
+    """Return each distinct caption of a checked column once, of a row with several each of them."""
+    distinct = pc.unique(pa.chunked_array([_of_cells(cells).texts for cells in column_batches(dataset, column)]))
+    texts: list[str] = distinct.to_pylist()
+    return texts
+
+
+def check_template(template: str) -> None:
+    """Raise unless a template has one place for the caption.
+
+    Raises:
+        ColumnError: If it has none, or several.
+    """
+    if template.count(CAPTION) != 1:
+        raise ColumnError(
+            f"`caption_template` must hold {CAPTION} once, as in 'TOK, {CAPTION}'; got {template!r}.",
+        )
+
+
+class _Entries(NamedTuple):
+    """Captions of rows, those of the first row first.
+
+    Attributes:
+        texts: Strings of shape `(m,)`, `""` for what is not text.
+        codes: Problem of each, `(m,)`, 0 for none.
+        counts: Captions of each row, `(n,)`, at least 1.
+        several: Whether a row has a list of captions.
+    """
+
+    texts: pa.Array | pa.ChunkedArray
+    codes: npt.NDArray[np.int8]
+    counts: IntArray
+    several: bool
+
+    def rows(self) -> IntArray:
+        """Return the row of each caption, `(m,)`."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def select(self, keep: npt.NDArray[np.bool_]) -> _Entries:
+        """Return some of the captions; every row must keep one."""
+        if keep.all():
+            return self
+        counts = np.bincount(self.rows()[keep], minlength=len(self.counts))
+        return _Entries(self.texts.filter(pa.array(keep)), self.codes[keep], counts, self.several)
+
+    def usable(self) -> _Entries:
+        """Return the captions that are texts, and one empty caption of each row that has none."""
+        starts = np.cumsum(self.counts) - self.counts
+        good = self.codes == 0
+        none = np.add.reduceat(good, starts, dtype=np.int64) == 0 if len(starts) else np.zeros(0, bool)
+        keep = good.copy()
+        keep[starts[none]] = True
+        return self.select(keep)
+
+    def column(self, template: str | None, *, several: bool | None = None) -> pa.Array:
+        """Return the texts in the template, of shape `(n,)`: strings, or lists of strings."""
+        texts = self.texts
+        if template is not None:
+            before, after = template.split(CAPTION)
+            filled = pc.binary_join_element_wise(before, texts, after, "")
+            texts = pc.if_else(pc.equal(texts, ""), (before + after).strip(" ,"), filled)
+        if not (self.several if several is None else several):
+            return texts
+        offsets = np.concatenate([[0], np.cumsum(self.counts)])
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), texts)
+
+
+def _join(columns: Sequence[_Entries]) -> _Entries:
+    """Put the captions of several columns of the same rows together; a row may lack a text in some of them."""
+    if len(columns) == 1:
+        return columns[0]
+    order = np.argsort(np.concatenate([entries.rows() for entries in columns]), kind="stable")
+    joined = _Entries(
+        pa.concat_arrays([entries.texts for entries in columns]).take(pa.array(order)),
+        np.concatenate([entries.codes for entries in columns])[order],
+        np.sum([entries.counts for entries in columns], axis=0),
+        several=True,
+    )
+    absent = np.isin(joined.codes, _NO_TEXT)
+    starts = np.cumsum(joined.counts) - joined.counts
+    lacks_all = np.logical_and.reduceat(absent, starts) if len(starts) else np.zeros(0, bool)
+    keep = ~absent
+    keep[starts[lacks_all]] = True
+    return joined.select(keep)
+
+
+def _concatenate(parts: Sequence[_Entries]) -> _Entries:
+    return _Entries(
+        pa.chunked_array([part.texts for part in parts], pa.string()),
+        np.concatenate([np.zeros(0, np.int8), *(part.codes for part in parts)]),
+        np.concatenate([np.zeros(0, np.int64), *(part.counts for part in parts)]),
+        any(part.several for part in parts),
+    )
+
+
+def _batches(dataset: Dataset, columns: Sequence[str]) -> Iterator[dict[str, pa.Array]]:
+    """Yield batches of the columns, each as one Arrow array."""
+    for cells in zip(*(column_batches(dataset, name) for name in columns), strict=True):
+        yield dict(zip(columns, cells, strict=True))
+
+
+def _check_type(dataset: Dataset, column: str) -> None:
+    if column not in dataset.column_names:
+        raise ColumnError(f"The data set has no caption column {column!r}, only {dataset.column_names}.")
+    wrong = _wrong_type(dataset.features[column])
+    if wrong is not None:
+        raise ColumnError(f"The caption column {column!r} must hold texts, but it is {wrong}.")
 
 
 def _wrong_type(feature: Any) -> str | None:
@@ -149,22 +334,46 @@ def _wrong_type(feature: Any) -> str | None:
     if kind == "Json":  # values of several types, in datasets 4.6 and newer
         return None
     if kind in ("List", "LargeList", "Sequence") or isinstance(feature, list):
-        return "a list of captions: several captions per row are not supported yet; name a column of one text"
+        inner = feature[0] if isinstance(feature, list) else feature.feature
+        wrong = "a list; name a column of one list" if _is_list(inner) else _wrong_type(inner)
+        return None if wrong is None else f"a list whose entries are not texts: each is {wrong}"
     return f"a column of {kind}; name a column of texts"
 
 
-_BYTE_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+def _is_list(feature: Any) -> bool:
+    return type(feature).__name__ in ("List", "LargeList", "Sequence", "list")
 
 
-def _check(cells: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int8]]:
-    """Return the captions of a batch as strings, `""` for those that are not text, and codes of their problems."""
-    codes = np.zeros(len(cells), np.int8)
+def _of_cells(cells: pa.Array) -> _Entries:
+    """Return the captions of a batch of an Arrow column."""
     if isinstance(cells, pa.ExtensionArray):
-        texts = _from_json(cells.storage, codes)
-    elif any(test(cells.type) for test in _BYTE_TYPES):
-        texts = _from_bytes(cells, codes)
-    else:
-        texts = cells.cast(pa.string())
+        return _of_values([None if cell is None else json.loads(cell) for cell in cells.storage.to_pylist()])
+    if not any(test(cells.type) for test in _LIST_TYPES):
+        return _Entries(*_texts(cells), np.ones(len(cells), np.int64), several=False)
+    inner = cells.flatten()
+    if isinstance(inner, pa.ExtensionArray):
+        return _of_values([None if cell is None else [*map(_loads, cell)] for cell in cells.to_pylist()])
+    lengths = pc.list_value_length(cells).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    texts, codes = _texts(inner)
+    if lengths.all():
+        return _Entries(texts, codes, lengths, several=True)
+    counts = np.maximum(lengths, 1)  # a row without captions has one that is missing
+    present = np.repeat(lengths > 0, counts)
+    source = np.cumsum(present) - 1
+    all_codes = np.full(len(present), _CODES["missing"], np.int8)
+    all_codes[present] = codes
+    all_texts = texts.take(pa.array(source, mask=~present)).fill_null("")
+    return _Entries(all_texts, all_codes, counts, several=True)
+
+
+def _loads(cell: Any) -> Any:
+    return json.loads(cell) if isinstance(cell, str) else cell
+
+
+def _texts(cells: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int8]]:
+    """Return texts or bytes as strings, `""` for those that are not text, and codes of their problems."""
+    codes = np.zeros(len(cells), np.int8)
+    texts = _from_bytes(cells, codes) if any(test(cells.type) for test in _BYTE_TYPES) else cells.cast(pa.string())
     codes[texts.is_null().to_numpy(zero_copy_only=False) & (codes == 0)] = _CODES["missing"]
     texts = texts.fill_null("")
     blank = pc.equal(pc.utf8_trim_whitespace(texts), "").to_numpy(zero_copy_only=False)
@@ -176,41 +385,65 @@ def _from_bytes(cells: pa.Array, codes: npt.NDArray[np.int8]) -> pa.Array:
     try:
         return cells.cast(pa.string())
     except pa.ArrowInvalid:  # some are not UTF-8; Arrow does not say which
-        texts: list[str | None] = []
-        for row, cell in enumerate(cells.to_pylist()):
-            try:
-                texts.append(None if cell is None else cell.decode())
-            except UnicodeDecodeError:
-                codes[row] = _CODES["not UTF-8 text"]
-                texts.append(None)
+        texts, found = zip(*map(_text_of, cells.to_pylist()), strict=True)
+        codes[:] = found
         return pa.array(texts, pa.string())
 
 
-def _from_json(cells: pa.Array, codes: npt.NDArray[np.int8]) -> pa.Array:
-    texts: list[str | None] = []
-    for row, cell in enumerate(cells.to_pylist()):
-        if cell is None or cell.startswith('"'):
-            texts.append(None if cell is None else json.loads(cell))
-        else:
-            codes[row] = _CODES[_JSON_PROBLEMS.get(cell[0], "a number")]
-            texts.append(None)
-    return pa.array(texts, pa.string())
-
-
-def _summary(dataset: Dataset, column: str, problems: Mapping[str, IntArray], media_column: str | None) -> str:
-    count = sum(map(len, problems.values()))
-    kinds = "; ".join(
-        f"{len(rows)} {problem} ({_named(dataset, rows, media_column)})" for problem, rows in problems.items()
+def _of_values(values: Sequence[Any]) -> _Entries:
+    """Return the captions of a batch of Python values of any types."""
+    lists = [[*value] if isinstance(value, (list, tuple, np.ndarray)) else [value] for value in values]
+    pairs = [_text_of(value) for several in lists for value in several or [None]]
+    texts, codes = zip(*pairs, strict=True) if pairs else ((), ())
+    return _Entries(
+        pa.array(texts, pa.string()).fill_null(""),
+        np.array(codes, np.int8),
+        np.array([max(len(several), 1) for several in lists], np.int64),
+        several=any(isinstance(value, (list, tuple, np.ndarray)) for value in values),
     )
-    return f"{count} of {len(dataset)} captions in the column {column!r} are not text: {kinds}."
 
 
-def _named(dataset: Dataset, rows: IntArray, media_column: str | None) -> str:
-    """Return the numbers and files of the first rows: `row 3: clips/a.mp4, row 8: clips/b.mp4, …`."""
-    first = rows[:_NAMED_ROWS].tolist()
-    names = [f"row {row}" for row in first]
-    if media_column is not None:
-        files = undecoded(dataset.select_columns([media_column]).select(first), [media_column])[media_column]
-        paths = (cell.get("path") if isinstance(cell, dict) else cell for cell in files)
-        names = [f"{name}: {path}" if isinstance(path, str) else name for name, path in zip(names, paths, strict=True)]
-    return ", ".join([*names, "…"] if len(rows) > len(first) else names)
+def _text_of(value: Any) -> tuple[str | None, int]:
+    """Return a value as text and 0, or None and the code of its problem."""
+    problem = "a number"
+    if isinstance(value, (bytes, bytearray)):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            return None, _CODES["not UTF-8 text"]
+    if isinstance(value, str):
+        return (value, 0) if value.strip() else (None, _CODES["empty"])
+    kinds = {dict: "a dict", list: "a list", tuple: "a list", np.ndarray: "a list", bool: "true or false"}
+    problem = "missing" if value is None else kinds.get(type(value), "a number")
+    return None, _CODES[problem]
+
+
+def _summary(
+    entries: _Entries, columns: Sequence[str], *, dataset: Dataset | None = None, media_column: str | None = None
+) -> str:
+    rows = entries.rows()
+    position = np.arange(len(rows)) - np.repeat(np.cumsum(entries.counts) - entries.counts, entries.counts)
+    kinds = []
+    for problem, code in _CODES.items():
+        found = np.flatnonzero(entries.codes == code)
+        if not len(found):
+            continue
+        first = found[:_NAMED_ROWS]
+        names = [f"row {row}" for row in rows[first].tolist()]
+        if entries.several:
+            names = [f"{name} caption {number}" for name, number in zip(names, position[first].tolist(), strict=True)]
+        if dataset is not None and media_column is not None:
+            paths = _paths(dataset, rows[first].tolist(), media_column)
+            names = [
+                f"{name}: {path}" if isinstance(path, str) else name for name, path in zip(names, paths, strict=True)
+            ]
+        kinds.append(f"{len(found)} {problem} ({', '.join([*names, '…'] if len(found) > len(first) else names)})")
+    named = " and ".join(map(repr, columns))
+    of_column = f"column {named}" if len(columns) == 1 else f"columns {named}"
+    wrong = np.count_nonzero(entries.codes)
+    return f"{wrong} of {len(rows)} captions in the {of_column} are not text: {'; '.join(kinds)}."
+
+
+def _paths(dataset: Dataset, rows: list[int], media_column: str) -> list[Any]:
+    files = undecoded(dataset.select_columns([media_column]).select(rows), [media_column])[media_column]
+    return [cell.get("path") if isinstance(cell, dict) else cell for cell in files]

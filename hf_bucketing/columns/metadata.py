@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from ..errors import ColumnError, MediaError
 from ..media.probe import MAX_PIXELS, MediaInfo, frames_at_fps, probe
 from ..media.source import MediaSource
 from ..settings import check_literals
-from .apply import map_columns, undecoded
+from .apply import map_columns, undecoded, with_columns
 from .arrays import column_batches, is_text, numbers, whole_numbers
 from .layouts import STILL_IMAGES
 
@@ -24,6 +24,10 @@ _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
 _SAMPLED_FILES = 16
 _SIZES = ("width", "height")
 _TIMES = ("num_frames", "fps")
+_ROUNDED_FRAMES = 0.01
+"""Frames by which a duration may be too short, since its decimals are rounded."""
+
+SizesFrom = Literal["auto", "columns", "headers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +105,26 @@ class ExistingMetadata:
     A vectorised batch function for `Dataset.map(batched=True)`, also on an `IterableDataset`; takes lists, numpy
     arrays or Arrow columns. Rows without a value, and videos without a frame rate above 0, get sizes of −1, which
     `BucketColumns` turns into the rejection `UNREADABLE`. A column that already has its name is left unchanged.
+    A number of frames that follows from a duration is rounded down, so that every frame exists.
 
     Args:
         width (`str`): Column of widths in pixels, as shown.
         height (`str`): Column of heights in pixels, as shown.
         num_frames (`str`, *optional*): Column with the number of frames in the file; without it, all rows are images.
-        fps (`str`, *optional*): Column with the frames per second of the file; needed with `num_frames`.
+        fps (`str`, *optional*): Column with the frames per second of the file; needed with `num_frames` or `duration`.
+        duration (`str`, *optional*): Column with the seconds of the file, in place of `num_frames`; 0 for images.
         target_fps (`float`, *optional*): As in `MediaMetadata`.
 
     Raises:
-        ColumnError: If only one of `num_frames` and `fps` is given, `target_fps` is not above 0 or given without
-            them, or all columns already have their names.
+        ColumnError: If `fps` and one of `num_frames` and `duration` are not given together, `target_fps` is not above
+            0 or given without them, or all columns already have their names.
     """
 
     width: str
     height: str
     num_frames: str | None = field(default=None, kw_only=True)
     fps: str | None = field(default=None, kw_only=True)
+    duration: str | None = field(default=None, kw_only=True)
     target_fps: float | None = field(default=None, kw_only=True)
     rule_version: int = field(default=1, init=False)
 
@@ -126,9 +133,10 @@ class ExistingMetadata:
 
     def __post_init__(self) -> None:
         _check_target_fps(self.target_fps)
-        if (self.num_frames is None) != (self.fps is None):
+        if (self.num_frames is not None) + (self.duration is not None) != (self.fps is not None):
             raise ColumnError(
-                "`num_frames` and `fps` go together: give the names of both columns, or neither for images."
+                "`num_frames` and `fps` go together: give the names of both columns, or neither for images. "
+                "`duration` takes the place of `num_frames`."
             )
         if self.target_fps is not None and self.fps is None:
             raise ColumnError("`target_fps` has no effect on images; leave it out, or give `num_frames` and `fps`.")
@@ -138,7 +146,12 @@ class ExistingMetadata:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must have."""
-        return tuple(name for name in (self.width, self.height, self.num_frames, self.fps) if name is not None)
+        return tuple(self._names.values())
+
+    @property
+    def _names(self) -> dict[str, str]:
+        names = (*_SIZES, *_TIMES, "duration")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def output_columns(self) -> tuple[str, ...]:
@@ -153,15 +166,28 @@ class ExistingMetadata:
         Raises:
             ColumnError: If a column does not hold numbers, or width, height or frames are not whole.
         """
-        width, height = whole_numbers(batch, self.width), whole_numbers(batch, self.height)
-        num_frames, fps = np.ones_like(width), np.zeros(len(width))
-        if self.num_frames is not None and self.fps is not None:
-            num_frames, fps = whole_numbers(batch, self.num_frames), numbers(batch, self.fps).astype(np.float64)
-        bad = (np.minimum(np.minimum(width, height), num_frames) < 0) | ((num_frames > 1) & ~(fps > 0))
-        num_frames, fps = frames_at_fps(num_frames, np.where(bad | (num_frames <= 1), 0.0, fps), self.target_fps)
-        sizes = {"width": width, "height": height, "num_frames": num_frames}
-        columns = {**{name: np.where(bad, -1, size) for name, size in sizes.items()}, "fps": fps}
+        columns = _sizes(batch, self._names, target_fps=self.target_fps)
         return {name: columns[name] for name in self.output_columns}
+
+
+def _sizes(
+    batch: Mapping[str, Any] | pa.Table, names: Mapping[str, str], *, target_fps: float | None = None
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the four columns of a batch, from the columns of those names or of `duration`; −1 where a size lacks."""
+    width, height = whole_numbers(batch, names["width"]), whole_numbers(batch, names["height"])
+    num_frames, fps = np.ones_like(width), np.zeros(len(width))
+    if "fps" in names:
+        fps = numbers(batch, names["fps"]).astype(np.float64)
+    if "num_frames" in names:
+        num_frames = whole_numbers(batch, names["num_frames"])
+    elif "duration" in names:
+        seconds = numbers(batch, names["duration"]).astype(np.float64)
+        frames = np.where(seconds == 0, 1.0, np.floor(seconds * fps + _ROUNDED_FRAMES))
+        num_frames = np.where(frames >= 1, np.nan_to_num(frames, nan=-1.0), -1).astype(np.int64)
+    bad = (np.minimum(np.minimum(width, height), num_frames) < 0) | ((num_frames > 1) & ~(fps > 0))
+    num_frames, fps = frames_at_fps(num_frames, np.where(bad | (num_frames <= 1), 0.0, fps), target_fps)
+    sizes = {"width": width, "height": height, "num_frames": num_frames}
+    return {**{name: np.where(bad, -1, size) for name, size in sizes.items()}, "fps": fps}
 
 
 def _check_target_fps(target_fps: float | None) -> None:
@@ -184,61 +210,115 @@ class SizedDataset(NamedTuple):
 
 
 def add_sizes(
-    dataset: Dataset, metadata: MediaMetadata, *, read_headers: bool = False, num_proc: int | None = None
+    dataset: Dataset,
+    metadata: MediaMetadata,
+    *,
+    sizes_from: SizesFrom = "auto",
+    size_columns: Mapping[str, str] | None = None,
+    num_proc: int | None = None,
 ) -> SizedDataset:
-    """Add `width`, `height`, `num_frames` and `fps`, from columns of these names if they are right, else from headers.
+    """Add `width`, `height`, `num_frames` and `fps`, from columns or from the headers of the files.
 
-    Existing columns are used if every row has its size (and, unless all are still images, its frames and frame rate)
-    and the headers of 16 sampled files agree. Otherwise all headers are read.
+    By default, existing columns are used if every row has its size (and, unless all are still images, its frames and
+    frame rate) and the headers of 16 sampled files agree. Otherwise all headers are read. Sizes of −1 mark files that
+    an earlier run could not read; they are used where `metadata.on_error` is `"reject"`.
 
     Args:
         dataset (`Dataset`): Rows with a media column.
         metadata ([`MediaMetadata`]): How headers are read, and the target frame rate, also of existing columns.
-        read_headers (`bool`): Whether to read all headers even if the data set has sizes.
+        sizes_from (`"auto"`, `"columns"` or `"headers"`): Whether to choose as above, to open no file, or to read all
+            headers. With `"columns"`, rows that lack a size are an error, or rejected as unreadable.
+        size_columns (mapping of `str` to `str`, *optional*): Columns that have other names, such as
+            `{"num_frames": "frame", "duration": "seconds"}`; see [`read_size_columns`].
         num_proc (`int`, *optional*): Number of processes that read headers.
 
     Raises:
-        ColumnError: If the data set's sizes differ from those of a sampled file; the message names it.
+        ColumnError: If the data set's sizes differ from those of a sampled file, or, with `"columns"`, if columns or
+            sizes are missing; the message names them.
         MediaError: If a file cannot be read, unless `metadata.on_error` is `"reject"`.
     """
-    names, reason = ((), "as asked for") if read_headers else _usable_columns(dataset, metadata.column)
-    if names:
+    if sizes_from not in get_args(SizesFrom):
+        raise ColumnError(f'`sizes_from` must be "auto", "columns" or "headers", got {sizes_from!r}.')
+    given = dict(size_columns or {})
+    if sizes_from == "headers" and given:
+        raise ColumnError('Omit `size_columns`: no effect with `sizes_from="headers"`.')
+    names: dict[str, str] = {}
+    reason = "as asked for"
+    if sizes_from != "headers":
+        names, reason = _usable_columns(dataset, metadata, given, all_rows=sizes_from == "auto")
+        if not names and (sizes_from == "columns" or given):
+            raise ColumnError(
+                f"The sizes cannot be taken from columns: {reason}; the data set has {dataset.column_names}.",
+                advice=["name columns as `size_columns`", 'read the files with `sizes_from="headers"`'],
+            )
+    if names and sizes_from == "auto":
         unreadable = _compare_with_files(dataset, names, metadata)
         if unreadable:
-            names, reason = (), f"{unreadable} of the files that were checked cannot be read"
+            names, reason = {}, f"{unreadable} of the files that were checked cannot be read"
     if not names:
         sized = map_columns(dataset, metadata, num_proc=num_proc, overwrite=True)
         present = [name for name in (*_SIZES, *_TIMES) if name in dataset.column_names]
         unused = f", instead of the columns {', '.join(present)}: {reason}" if present else ""
         return SizedDataset(sized, f"Sizes are read from the headers of the files{unused}.")
-    sized = undecoded(dataset, [metadata.column])
-    target = metadata.target_fps if len(names) == 4 else None
-    if len(names) < 4 or target is not None:
-        times = dict(zip(_TIMES, names[2:], strict=False))
-        sized = map_columns(sized, ExistingMetadata(*_SIZES, **times, target_fps=target), overwrite=True)
+    batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
+    columns = _sizes(batch, names, target_fps=metadata.target_fps)
+    sized = with_columns(undecoded(dataset, [metadata.column]), columns)
     checked = min(len(dataset), _SAMPLED_FILES)
-    origin = f"Sizes are the columns {', '.join(names)}; the headers of {checked} files agree."
-    return SizedDataset(sized, origin, names)
+    checks = "no file was opened" if sizes_from == "columns" else f"the headers of {checked} files agree"
+    return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", tuple(names.values()))
 
 
-def _usable_columns(dataset: Dataset, media_column: str) -> tuple[tuple[str, ...], str]:
-    """Return the columns that hold the size of every row; or none, and the reason."""
-    if not len(dataset) or not set(_SIZES) <= set(dataset.column_names):
-        return (), "width and height are needed"
-    names = (*_SIZES, *_TIMES) if set(_TIMES) <= set(dataset.column_names) else _SIZES
-    if len(names) == 2 and not _all_still_images(dataset, media_column):
-        return (), "videos need num_frames and fps too"
-    batch: dict[str, Any] = dataset.select_columns(list(names)).with_format("arrow")[:]
+def read_size_columns(text: str) -> dict[str, str]:
+    """Parse the value of a flag such as `num_frames=frame,duration=seconds`.
+
+    The names on the left are `width`, `height`, `num_frames`, `fps`, and `duration`, in seconds, in place of
+    `num_frames`.
+
+    Raises:
+        ColumnError: If a name on the left is none of these or occurs twice, or a column is missing.
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    columns = {name: column for name, _, column in pairs}
+    known = (*_SIZES, *_TIMES, "duration")
+    if len(columns) < len(pairs) or not set(columns) <= set(known) or not all(columns.values()):
+        raise ColumnError(
+            f"`size_columns` must be as width=w,height=h, with names of {', '.join(known)}; got {text!r}."
+        )
+    if {"num_frames", "duration"} <= set(columns):
+        raise ColumnError("`size_columns` names num_frames and duration, which both give frames; name one of them.")
+    return columns
+
+
+def _usable_columns(
+    dataset: Dataset, metadata: MediaMetadata, given: Mapping[str, str], *, all_rows: bool
+) -> tuple[dict[str, str], str]:
+    """Return the columns that hold the size of every row, by what they hold; or none, and the reason.
+
+    Where unreadable files are rejected, sizes of −1 as `MediaMetadata` writes them are sizes too; no value is one only
+    if not `all_rows` need a size.
+    """
+    times = ("duration", "fps") if "duration" in given else _TIMES
+    names = {name: given.get(name, name) for name in (*_SIZES, *times)}
+    present = set(dataset.column_names)
+    if absent := sorted(set(given.values()) - present):
+        return {}, f"there is no column {' or '.join(absent)}"
+    if not len(dataset) or not {names["width"], names["height"]} <= present:
+        return {}, "width and height are needed"
+    if not set(names.values()) <= present:
+        if not _all_still_images(dataset, metadata.column):
+            return {}, "videos need num_frames and fps too"
+        names = {name: names[name] for name in _SIZES}
+    batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
     try:
-        sizes = [whole_numbers(batch, name) for name in names[:3]]
-        fps = numbers(batch, "fps") if len(names) == 4 else None
+        sizes = _sizes(batch, names)
     except ColumnError as error:
-        return (), str(error)
-    incomplete = np.minimum.reduce(sizes) < 1
-    if fps is not None:
-        incomplete |= (sizes[2] > 1) & ~(fps > 0)
+        return {}, str(error)
+    incomplete = np.minimum.reduce([sizes[name] for name in (*_SIZES, "num_frames")]) < 1
+    if metadata.on_error == "reject":
+        whole = [name for name in names if name not in ("fps", "duration")]
+        incomplete &= all_rows & ~np.logical_and.reduce([numbers(batch, names[name]) == -1 for name in whole])
     if incomplete.any():
-        return (), f"{incomplete.sum()} rows lack a size or frame rate, the first of them row {incomplete.argmax()}"
+        return {}, f"{incomplete.sum()} rows lack a size or frame rate, the first of them row {incomplete.argmax()}"
     return names, ""
 
 
@@ -254,31 +334,33 @@ def _all_still_images(dataset: Dataset, column: str) -> bool:
     )
 
 
-def _compare_with_files(dataset: Dataset, names: tuple[str, ...], metadata: MediaMetadata) -> int:
+def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: MediaMetadata) -> int:
     """Read some headers; return how many cannot be read, or raise if one differs from the columns.
 
     Frames are those of the file, before any `target_fps`. A frame rate may be rounded, and a number of frames that was
     computed from the duration may be off by a few.
     """
     rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLED_FILES).astype(int)).tolist()
-    sample = undecoded(dataset.select_columns([metadata.column, *names]).select(rows), [metadata.column])
+    sample = undecoded(dataset.select_columns([metadata.column, *names.values()]).select(rows), [metadata.column])
     cells = sample[metadata.column][:]
     found = replace(metadata, target_fps=None)({metadata.column: cells})
-    given = {name: sample[name][:] for name in names}
+    given = _sizes(sample.select_columns(list(names.values())).with_format("arrow")[:], names)
+    compared = [*_SIZES, *(_TIMES if "fps" in names else ())]
     unreadable = 0
     for position, row in enumerate(rows):
         file = {name: values[position] for name, values in found.items()}
         if file["width"] < 0:
-            unreadable += 1
+            unreadable += bool(given["width"][position] >= 0)
             continue
-        wrong = [name for name in names if not _agrees(name, given[name][position], file)]
+        file["num_frames_estimated"] |= "duration" in names
+        wrong = [name for name in compared if not _agrees(name, given[name][position], file)]
         if wrong:
             path = cells[position].get("path") if isinstance(cells[position], dict) else cells[position]
-            columns = ", ".join(f"{name} {given[name][position]}" for name in names)
-            header = ", ".join(f"{name} {file[name]}" for name in names)
+            columns = ", ".join(f"{name} {given[name][position]}" for name in compared)
+            header = ", ".join(f"{name} {file[name]}" for name in compared)
             raise ColumnError(
                 f"Row {row} ({path}) has {columns}, but the file has {header}, as shown; correct the columns, or use "
-                "`read_headers=True`, which reads the sizes of all files instead."
+                '`sizes_from="headers"`, which reads the sizes of all files instead.'
             )
     return unreadable
 

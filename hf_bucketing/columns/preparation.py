@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+from datasets import Features, Value
 
 from ..buckets.assignment import AssignmentRule
 from ..buckets.ladders import token_ladder
 from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..buckets.union import union_of_tables
 from ..command_line.flags import numbers
-from ..errors import ColumnError, FlagError
+from ..errors import BucketingError, ColumnError, FlagError
+from ..media.conditions import CONDITIONS
+from ..media.rows import MediaColumns
 from ..settings import check_literals
-from .apply import map_columns
+from .apply import map_columns, with_columns
 from .arrays import column_array
+from .beside import BesideConfig
 from .buckets import BucketColumns
-from .captions import OnCaptionError, check_captions
-from .metadata import MediaMetadata, add_sizes
-from .prepared import PreparedDataset
+from .captions import OnCaptionError, check_captions, check_template
+from .clips import SCENE_END, SCENE_START, ClipRule, cut_clips
+from .conditions import ConditionColumns, check_condition_columns, check_conditions
+from .merge import merge_sources, with_sources
+from .metadata import MediaMetadata, SizesFrom, add_sizes, read_size_columns
+from .prepared import ROW_WEIGHT, PreparedDataset
+from .shares import name_sources, row_weights
 from .sources import MediaDataset, load_source
 
 
@@ -91,19 +102,47 @@ class SourceConfig:
     """Source of data, and how it is read.
 
     Args:
-        dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file; a folder with such a file named
-            metadata, or with a .txt caption beside each image and video; or a data set on the hub.
+        dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file, or its URL; tars of webdataset; a
+            folder with such a file named metadata, with videos.txt and prompts.txt, or with a .txt caption beside each
+            image and video; or a data set on the hub.
         dataset_config_name (`str`, *optional*): Configuration of a hub data set.
         split (`str`): Split, such as train or train[:100].
-        media_column (`str`, *optional*): Image or video column (default: found by its name).
-        caption_column (`str`, *optional*): Text column (default: found by its name).
-        read_headers (`bool`): Whether to read all sizes from the files, also where columns hold them.
+        media_column (`str`, *optional*): Image or video column, of files, paths or URLs (default: found by its name).
+        first_frame_column (`str`, *optional*): Column of images to begin each clip with.
+        last_frame_column (`str`, *optional*): Column of images to end each clip with.
+        control_column (`str`, *optional*): Column of control videos or images, which lie over their samples frame by
+            frame.
+        mask_column (`str`, *optional*): Column of masks, videos or images: white is learned, black is not. A row
+            without a mask is learned as a whole.
+        reference_column (`str`, *optional*): Column of reference images, which keep their own size.
+        caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
+            short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
+            the caption within the dicts of a column json (default: found by its name).
+        caption_template (`str`, *optional*): Text that each caption becomes, with {caption} in its place, such as
+            "TOK, {caption}"; an empty caption becomes the rest of it.
+        sizes_from (`"auto"`, `"columns"` or `"headers"`): Origin of the sizes: columns if the headers of a sample of
+            files agree, columns without opening a file, or the headers of all files.
+        size_columns (`str`, *optional*): Columns of sizes that have other names than width, height, num_frames and
+            fps, such as num_frames=frame; duration=seconds takes the place of num_frames (default: none).
         target_fps (`float`): Frame rate to train at.
+        clips (`str`, *optional*): Clips that each longer video is cut into, one row each: head, one from the start;
+            uniform:N, N of them spread evenly; slide:STRIDE, one every STRIDE frames; all, consecutive ones; or
+            scenes, those of the columns start and end, in seconds (default: each file is one row).
+        clip_frames (`int`, *optional*): Frames of a clip at `target_fps` (default: the most frames of a bucket).
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
             the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
             script at an unreadable file.
+        beside ([`BesideConfig`]): Captions and other files that have the names of the media.
+        name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
+        repeats (`float`): Occurrences of each row per epoch: 2 trains each row twice, 0.5 every row in every other
+            epoch.
+        weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
+            3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
         table ([`TableConfig`]): Bucket table of its rows.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
+
+    Raises:
+        BucketingError: If `repeats` or `weight` is not above 0, or both are given.
     """
 
     dataset: str
@@ -111,63 +150,136 @@ class SourceConfig:
     split: str = "train"
     media_column: str | None = None
     caption_column: str | None = None
-    read_headers: bool = False
+    first_frame_column: str | None = None
+    last_frame_column: str | None = None
+    control_column: str | None = None
+    mask_column: str | None = None
+    reference_column: str | None = None
+    caption_template: str | None = None
+    sizes_from: SizesFrom = "auto"
+    size_columns: str | None = None
     target_fps: float = 16.0
+    clips: str | None = None
+    clip_frames: int | None = None
     on_error: OnCaptionError = "raise"
+    beside: BesideConfig = field(default_factory=BesideConfig)
+    name: str | None = None
+    repeats: float = 1.0
+    weight: float | None = None
     table: TableConfig
     rule: AssignmentRule = field(default_factory=AssignmentRule)
 
     def __post_init__(self) -> None:
         check_literals(self)
+        if self.caption_template is not None:
+            check_template(self.caption_template)
+        if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
+            raise ColumnError("Omit `clip_frames`: no effect without `clips`, nor with the scenes of a data set.")
+        self.clip_rule(1)
+        if self.size_columns is not None:
+            read_size_columns(self.size_columns)
+        for name in ("repeats", "weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BucketingError(f"`{name}` must be above 0 and finite, got {value}.")
+        if self.weight is not None and self.repeats != 1:
+            raise BucketingError("`repeats` and `weight` both say how often a row occurs; give one of them.")
+
+    def clip_rule(self, longest: int) -> ClipRule | None:
+        """Return the rule of the clips, of `longest` frames where their number is not given; None for whole files."""
+        frames = longest if self.clip_frames is None else self.clip_frames
+        return None if self.clips is None else ClipRule.parse(self.clips, frames=frames)
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """Column of each condition that is given."""
+        columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
+        given: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
+        return {**{name: name for name in self.beside.companions}, **given}
 
 
 def read_source(
-    source: SourceConfig, *, num_proc: int | None = None, say: Callable[[str], None] = print
+    source: SourceConfig,
+    *,
+    clips: ClipRule | None = None,
+    num_proc: int | None = None,
+    say: Callable[[str], None] = print,
 ) -> MediaDataset:
-    """Read the rows of a source, check their captions and add the columns of their sizes.
+    """Read the rows of a source, check their captions and conditions, and add the columns of their sizes.
 
     Args:
         source ([`SourceConfig`]): What to read.
+        clips ([`ClipRule`], *optional*): Clips that videos are cut into; by default each file is one row.
         num_proc (`int`, *optional*): Processes that read file headers; by default this one.
         say (callable): Called with each sentence about what was found.
 
     Returns:
-        [`MediaDataset`]: Rows with the columns of `MediaMetadata`; those without a usable caption are marked for
-        rejection where `on_error` is `"reject"`.
+        [`MediaDataset`]: Rows with the columns of `MediaMetadata`; those without a usable caption or condition are
+        marked for rejection where `on_error` is `"reject"`.
 
     Raises:
-        ColumnError: If there is no caption column, or a caption is not text; and as `load_source`.
-        MediaError: If a file cannot be read, unless `on_error` is `"reject"`; and as `load_source`.
+        ColumnError: If there is no caption column or a named column, or a caption is not text; and as `load_source`.
+        MediaError: If a file cannot be read or a condition does not fit its sample, unless `on_error` is `"reject"`;
+            and as `load_source`.
     """
+    names = [] if source.caption_column is None else source.caption_column.split(",")
     loaded = load_source(
         source.dataset,
         split=source.split,
         config_name=source.dataset_config_name,
         media_column=source.media_column,
-        caption_column=source.caption_column,
+        caption_column=names[0] if names else None,
+        caption_extension=source.beside.caption_extension,
+        missing_caption=source.beside.missing_caption,
+        companions=source.beside.companions,
     )
     say(loaded.describe())
     if loaded.caption_column is None:
         raise ColumnError(
             "No caption column was found; name one as `caption_column`, or write captions beside the files."
         )
+    check_condition_columns(loaded.dataset, source.conditions)
     captions = check_captions(
-        loaded.dataset, loaded.caption_column, on_error=source.on_error, media_column=loaded.column
+        loaded.dataset,
+        [loaded.caption_column, *names[1:]],
+        on_error=source.on_error,
+        template=source.caption_template,
+        media_column=loaded.column,
     )
-    metadata = MediaMetadata(
-        loaded.column,
-        target_fps=source.target_fps,
-        root=loaded.root,
-        on_error="reject" if source.on_error == "reject" else "raise",
+    on_error: Literal["raise", "reject"] = "reject" if source.on_error == "reject" else "raise"
+    metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=on_error)
+    sized = add_sizes(
+        captions.dataset,
+        metadata,
+        sizes_from=source.sizes_from,
+        size_columns=None if source.size_columns is None else read_size_columns(source.size_columns),
+        num_proc=num_proc,
     )
-    sized = add_sizes(captions.dataset, metadata, read_headers=source.read_headers, num_proc=num_proc)
+    dataset = captions.mark(sized.dataset)
     for sentence in filter(None, [captions.summary, sized.origin]):
         say(sentence)
-    return replace(loaded, dataset=captions.mark(sized.dataset))
+    if clips is not None:
+        dataset, summary = cut_clips(
+            dataset,
+            clips,
+            on_error=on_error,
+            media_column=loaded.column,
+            caption_column=captions.column,
+        )
+        say(summary)
+    elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
+        say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
+    files = MediaColumns(column=loaded.column, root=loaded.root, conditions=source.conditions)
+    dataset, sentences = check_conditions(
+        dataset, ConditionColumns(files, on_error=on_error), media_column=loaded.column, num_proc=num_proc
+    )
+    for sentence in sentences:
+        say(sentence)
+    return replace(loaded, dataset=dataset, conditions=source.conditions)
 
 
 def prepare(
-    source: SourceConfig,
+    sources: SourceConfig | Sequence[SourceConfig],
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
@@ -176,10 +288,13 @@ def prepare(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
 ) -> PreparedDataset:
-    """Read a source and assign its rows to buckets.
+    """Read one or several sources, and assign the rows of each to the buckets of its table.
+
+    Rows of several sources get a `source` column, a `ClassLabel` of the sources' names, and their tables become one.
+    Where rows do not occur once per epoch, a column `weight` says how often.
 
     Args:
-        source ([`SourceConfig`]): What to read, and its bucket table.
+        sources ([`SourceConfig`] or several): What to read, and its bucket table.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
         max_frames (`int`, *optional*): Number of frames that packed samples are cut to.
@@ -188,21 +303,59 @@ def prepare(
         say (callable): Called with each sentence about what was found.
 
     Raises:
-        BucketingError: As [`read_source`], and if the data set already has bucket columns.
+        BucketingError: As [`read_source`], if the data set already has bucket columns, if two sources have one name,
+            only some have a `weight`, or their settings cannot be met in one data set.
     """
-    table = source.table.make(spec, native_sizes=native_sizes)
-    loaded = read_source(source, num_proc=num_proc, say=say)
-    columns = BucketColumns(table, spec, rule=source.rule)
-    dataset = map_columns(loaded.dataset, columns, num_proc=num_proc, overwrite=overwrite)
+    configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
+    names = name_sources([(config.dataset, config.name) for config in configs])
+    check_alike(configs)
+    tables = [config.table.make(spec, native_sizes=native_sizes) for config in configs]
+    table, ids = union_of_tables(tables)
+    parts: dict[str, MediaDataset] = {}
+    for name, config, own in zip(names, configs, tables, strict=True):
+        clips = config.clip_rule(max(size.frames for size in own.sizes))
+        loaded = read_source(config, clips=clips, num_proc=num_proc, say=say)
+        if not len(loaded.dataset):
+            raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
+        columns = BucketColumns(own, spec, rule=config.rule)
+        mapped = map_columns(loaded.dataset, columns, overwrite=overwrite)  # processes would take longer to start
+        parts[name] = replace(loaded, dataset=mapped)
+    rows = next(iter(parts.values()))
+    weights = row_weights(
+        [part.dataset for part in parts.values()],
+        repeats=[config.repeats for config in configs],
+        shares=[config.weight for config in configs],
+    )
+    if len(parts) > 1:
+        rows = merge_sources(parts, say=say)
+        rows = replace(rows, dataset=with_sources(rows.dataset, parts, table=table, ids=ids))
+    dataset = rows.dataset
+    if weights is not None:
+        dataset = with_columns(dataset, {ROW_WEIGHT: weights}, features=Features({ROW_WEIGHT: Value("float64")}))
     packed: OpenTable = open_table(spec, max_frames=max_frames)
-    if source.table.image_sizes == "video":
+    if configs[0].table.image_sizes == "video":
         sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))
-        packed = packed.images_at_video_sizes(*sizes, rule=source.rule)
+        packed = packed.images_at_video_sizes(*sizes, rule=configs[0].rule)
     return PreparedDataset(
         dataset=dataset,
         table=table,
         open_table=packed,
-        column=loaded.column,
-        caption_column=loaded.caption_column,
-        root=loaded.root,
+        column=rows.column,
+        caption_column=rows.caption_column,
+        root=rows.root,
+        conditions=rows.conditions,
     )
+
+
+def check_alike(configs: Sequence[SourceConfig]) -> None:
+    """Raise BucketingError if sources differ in what all rows of a data set share: how images get their sizes."""
+    kinds = {config.table.image_sizes for config in configs}
+    if len(kinds) > 1:
+        raise BucketingError(
+            "`image_sizes` must be the same for all sources, as packs of images from all sources share one rule."
+        )
+    if kinds == {"video"} and len({config.rule for config in configs}) > 1:
+        raise BucketingError(
+            'With `image_sizes="video"`, images from all sources share one rule; give the sources the same limits, '
+            "such as `max_upscale`."
+        )

@@ -7,18 +7,22 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from datasets import Dataset, load_from_disk
+from datasets import ClassLabel, Dataset, load_from_disk
 
+from ..buckets.arrays import IntArray
 from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..errors import BucketingError, refuse_old_names
 from ..files import complete_folder
+from ..media.remote import is_url
 from ..media.rows import MediaColumns
+from .arrays import column_array
 
 MANIFEST = "bucketing.json"
 
@@ -27,6 +31,9 @@ STREAM = "stream"
 
 ROW_WEIGHT = "weight"
 """Column of the occurrences of each row per epoch, where they are not 1."""
+
+SOURCE = "source"
+"""Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
 MANIFEST_VERSION = 6
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
@@ -56,6 +63,18 @@ class CacheInfo:
     views: dict[str, Any]
 
 
+class SourceRows(NamedTuple):
+    """Sources of a data set.
+
+    Attributes:
+        names (`tuple` of `str`): Name of each source.
+        ids (`int64`, shape `(n,)`): Source of each row, as a position in `names`.
+    """
+
+    names: tuple[str, ...]
+    ids: IntArray
+
+
 @refuse_old_names(
     spec="open_table=open_table(spec)",
     image_sizes="open_table=OpenTable(spec=…, image_sizes=…)",
@@ -72,9 +91,11 @@ class PreparedDataset:
         open_table ([`OpenTable`]): Sizes of the rows in packs. Its `spec` also counted the `num_tokens` column.
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths in these columns start from.
+        root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
+        settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
+            config.yaml.
     """
 
     dataset: Dataset
@@ -85,11 +106,34 @@ class PreparedDataset:
     root: str | None = None
     conditions: Mapping[str, str] = field(default_factory=dict)
     cache: CacheInfo | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def files(self) -> MediaColumns:
         """Columns that lead to the files."""
-        return MediaColumns(column=self.column, root=self.root, conditions=self.conditions)
+        return MediaColumns(
+            column=self.column,
+            root=self.root,
+            conditions=self.conditions,
+            reference_multiples=self.spec.multiples,
+        )
+
+    @property
+    def sources(self) -> SourceRows | None:
+        """Names of the sources and the source of each row, if there are several."""
+        feature = self.dataset.features.get(SOURCE)
+        if not isinstance(feature, ClassLabel):
+            return None
+        return SourceRows(names=tuple(feature.names), ids=column_array(self.dataset, SOURCE).astype(np.int64))
+
+    def source_columns(self) -> dict[str, Any]:
+        """Return the arguments of [`count_sources`][hf_bucketing.report.count_sources], if there are several."""
+        if self.sources is None:
+            raise BucketingError("The data set has one source, or was prepared without a column of sources.")
+        names = [*("bucket_id", "num_tokens", "rejection"), ROW_WEIGHT]
+        columns = {name: column_array(self.dataset, name) for name in names if name in self.dataset.column_names}
+        weights = columns.pop(ROW_WEIGHT, None)
+        return {"sources": self.sources.ids, "names": self.sources.names, "columns": columns, "weights": weights}
 
     @property
     def spec(self) -> LatentSpec:
@@ -118,7 +162,7 @@ class PreparedDataset:
             "open_table": asdict(self.open_table),
             "column": self.column,
             "caption_column": self.caption_column,
-            "root": None if self.root is None else os.path.relpath(self.root, target),
+            "root": self.root if self.root is None or is_url(self.root) else os.path.relpath(self.root, target),
             "conditions": dict(self.conditions),
             "cache": None
             if self.cache is None
@@ -127,6 +171,8 @@ class PreparedDataset:
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+            if self.settings:
+                (partial / CONFIG_FILE).write_text(write_config(self.settings), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> PreparedDataset:
@@ -142,19 +188,24 @@ class PreparedDataset:
                 f"{path} describes a stream and holds no rows, so nothing can be planned, cached or counted; train "
                 "from it with `streaming=True`, or prepare its rows without --streaming."
             )
-        cache = manifest["cache"]
+        cache, config = manifest["cache"], path / CONFIG_FILE
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
             open_table=read_open_table(manifest["open_table"]),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
-            root=None if manifest["root"] is None else os.path.normpath(path / manifest["root"]),
+            root=_read_root(manifest["root"], path),
             conditions=manifest["conditions"],
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
+            settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
+
+
+def _read_root(root: str | None, folder: Path) -> str | None:
+    return root if root is None or is_url(root) else os.path.normpath(folder / root)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..errors import BucketingError, quoted
 from ..files import complete_folder
 from ..settings import names_of, not_default
 from .buckets import BucketColumns
-from .metadata import SizedDataset, add_sizes
+from .metadata import SizedDataset, SizesFrom, add_sizes
 from .preparation import SourceConfig
 from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
 from .stream_columns import CAPTION, MEDIA, name_of, named_cell, value_at
@@ -38,7 +38,7 @@ from .stream_source import (
 )
 
 _USED = (
-    *("dataset", "dataset_config_name", "split", "media_column", "caption_column", "read_headers", "target_fps"),
+    *("dataset", "dataset_config_name", "split", "media_column", "caption_column", "sizes_from", "target_fps"),
     *("on_error", "bucket_tokens", "buckets", "table", "bucket_frames", "bucket_sizes", "aspect_step"),
     *("max_aspect_ratio", *(part.name for part in fields(AssignmentRule))),
 )
@@ -233,7 +233,7 @@ def prepare_stream(
         f"{config.dataset}: a stream of {dataset.num_shards} shards; media column {source.media_column}, caption "
         f"column {source.caption_column}"
     )
-    sized = _sized(source, rows, features=dataset.features, read_headers=config.read_headers)
+    sized = _sized(source, rows, features=dataset.features, sizes_from=config.sizes_from)
     source = replace(source, sizes=list(sized.columns))
     say(sized.origin)
     batch = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
@@ -257,7 +257,7 @@ def prepare_stream(
 
 
 def _sized(
-    source: StreamSource, rows: Sequence[Mapping[str, Any]], *, features: Any, read_headers: bool
+    source: StreamSource, rows: Sequence[Mapping[str, Any]], *, features: Any, sizes_from: SizesFrom
 ) -> SizedDataset:
     """Compare the sizes that the first rows have with the headers of their files, as for a data set of rows."""
     typed = type((features or {}).get(source.media_column)) is Image
@@ -268,4 +268,4 @@ def _sized(
     })  # fmt: skip
     if typed:
         sample = sample.cast_column(MEDIA, Image(decode=False))
-    return add_sizes(sample, source.metadata, read_headers=read_headers)
+    return add_sizes(sample, source.metadata, sizes_from=sizes_from)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pyarrow.compute as pc
 from datasets import Dataset
 
-from ..errors import ColumnError
+from ..errors import ColumnError, MediaError
 from .apply import undecoded
-from .arrays import column_batches, is_text
-from .layouts import Layout, SourceRequest, captions_beside, loaded_by_datasets, metadata_folder, table_file
+from .arrays import is_text
+from .beside import captions_beside
+from .layouts import CAPTION_COLUMNS, MEDIA_COLUMNS, Layout, SourceRequest, SourceRows, loaded_by_datasets
+from .nested import has_column, nested_column, nested_names
+from .tables import lines_folder, listed_folder, mapped_folder, named_file, tars
 
-LAYOUTS: tuple[Layout, ...] = (table_file, metadata_folder, captions_beside, loaded_by_datasets)
-"""Layouts in the order in which they are tried; the last one accepts everything, or raises."""
-
-MEDIA_COLUMNS = ("file_name", "video", "video_path", "path", "file_path", "image", "url")
-"""Names under which a data set usually holds its media, if it holds no `Image` or `Video` column."""
-
-CAPTION_COLUMNS = ("caption", "text", "prompt", "description")
-"""Names under which a data set usually holds its captions."""
+LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, mapped_folder, lines_folder, captions_beside)
+"""Layouts that are recognised; everything else is left to `datasets.load_dataset`."""
 
 _SHOWN_CHARACTERS = 80
 
@@ -36,8 +32,9 @@ class MediaDataset:
         dataset (`Dataset`): The rows.
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
-        root (`str`, *optional*): Folder that relative paths in the media column start from, if there are any.
+        root (`str`, *optional*): Folder or URL that relative paths in the media column start from, if there are any.
         layout (`str`): Description of what was read and how many files were ignored, for messages.
+        conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
     """
 
     dataset: Dataset
@@ -45,6 +42,7 @@ class MediaDataset:
     caption_column: str | None
     root: str | None
     layout: str
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return two lines: the layout that was read, and the columns with the first row as an example."""
@@ -65,33 +63,59 @@ def load_source(
     config_name: str | None = None,
     media_column: str | None = None,
     caption_column: str | None = None,
+    caption_extension: str | None = None,
+    missing_caption: str | None = None,
+    companions: Mapping[str, str] | None = None,
 ) -> MediaDataset:
-    """Load a data set from a file, a folder or the hub, and recognise its layout.
+    """Load a data set from a file, a folder, a URL or the hub, and recognise its layout.
 
-    The layouts, in order of preference:
+    The layouts:
 
-    - a `.csv`, `.tsv`, `.json`, `.jsonl` or `.parquet` file with a row per sample, and paths relative to its folder;
-    - a folder with such a file named `metadata`, for images and videos together;
-    - a folder of images and videos, at any depth, with a `.txt` caption of the same stem beside each;
+    - a `.csv`, `.tsv`, `.json`, `.jsonl` or `.parquet` file with a row per sample, and paths relative to its folder,
+      named directly (also at a URL that fsspec opens), or as the `metadata` of a folder, or as the only table in it
+      that lists its files; FastVideo's `videos2caption.json`;
+    - tars of webdataset: one, a pattern such as `shards/*.tar`, or a folder of them;
+    - a folder with a list of files and a list of captions, line by line, such as `videos.txt` and `prompts.txt`;
+    - a folder whose `captions.json` maps the name of each file to its caption or captions;
+    - a folder of images and videos, at any depth, with a caption file of the same stem beside each;
     - any other folder or name on the hub that `datasets.load_dataset` loads.
 
+    A column may lie in another one: `json.caption` is the `caption` of the dicts in the column `json`, and becomes a
+    column of that name.
+
     Args:
-        path_or_name (`str`): A file, a folder, or the name of a data set on the hub.
+        path_or_name (`str`): A file, a folder, a URL, or the name of a data set on the hub.
         split (`str`): Split, such as `"train"` or `"train[:100]"`.
         config_name (`str`, *optional*): Configuration of a hub data set.
-        media_column (`str`, *optional*): Media column. By default the only `Image` or `Video` column, otherwise the
-            only column named as in `MEDIA_COLUMNS`; in a folder's metadata, `file_name` comes first.
+        media_column (`str`, *optional*): Media column, of paths, URLs or bytes. By default the only `Image` or `Video`
+            column, otherwise the only column named as in `MEDIA_COLUMNS`; in a folder's metadata, `file_name` comes
+            first.
         caption_column (`str`, *optional*): Text column. By default the only column named as in `CAPTION_COLUMNS`, or
-            None.
+            the only such name in a column of dicts, or None.
+        caption_extension (`str`, *optional*): Ending of the caption files beside media, by default `.txt`. Giving it
+            also chooses this layout where another could be meant.
+        missing_caption (`str`, *optional*): Caption of media without a caption file, in that layout.
+        companions (mapping of `str` to `str`, *optional*): Folder, for each column to add, of files that have the
+            stems of the media, such as `{"control": "clips/control"}`; for the layout of caption files beside media.
 
     Raises:
-        MediaError: If there is no such file or folder, it holds no rows, datasets cannot load it, or two media files
-            share one stem and thereby one caption.
+        MediaError: If there is no such file or folder, it holds no rows, datasets cannot load it, two layouts could be
+            meant, lists of files and captions differ in length, or two media files share one stem and thereby one
+            caption.
         ColumnError: If a named column does not exist, there is no media column, several columns could be meant, or
-            the media are URLs.
+            captions are dicts.
     """
-    request = SourceRequest(path_or_name=path_or_name, split=split, config_name=config_name)
-    rows = next(found for found in (layout(request) for layout in LAYOUTS) if found is not None)
+    request = SourceRequest(
+        path_or_name=path_or_name,
+        split=split,
+        config_name=config_name,
+        media_column=media_column,
+        caption_column=caption_column,
+        caption_extension=caption_extension,
+        missing_caption=missing_caption,
+        companions=companions or {},
+    )
+    rows = _chosen(request, [rows for layout in LAYOUTS if (rows := layout(request)) is not None])
     dataset = rows.dataset
     typed = [name for name, feature in dataset.features.items() if type(feature).__name__ in ("Image", "Video")]
     if media_column is None and rows.media_column in dataset.column_names:
@@ -100,44 +124,76 @@ def load_source(
     if media is None:
         raise ColumnError(
             f"{path_or_name} has no media column: none of {', '.join(MEDIA_COLUMNS)} is among its columns "
-            f"{dataset.column_names}; name the one that holds the files as `media_column`."
+            f"{nested_names(dataset)}; name the one that holds the files as `media_column`."
         )
-    caption = _find_column(path_or_name, dataset, caption_column, CAPTION_COLUMNS, kind="caption")
-    holds_paths = is_text(dataset.features[media])
-    if holds_paths:
-        _refuse_urls(path_or_name, dataset, media)
+    caption = _caption_column(path_or_name, dataset, caption_column)
+    for name in (media, caption):
+        if name is not None and name not in dataset.column_names:
+            dataset = nested_column(dataset, name)
     return MediaDataset(
         dataset=dataset,
         column=media,
         caption_column=caption,
-        root=rows.root if holds_paths else None,
+        root=rows.root if is_text(dataset.features[media]) else None,
         layout=f"{path_or_name}: {rows.layout}",
     )
 
 
+def _chosen(request: SourceRequest, found: list[SourceRows]) -> SourceRows:
+    """Return the only layout that was found, or the only one of them that has captions."""
+    if not found:
+        return loaded_by_datasets(request)
+    if len(found) == 1:
+        return found[0]
+    captioned = [rows for rows in found if _captions_of(rows.dataset, request.caption_column)]
+    if len(captioned) == 1:
+        others = " and ".join(rows.layout for rows in found if rows is not captioned[0])
+        return replace(captioned[0], layout=f"{captioned[0].layout} (not used, for lack of such captions: {others})")
+    raise MediaError(
+        f"{request.path_or_name} could be read in {len(found)} ways: {'; or '.join(rows.layout for rows in found)}.",
+        advice=[rows.choose for rows in found],
+    )
+
+
+def _captions_of(dataset: Dataset, given: str | None) -> list[str]:
+    """Return the columns that the caller named, or that are usually captions, also those within columns of dicts."""
+    if given is not None:
+        return [given] if has_column(dataset, given) else []
+    names = nested_names(dataset)
+    return [name for name in CAPTION_COLUMNS if name in names] or [
+        name for name in names if name.rpartition(".")[2] in CAPTION_COLUMNS
+    ]
+
+
+def _caption_column(name: str, dataset: Dataset, given: str | None) -> str | None:
+    """Return the caption column, which may lie in a column of dicts.
+
+    Raises:
+        ColumnError: If it does not exist, several could be meant, or its captions are dicts.
+    """
+    usual = [found for found in _captions_of(dataset, None) if not nested_names(dataset, within=found)]
+    column = _find_column(name, dataset, given, usual, kind="caption")
+    inner = nested_names(dataset, within=column) if column is not None else []
+    if inner:
+        raise ColumnError(
+            f"The caption column {column!r} of {name} holds dicts; name the one of their texts that is the caption as "
+            f"`caption_column`: {', '.join(inner)}."
+        )
+    return column
+
+
 def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence[str], *, kind: str) -> str | None:
     """Return the column that the caller named, or the only one with a usual name."""
-    columns = dataset.column_names
+    columns = nested_names(dataset)
     found = [column for column in usual if column in columns]
     if given is not None:
-        if given not in columns:
+        if not has_column(dataset, given):
             hint = f"; {kind}_column {found[0]} would do" if len(found) == 1 else ""
             raise ColumnError(f"{name} has no {kind} column {given!r}, only {columns}{hint}.")
         return given
     if len(found) > 1:
         raise ColumnError(f"{name} has several {kind} columns: {' and '.join(found)}; name one as `{kind}_column`.")
     return found[0] if found else None
-
-
-def _refuse_urls(name: str, dataset: Dataset, column: str) -> None:
-    """Raise for URLs, which are not downloaded; else the error would be about a missing file `folder/https:/…`."""
-    for cells in column_batches(dataset, column):
-        urls = cells.filter(pc.match_substring_regex(cells, "^[A-Za-z][A-Za-z0-9+.-]+://"))
-        if len(urls):
-            raise ColumnError(
-                f"The column {column} of {name} holds URLs such as {urls[0].as_py()}, which are not downloaded; "
-                "download the files, and name a column of their paths as `media_column`."
-            )
 
 
 def _shown(cell: Any) -> str:

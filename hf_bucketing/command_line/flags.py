@@ -7,11 +7,14 @@ import dataclasses
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from ..errors import BucketingError, FlagError
 from ..settings import RENAMED, Setting, build, choices, names_of, parts_of, settings_in, without_links
+from .config_file import CACHED_DIR, SOURCES, ConfigFile, Entry, read_config_file
 
 Config = TypeVar("Config")
 
@@ -41,6 +44,14 @@ def _shown(default: Any) -> str:
     return text.replace("%", "%%")
 
 
+class _ConfigRule(NamedTuple):
+    """What a script takes of a file of settings; the arguments of [`FlagParser.add_config`]."""
+
+    script: str
+    others: Callable[[], Mapping[str, Collection[str]]]
+    names: Mapping[str, Sequence[str]]
+
+
 class FlagParser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` as all scripts use it.
 
@@ -55,11 +66,12 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None, *kinds: type) -> None:
         self._arguments: dict[str, str] = {}
+        self._config: _ConfigRule | None = None
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
         for kind in kinds:
             self.add_settings(kind)
 
-    def add_settings(self, kind: type, *, skip: Sequence[str] = ()) -> None:
+    def add_settings(self, kind: type, *, skip: Sequence[str] = (), several: Sequence[str] = ()) -> None:
         """Add a flag for each setting of a configuration; [`from_flags`] builds the configuration from them.
 
         Name, type and default are those of the dataclass field, and the help is the field's entry under `Args:` in
@@ -69,6 +81,8 @@ class FlagParser(argparse.ArgumentParser):
         Args:
             kind (type): Frozen dataclass, which may be composed of others.
             skip (sequence of `str`): Settings that get no flag.
+            several (sequence of `str`): Settings whose flag takes one or several values, of as many configurations;
+                these are None without the flag.
         """
         groups: dict[type, Any] = {}
         for setting in settings_in(kind):
@@ -78,9 +92,36 @@ class FlagParser(argparse.ArgumentParser):
                 title = (inspect.getdoc(setting.owner) or setting.owner.__name__).partition("\n")[0].rstrip(".")
                 title = without_links(title).replace("`", "")
                 groups[setting.owner] = self.add_argument_group(title)
-            groups[setting.owner].add_argument(f"--{setting.name}", **_options(setting))
+            options = _options(setting)
+            if setting.name in several:
+                options |= {"nargs": "+", "required": False, "default": None}
+            groups[setting.owner].add_argument(f"--{setting.name}", **options)
             if "argument" in setting.metadata:
                 self._arguments[setting.metadata["argument"]] = f"--{setting.name}"
+
+    def add_config(
+        self,
+        script: str,
+        *,
+        others: Callable[[], Mapping[str, Collection[str]]],
+        names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        """Add `--config`, a YAML file that holds settings of this and other scripts; flags override it.
+
+        A setting has the name of its flag. Under a script's name, a file may hold settings that this script alone is
+        to take, in place of those at its top. Its list of `sources` is not read here. The parsed `config` is the
+        [`ConfigFile`], or None.
+
+        Args:
+            script (`str`): Name of this script.
+            others (callable): Function that returns the names of all settings of each script.
+            names (mapping of `str` to names, *optional*): Names that a flag has in files, instead of its own: the
+                first one that is given counts.
+        """
+        self._config = _ConfigRule(script, others, names)
+        self.add_argument(
+            "--config", metavar="FILE", help="YAML file of settings, as flags are named; flags override it."
+        )
 
     @property
     def flags(self) -> dict[str, str]:
@@ -104,8 +145,76 @@ class FlagParser(argparse.ArgumentParser):
         unknown = [flag for flag in flags if flag not in self._option_string_actions]
         if unknown:
             self.error("; ".join(map(self._did_you_mean, unknown)))
-        parsed: argparse.Namespace = super().parse_args(given, namespace)
+        if self._config is None or "--config" not in flags:
+            parsed: argparse.Namespace = super().parse_args(given, namespace)
+            return parsed
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        finder.add_argument("--config", nargs="?")
+        path = finder.parse_known_args(words)[0].config
+        if path is None:
+            self.error("--config needs a file")
+        file = read_config_file(path)
+        values = self._values_in(file, self._config)
+        for action in self._actions:
+            action.required = action.required and action.dest not in values
+        parsed = super().parse_args(given, argparse.Namespace(**values))
+        parsed.config = file
         return parsed
+
+    def read_settings(self, file: ConfigFile, entries: Mapping[str, Entry]) -> dict[str, Any]:
+        """Return settings of a file by name, each with the type of its flag; None stands for a default of None.
+
+        Raises:
+            FlagError: If there is no flag of a name, or a value is not of its type; the message names the line.
+        """
+        actions = {action.dest: action for action in self._actions}
+        for name, entry in entries.items():
+            if name not in actions:
+                raise FlagError(f"{file.where(entry)}: {_no_setting(name, actions)}")
+        return {name: _value_of(actions[name], entry, file) for name, entry in entries.items()}
+
+    def _values_in(self, file: ConfigFile, rule: _ConfigRule) -> dict[str, Any]:
+        """Return what a file says about the flags of this parser."""
+        section = self._section_of(file, rule)
+        values = {}
+        for action in self._actions:
+            if action.dest in ("help", "config"):
+                continue
+            top = [file.entries[name] for name in rule.names.get(action.dest, (action.dest,)) if name in file.entries]
+            given = [one for one in top if one.value is not None] or top
+            entry = section.get(action.dest) or (given[0] if given else None)
+            if entry is None or (entry.value is None and action.default is None):
+                continue
+            try:
+                values[action.dest] = _value_of(action, entry, file)
+            except FlagError as error:
+                scripts = [script for script, names in rule.others().items() if action.dest in names]
+                if action.dest in section or len(scripts) < 2:
+                    raise
+                hint = f"What only this script is to take stands below {rule.script}:"
+                raise FlagError(f"{error} {hint} {', '.join(scripts)} have a setting of this name.") from error
+        return values
+
+    def _section_of(self, file: ConfigFile, rule: _ConfigRule) -> Mapping[str, Entry]:
+        """Return the settings that are this script's alone, after a check of all names in the file.
+
+        Raises:
+            FlagError: If no script has a setting of a name.
+        """
+        known = {SOURCES, CACHED_DIR, *(name for names in rule.names.values() for name in names)}
+        known |= {action.dest for action in self._actions if action.dest not in ("help", "config", *rule.names)}
+        scripts = rule.others() if file.entries.keys() - known else {}
+        known = known.union(*scripts.values())
+        for name, entry in file.entries.items():
+            if name not in scripts and name not in known:
+                raise FlagError(f"{file.where(entry)}: {_no_setting(name, {*known, *scripts})}")
+            if name in scripts and not isinstance(entry.value, dict):
+                raise FlagError(f"{file.where(entry)}: {name} must hold settings of that script, `name: value`.")
+            for inner, one in entry.value.items() if name in scripts else ():
+                if inner not in scripts[name]:
+                    raise FlagError(f"{file.where(one)}: {_no_setting(inner, scripts[name])}")
+        own: Mapping[str, Entry] = file.entries[rule.script].value if rule.script in file.entries else {}
+        return own
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as an error.
@@ -161,6 +270,59 @@ def _options(setting: Setting) -> dict[str, Any]:
     if get_origin(hint) is list:
         return {**options, "nargs": "+", "type": get_args(hint)[0]}
     return {**options, "type": hint}
+
+
+def _no_setting(name: str, known: Collection[str]) -> str:
+    """Return why a name in a file is refused, with the name to use instead if there is one."""
+    if (new := RENAMED.get(name)) and new.partition("=")[0] in known:
+        return f"there is no setting {name} any more; it is {new} now."
+    near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+    return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else ".")
+
+
+def _value_of(action: argparse.Action, entry: Entry, file: ConfigFile) -> Any:
+    """Return a value of a file as the value of a flag, in the type that the flag has on the command line."""
+
+    def wrong(what: str) -> FlagError:
+        return FlagError(f"{file.where(entry)}: {action.dest} {what}.")
+
+    def convert(text: Any) -> Any:
+        kind: Any = _boolean if action.nargs == 0 else action.type or str
+        if not isinstance(text, str):
+            raise wrong("must be a value, or a list of values" if action.nargs == "+" else "must be a value")
+        try:
+            value = kind(text)
+        except (BucketingError, argparse.ArgumentTypeError) as error:
+            raise wrong(f"is not valid: {error}".rstrip(".")) from error
+        except (TypeError, ValueError) as error:
+            raise wrong(f"must be of type {getattr(kind, '__name__', kind)}, got {text!r}") from error
+        if action.choices is not None and value not in action.choices:
+            raise wrong(f"must be one of {', '.join(map(str, action.choices))}, got {text!r}")
+        return value
+
+    value = entry.value
+    if value is None:
+        if action.default is not None or action.required:
+            raise wrong("has no value; write one, or remove the line")
+        return None
+    if action.nargs == "+":
+        values = [convert(one) for one in (value if isinstance(value, list) else [value])]
+        if not values:
+            raise wrong("is an empty list; write a value, or remove the line")
+        return values
+    if isinstance(value, list) and action.type not in (None, str, int, float, Path):
+        value = _as_one_text(value)  # of a flag that reads lists, such as 1,17,49
+    if isinstance(value, list):
+        raise wrong("takes one value, not a list")
+    return convert(value)
+
+
+def _as_one_text(values: list[Any]) -> Any:
+    """Return numbers as `1,17,49`, and sizes as `480,832;720,1280`; other values as they are."""
+    if values and all(isinstance(value, str) for value in values):
+        return ",".join(values)
+    parts = [_as_one_text(value) if isinstance(value, list) else value for value in values]
+    return ";".join(parts) if parts and all(isinstance(part, str) for part in parts) else values
 
 
 def _or_one_of(kind: Callable[[str], Any], words: Sequence[str]) -> Callable[[str], Any]:

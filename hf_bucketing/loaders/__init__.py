@@ -1,6 +1,7 @@
 """From an epoch plan to batches: samplers and collators for a `torch.utils.data.DataLoader`."""
 
 from .bucket_sampler import BucketBatchSampler
+from .captions import CaptionRule
 from .check import check_loader
 from .collators import BucketCollator, PackCollator
 from .equal_epochs import EqualEpochs
@@ -16,6 +17,7 @@ from .workers import worker_options
 __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
+    "CaptionRule",
     "EqualEpochs",
     "FaultRule",
     "LengthBatchSampler",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,18 @@ import torch
 
 from ..buckets.assignment import Rejection
 from ..buckets.open_table import OpenTable, open_table
-from ..buckets.sizes import CropBox, LatentSpec, Size
+from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, refuse_old_names
 from ..media.rows import MediaColumns
-from ..media.sample import load_sample
+from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
+from .captions import CaptionRule
 from .faults import Replacements
 from .random_resize import RandomResize
 
 Row = Mapping[str, Any]
-Loaded = tuple[torch.Tensor, View, CropBox]
+Loaded = tuple[LoadedSample, View]
 
 _refuse_old_options = refuse_old_names(
     random_crop="views=ViewRule(random_crop=…)",
@@ -38,16 +40,21 @@ _refuse_old_options = refuse_old_names(
 class MediaCollator:
     """Decode the rows of a batch, each at the size that [`target`][MediaCollator.target] returns.
 
-    The base class of [`BucketCollator`] and [`PackCollator`]. Crops, first frames and flips are random. With a `seed`,
-    they are a function of the seed, the epoch (see [`set_epoch`][MediaCollator.set_epoch]) and the row's `index`
-    column alone, so a resumed run repeats them on any number of workers and processes. Without a seed they follow
-    torch's random state in the worker.
+    The base class of [`BucketCollator`] and [`PackCollator`]. Crops, first frames and flips are random, and so is the
+    choice of one of several captions. With a `seed`, they are a function of the seed, the epoch (see
+    [`set_epoch`][MediaCollator.set_epoch]) and the row's `index` column alone, so a resumed run repeats them on any
+    number of workers and processes. Without a seed they follow torch's random state in the worker.
 
     Args:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
-        caption_column (`str`, *optional*): Text column; None if there is none.
+        caption_column (`str`, *optional*): Column of a text or a list of texts; None if there is none.
+        captions ([`CaptionRule`]): Order of tags in captions.
         root (`str`, *optional*): Folder that relative paths start from.
-        conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample.
+        conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample, such as
+            `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, see
+            [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
+        reference_multiples (`tuple[int, int]`): Pixels per token along height and width, `spec.multiples`:
+            references are resized to whole tokens.
         views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
         seed (`int`, *optional*): Seed of the views and of the choice of replacements.
         replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
@@ -57,14 +64,21 @@ class MediaCollator:
 
     column: str = "video"
     caption_column: str | None = "caption"
+    captions: CaptionRule = field(default_factory=CaptionRule)
     root: str | None = None
     conditions: Mapping[str, str] = field(default_factory=dict)
+    reference_multiples: tuple[int, int] = (1, 1)
     views: ViewRule = ViewRule()
     seed: int | None = None
     replacements: Replacements | None = None
 
     def __post_init__(self) -> None:
-        self._columns = MediaColumns(column=self.column, root=self.root, conditions=self.conditions)
+        self._columns = MediaColumns(
+            column=self.column,
+            root=self.root,
+            conditions=self.conditions,
+            reference_multiples=self.reference_multiples,
+        )
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -79,24 +93,29 @@ class MediaCollator:
     def load(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return `pixel_values` as a list of `(3, F, H, W)`, and `size`, `crop`, `flip`, `fps`, `caption` and `index`.
 
+        With conditions, also return `shown`.
+
         Raises:
             ColumnError: If a needed column is missing.
             MediaError: If a file cannot be decoded; the message names the row.
         """
-        require(rows[0], [self.column, "num_frames", "fps"])
+        require(rows[0], [self.column, "num_frames", "fps", *self.conditions.values()])
         if self.caption_column is not None:
             require(rows[0], [self.caption_column])
         found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
         loaded = [sample for *_, sample in found]
         batch: dict[str, Any] = {
-            "pixel_values": [pixels for pixels, *_ in loaded],
+            "pixel_values": [sample.pixels for sample, _ in loaded],
             "size": [size for _, size, _ in found],
-            "crop": [crop for *_, crop in loaded],
-            "flip": [view.flip for _, view, _ in loaded],
-            "fps": [view.fps for _, view, _ in loaded],
+            "crop": [sample.crop for sample, _ in loaded],
+            "flip": [view.flip for _, view in loaded],
+            "fps": [view.fps for _, view in loaded],
         }
+        if self.conditions:
+            batch["shown"] = {name: [sample.shown[name] for sample, _ in loaded] for name in self.conditions}
         if self.caption_column is not None:
-            batch["caption"] = [row[self.caption_column] for row, *_ in found]
+            draw = partial(self.captions.caption, column=self.caption_column, seed=self.seed, epoch=int(self._epoch))
+            batch["caption"] = [draw(row) for row, *_ in found]
         if "index" in found[0][0]:
             batch["index"] = [int(row["index"]) for row, *_ in found]
         return batch
@@ -137,10 +156,9 @@ class MediaCollator:
         draws = self._draws(row)
         try:
             sample = self._columns.sample(row, size, views=self.views, draws=draws, name=name)
-            pixels, crop = load_sample(sample.source, sample.view)
+            return load(sample), sample.view
         except MediaError as error:
             raise MediaError(f"Cannot load {name}: {error}") from error
-        return pixels, sample.view, crop
 
     def _draws(self, row: Row) -> npt.NDArray[np.float64]:
         """Return the uniform numbers in [0, 1) that choose the row's view."""

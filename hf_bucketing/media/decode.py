@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import islice
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import av
 import numpy as np
@@ -19,12 +21,15 @@ from PIL import ImageOps
 
 from ..errors import BucketingError, MediaError, refuse_old_names
 from .images import exif_orientation, open_image, rgb_array
-from .probe import VideoHeader, display_stamps, frame_rate, open_video, read_video_header, video_stream
+from .probe import MAX_REORDERED, VideoHeader, display_stamps, frame_rate, open_video, read_video_header, video_stream
 from .source import MediaSource
 
 DecoderName = Literal["pyav", "torchcodec"]
 
 Frame = npt.NDArray[np.uint8]
+
+_SEEK_FROM = 2.0
+"""Seconds of a video before the first wanted frame from which it is faster to look for a key frame."""
 
 _TOLERANCE = 0.25
 """Tolerance of frame times, in source frames: containers round time stamps, some to whole milliseconds."""
@@ -75,6 +80,7 @@ def iter_frames(
         BucketingError: If the decoder is unknown or cannot be loaded.
     """
     check_decoder(video_decoder)
+    source = source.opened()
     frame = _image(source)
     if frame is None:
         yield from _iter_video(source, times, video_decoder)
@@ -94,31 +100,35 @@ def _image(source: MediaSource) -> Frame | None:
 
 def _iter_video(source: MediaSource, times: Sequence[float], video_decoder: DecoderName) -> Iterator[Frame]:
     header = read_video_header(source)
-    wanted = iter(times)
-    time = next(wanted, None)
-    shown: Callable[[], _StoredFrame] | None = None
-    passed, shown_at = 0, 0.0
-    try:
-        with open_video(source) as container:
-            stream = video_stream(container)
-            assert stream is not None, "read_video_header found one"
-            tolerance = _tolerance(stream)
-            timed_frames = _by_torchcodec if video_decoder == "torchcodec" else _by_pyav
-            for frame, second in timed_frames(source, container, stream, header):
-                while time is not None and shown is not None and second > time + tolerance:
-                    yield _upright(*shown(), header=header, source=source)
-                    time = next(wanted, None)
-                if time is None:
-                    return
-                if frame is not None:
-                    shown, shown_at, passed = frame, second, passed + 1
-    except (av.error.FFmpegError, IndexError, EOFError) as error:
-        raise _undecodable(source, error) from error
-    if time is not None:
-        raise MediaError(
-            f"{source.path} ends after {passed} frames ({shown_at:.3f} s), but its metadata promised one at "
-            f"{time:.3f} s; the file may be cut off. Remove the row, or read its metadata again."
-        )
+    waiting = deque(times)
+    decoders: list[_Decoder] = [_by_torchcodec if video_decoder == "torchcodec" else _by_pyav]
+    if video_decoder == "pyav" and times and times[0] >= _SEEK_FROM:
+        decoders.insert(0, partial(_by_pyav, start=times[0]))
+    while waiting:
+        shown: Callable[[], _StoredFrame] | None = None
+        passed, shown_at = 0, 0.0
+        decoder = decoders.pop(0)
+        try:
+            with open_video(source) as container:
+                stream = video_stream(container)
+                assert stream is not None, "read_video_header found one"
+                tolerance = _tolerance(stream)
+                for frame, second in decoder(source, container, stream, header):
+                    while waiting and shown is not None and second > waiting[0] + tolerance:
+                        yield _upright(*shown(), header=header, source=source)
+                        waiting.popleft()
+                    if not waiting:
+                        return
+                    if frame is not None:
+                        shown, shown_at, passed = frame, second, passed + 1
+        except (av.error.FFmpegError, IndexError, EOFError) as error:
+            if not decoders:
+                raise _undecodable(source, error) from error
+        if waiting and not decoders:
+            raise MediaError(
+                f"{source.path} ends after {passed} frames ({shown_at:.3f} s), but its metadata promised one at "
+                f"{waiting[0]:.3f} s; the file may be cut off. Remove the row, or read its metadata again."
+            )
 
 
 _StoredFrame = tuple[av.VideoFrame, float]
@@ -126,6 +136,8 @@ _StoredFrame = tuple[av.VideoFrame, float]
 
 _TimedFrame = tuple[Callable[[], _StoredFrame] | None, float]
 """A function that returns a frame, and its seconds after the first frame; last, `None` and the end of the video."""
+
+_Decoder = Callable[[MediaSource, InputContainer, VideoStream, VideoHeader], Iterator[_TimedFrame]]
 
 
 def _upright(frame: av.VideoFrame, rotation: float, *, header: VideoHeader, source: MediaSource) -> Frame:
@@ -147,21 +159,43 @@ def _upright(frame: av.VideoFrame, rotation: float, *, header: VideoHeader, sour
 
 
 def _by_pyav(
-    _source: MediaSource, container: InputContainer, stream: VideoStream, header: VideoHeader
+    _source: MediaSource, container: InputContainer, stream: VideoStream, header: VideoHeader, *, start: float = 0.0
 ) -> Iterator[_TimedFrame]:
-    """Decode frame after frame; without time stamps, times follow from the number of frames."""
+    """Decode frame after frame; without time stamps, times follow from the number of frames.
+
+    With a `start` in seconds, decode from a key frame before it on, and yield nothing where none can be found. What
+    the end of the video is then remains uncertain, as packets are not counted.
+    """
     stream.thread_type = "AUTO"
     rate = frame_rate(stream) or 1.0
-    first, position, packets, second = None, 0, 0, 0.0
+    position, packets, second = 0, 0, 0.0
+    first = _seek(container, stream, start - MAX_REORDERED / rate) if start else None
+    if start and first is None:
+        return
     for packet in container.demux(stream):
         packets += packet.size > 0
         for frame in packet.decode():
             time = frame.time if frame.time is not None else position / rate
+            if start and not position and (frame.time is None or first is None or time - first > start):
+                return
             first = time if first is None else first
             second = time - first
             yield partial(_stored, frame), second
             position += 1
     yield None, _end(second, stream, header, packets=packets)
+
+
+def _seek(container: InputContainer, stream: VideoStream, second: float) -> float | None:
+    """Go to the last key frame before a second of the video and return the time stamp of its first frame, in seconds.
+
+    Return None for containers whose time stamps may be inexact after that.
+    """
+    stamps = list(islice(display_stamps(container, stream), MAX_REORDERED))
+    if not stamps or not stream.time_base or not {"mp4", "matroska"} & set(container.format.name.split(",")):
+        return None
+    first = min(stamps)
+    container.seek(first + max(int(second / stream.time_base), 0), stream=stream)
+    return float(first * stream.time_base)
 
 
 def _stored(frame: av.VideoFrame) -> _StoredFrame:
@@ -185,7 +219,7 @@ def _by_torchcodec(
         )
     try:
         video = library.decoders.VideoDecoder(
-            os.path.abspath(source.path) if source.data is None else source.data,
+            _for_torchcodec(source),
             stream_index=stream.index,
             dimension_order="NHWC",
             num_ffmpeg_threads=0,
@@ -217,6 +251,11 @@ def _by_torchcodec(
     for position, time in enumerate(times):
         yield partial(stored, position, time), time - times[0]
     yield None, _end(times[-1] - times[0], stream, header, packets=len(times))
+
+
+def _for_torchcodec(source: MediaSource) -> str | bytes | BinaryIO:
+    file = source.data or source.open()
+    return os.path.abspath(file) if isinstance(file, str) else file
 
 
 def _undecodable(source: MediaSource, error: Exception) -> MediaError:

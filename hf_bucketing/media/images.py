@@ -48,6 +48,12 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
         ) from error
 
 
+def is_image(source: MediaSource) -> bool:
+    """Return whether a file is an image; all others count as videos."""
+    with open_image(source) as image:
+        return image is not None
+
+
 def _check_still(image: ImageFile.ImageFile, source: MediaSource) -> None:
     """Raise `MediaError` for an animation, or for pixels of unknown range."""
     if image.format in _ANIMATED and getattr(image, "is_animated", False):

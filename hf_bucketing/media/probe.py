@@ -38,7 +38,7 @@ _HEADERS_SUFFICE = {"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"}
 _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if hasattr(InputContainer, "metadata_errors") else {}
 """Accept titles and comments that are not UTF-8, as PyAV 19 and newer always do."""
 
-_MAX_REORDERED = 17
+MAX_REORDERED = 17
 """Number of packets that hold the first frame shown: H.264 and HEVC store at most 16 frames before it."""
 
 
@@ -77,6 +77,7 @@ def probe(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIX
         MediaError: If the file is neither image nor video, is broken, has only sound, claims larger frames, or states
             no number of frames.
     """
+    source = source.opened(headers=True)
     with open_image(source) as image:
         if image is not None:
             width, height = upright_size(image)
@@ -238,7 +239,7 @@ def _last_time(container: InputContainer, stream: VideoStream) -> float:
     """Return the seconds from the first to the last frame, −1 if unknown; read only from the last key frame on."""
     if not container.duration or not stream.time_base:
         return -1.0
-    start = min(islice(display_stamps(container, stream), _MAX_REORDERED), default=0)
+    start = min(islice(display_stamps(container, stream), MAX_REORDERED), default=0)
     container.seek(start + int(container.duration / av.time_base / stream.time_base), stream=stream)
     end = max(display_stamps(container, stream), default=start - 1)
     return float((end - start) * stream.time_base) if end >= start else -1.0

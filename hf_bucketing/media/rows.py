@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.sizes import Size
+from ..errors import MediaError
+from .conditions import MASK, is_missing
 from .source import MediaSource
 from .views import View, ViewRule
 
-CLIP_START = "start"
-"""Column of the second of its file at which a row's clip begins, for rows that are clips of longer videos."""
+CLIP_START, CLIP_END = "clip_start", "clip_end"
+"""Columns of the seconds of its file at which a row's clip begins and ends, for rows that are clips of videos."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +26,15 @@ class FileSample:
     Attributes:
         source ([`MediaSource`]): The file.
         view ([`View`]): Frames, size, crop and flip.
-        conditions (mapping of `str` to [`MediaSource`]): Files of what the model is shown beside the text.
+        conditions (mapping of `str` to [`MediaSource`]): Files of what the model is shown beside the text; None for a
+            mask that the sample lacks.
+        reference_multiples (`tuple[int, int]`): Numbers of which height and width of a reference become multiples.
     """
 
     source: MediaSource
     view: View
-    conditions: Mapping[str, MediaSource] = field(default_factory=dict)
+    conditions: Mapping[str, MediaSource | None] = field(default_factory=dict)
+    reference_multiples: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +45,14 @@ class MediaColumns:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
         root (`str`, *optional*): Folder that relative paths start from.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
+        reference_multiples (`tuple[int, int]`): Pixels per token along height and width, see
+            [`LatentSpec`][hf_bucketing.LatentSpec]: references are resized to whole tokens.
     """
 
     column: str
     root: str | None = None
     conditions: Mapping[str, str] = field(default_factory=dict)
+    reference_multiples: tuple[int, int] = (1, 1)
 
     def sample(
         self, row: Mapping[str, Any], size: Size, *, views: ViewRule, draws: npt.NDArray[np.float64], name: str
@@ -60,7 +68,8 @@ class MediaColumns:
             name (`str`): Name of the row in messages.
 
         Raises:
-            MediaError: If a file does not exist, or has too few frames.
+            MediaError: If a file does not exist, a condition other than a mask is missing, or the file has too few
+                frames.
         """
         source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
         view = views.view(
@@ -75,7 +84,28 @@ class MediaColumns:
             source=source,
             view=view,
             conditions={
-                condition: MediaSource.from_cell(row[column], root=self.root, name=f"{condition} of {name}")
+                condition: self.condition(condition, row[column], name=name)
                 for condition, column in self.conditions.items()
             },
+            reference_multiples=self.reference_multiples,
+        )
+
+    def condition(self, condition: str, cell: Any, *, name: str) -> MediaSource | None:
+        """Return the file of a condition; None for a mask that a row lacks, which is learned as a whole.
+
+        Args:
+            condition (`str`): Name of the condition.
+            cell (any): Cell of its column.
+            name (`str`): Name of the row in messages.
+
+        Raises:
+            MediaError: If the file does not exist, or another condition than a mask is missing.
+        """
+        if not is_missing(cell):
+            return MediaSource.from_cell(cell, root=self.root, name=f"{condition} of {name}")
+        if condition == MASK:
+            return None
+        raise MediaError(
+            f"The {condition} of {name} is missing: the column {self.conditions[condition]} holds none. Only a mask "
+            "may be missing, and then all of the sample is learned."
         )

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from PIL import Image
 
 from ..buckets.sizes import CropBox, Size
 from ..errors import BucketingError
+from .conditions import FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import iter_frames
+from .images import is_image
+from .rows import FileSample
 from .source import MediaSource
 from .views import View
 
 _IMAGE_FPS = 1.0
 """Frame rate of images. Any rate gives the same result, since the only frame of an image lies at 0 seconds."""
+
+
+class LoadedSample(NamedTuple):
+    """The pixels of a sample and of what it is shown with.
+
+    Attributes:
+        pixels (`torch.Tensor` of shape `(3, frames, height, width)`): Pixels in [−1, 1], `float32`.
+        crop ([`CropBox`]): Crop in resized pixels.
+        shown (mapping of `str` to `torch.Tensor`): Conditions, `float32`. `first_frame` and `last_frame` are
+            `(3, 1, height, width)` and `control` is `(3, frames, height, width)`, in [−1, 1]; `mask` is
+            `(1, frames, height, width)` in [0, 1]; `reference` is `(3, 1, h, w)`, its own size in whole tokens, and
+            has at most the sample's area.
+    """
+
+    pixels: torch.Tensor
+    crop: CropBox
+    shown: dict[str, torch.Tensor]
 
 
 def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]:
@@ -28,17 +52,78 @@ def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]
     Returns:
         `tuple`: Pixels in [−1, 1], `float32` of shape `(3, frames, height, width)`, and the crop in resized pixels.
     """
-    box = None
+    pixels, crop, _ = load(FileSample(source=source, view=view))
+    return pixels, crop
+
+
+def load(sample: FileSample) -> LoadedSample:
+    """Load a sample as [`load_sample`], and its conditions with it.
+
+    All conditions but references have the sample's resized size, crop and flip, and those of several frames its times
+    in seconds. References are resized alone, and never cropped or flipped.
+
+    Raises:
+        MediaError: If a file cannot be decoded, or a condition has another aspect ratio or is shorter than the sample.
+    """
+    view, stored = sample.view, None
     frames = []
-    for frame in iter_frames(source, view.times, video_decoder=view.video_decoder):
-        resized, box = view.crop(*frame.shape[:2])
-        pixels = torch.from_numpy(frame).permute(2, 0, 1)[None]
-        if resized != frame.shape[:2]:
-            pixels = F.interpolate(pixels, resized, mode="bicubic", antialias=True)
-        frames.append(pixels[0, :, box.top : box.top + box.height, box.left : box.left + box.width])
-    assert box is not None, "iter_frames yields as many frames as times, or raises"
+    for frame in iter_frames(sample.source, view.times, video_decoder=view.video_decoder):
+        stored = frame.shape[:2]
+        frames.append(_placed(_channels_first(frame), *view.crop(*stored)))
+    assert stored is not None, "iter_frames yields as many frames as times, or raises"
+    shown = {name: _load_condition(name, sample, stored=stored) for name in sample.conditions}
+    return LoadedSample(_in_range(_joined(frames, view)), view.crop(*stored)[1], shown)
+
+
+def _load_condition(name: str, sample: FileSample, *, stored: tuple[int, int]) -> torch.Tensor:
+    """Load a condition of a sample whose file has frames of `stored` height and width."""
+    source, view = sample.conditions[name], sample.view
+    if source is None:
+        return torch.ones(1, *view.size)
+    source = source.opened()
+    still = is_image(source)
+    check_kind(name, source.path, still=still, sample_is_image=not view.fps)
+    frames = []
+    for frame in iter_frames(source, [0.0] if still else view.times, video_decoder=view.video_decoder):
+        if name == REFERENCE:
+            return _in_range(_joined([_reference(frame, view.size, sample.reference_multiples)]))
+        check_shape(name, source.path, size=frame.shape[:2], sample=stored)
+        pixels = _channels_first(frame)
+        frames.append(_placed(pixels.float().mean(1, keepdim=True) if name == MASK else pixels, *view.crop(*stored)))
+    stack = _joined(frames, view)
+    values = stack / 255 if name == MASK else _in_range(stack)
+    return values.expand(-1, view.size.frames, -1, -1) if still and name in FRAME_BY_FRAME else values
+
+
+def _channels_first(frame: npt.NDArray[np.uint8]) -> torch.Tensor:
+    return torch.from_numpy(frame).permute(2, 0, 1)[None]
+
+
+def _placed(pixels: torch.Tensor, resized: tuple[int, int], box: CropBox) -> torch.Tensor:
+    """Resize a frame `(1, C, h, w)` and crop it, to `(C, height, width)`; masks, in floating point, stay in range."""
+    if resized != pixels.shape[2:]:
+        mode = "bilinear" if pixels.is_floating_point() else "bicubic"
+        pixels = F.interpolate(pixels, resized, mode=mode, antialias=True)
+    return pixels[0, :, box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+def _reference(frame: npt.NDArray[np.uint8], size: Size, multiples: tuple[int, int]) -> torch.Tensor:
+    """Resize a reference to at most the area of a sample and to whole tokens, at least one."""
+    area = frame.shape[0] * frame.shape[1]
+    scale = min(1.0, math.sqrt(size.height * size.width / area))
+    pairs = zip(frame.shape, multiples, strict=False)
+    height, width = (max(1, int(side * scale / multiple)) * multiple for side, multiple in pairs)
+    return _placed(_channels_first(frame), (height, width), CropBox(0, 0, height, width))
+
+
+def _joined(frames: list[torch.Tensor], view: View | None = None) -> torch.Tensor:
+    """Stack frames `(C, h, w)` along time, and flip them if the view does."""
     stack = torch.stack(frames, 1)
-    return (stack.flip(-1) if view.flip else stack).float() / 127.5 - 1, box
+    return stack.flip(-1) if view is not None and view.flip else stack
+
+
+def _in_range(stack: torch.Tensor) -> torch.Tensor:
+    return stack.float() / 127.5 - 1
 
 
 def load_first_frame(source: MediaSource, size: Size) -> Image.Image:

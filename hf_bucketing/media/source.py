@@ -1,27 +1,30 @@
-"""A data set's cell as an openable file: a path, bytes, or the dictionary of both that datasets uses."""
+"""A data set's cell as an openable file: a path, a URL, bytes, or the dictionary of both that datasets uses."""
 
 from __future__ import annotations
 
 import io
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from ..errors import MediaError
+from .remote import HEADER_BLOCK, WHOLE_BLOCK, RemoteFile, below, is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSource:
-    """Name an image or video file, in a folder or in memory.
+    """Name an image or video file, in a folder, at a URL or in memory.
 
     Args:
-        path (`str`): Path of the file, or the name of the file in `data`; used in messages.
+        path (`str`): Path or URL of the file, or the name of the file in `data`; used in messages.
         data (`bytes`, *optional*): Contents of the file. Without it, `path` is opened.
+        remote ([`RemoteFile`], *optional*): The file at a URL, if it is open.
     """
 
     path: str
     data: bytes | None = field(default=None, repr=False)
+    remote: RemoteFile | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_cell(cls, cell: Any, *, root: str | os.PathLike[str] | None = None, name: str = "<bytes>") -> MediaSource:
@@ -29,15 +32,16 @@ class MediaSource:
 
         Args:
             cell (`str`, `Path`, `bytes`, or `dict` with keys `path` and `bytes`): Bytes take precedence over the path.
-            root (path, *optional*): Folder that relative paths start from.
+            root (path, *optional*): Folder or URL that relative paths start from.
             name (`str`): Name in messages of bytes that come without a path.
 
         Raises:
             MediaError: If the cell is empty or of another type, the file does not exist or is empty, or a relative
-                path leaves `root`.
+                path leaves `root`. A URL is not opened here.
         """
         file: Any = cell
-        data = None
+        data: bytes | None = None
+        size: int | None
         if isinstance(cell, dict):
             file, data = cell.get("path"), cell.get("bytes")
         elif isinstance(cell, (bytes, bytearray)):
@@ -55,9 +59,29 @@ class MediaSource:
             raise MediaError(f"{path} is empty (0 bytes); remove the row or write the file again.")
         return cls(path=path, data=data)
 
-    def open(self) -> str | io.BytesIO:
-        """Return the path, or a new stream over the bytes, for `av.open`."""
-        return self.path if self.data is None else io.BytesIO(self.data)
+    def opened(self, *, headers: bool = False) -> MediaSource:
+        """Return the source with its URL opened, once for all that read it next; other sources as they are.
+
+        Args:
+            headers (`bool`): Whether only headers will be read, which takes small requests.
+
+        Raises:
+            MediaError: If the URL cannot be opened.
+        """
+        if self.data is not None or self.remote is not None or not is_url(self.path):
+            return self
+        return replace(self, remote=RemoteFile(self.path, block_size=HEADER_BLOCK if headers else WHOLE_BLOCK))
+
+    def open(self) -> str | BinaryIO:
+        """Return the path, or a new stream over the bytes or the file at a URL, for `av.open`.
+
+        Raises:
+            MediaError: If the URL cannot be opened.
+        """
+        if self.data is not None:
+            return io.BytesIO(self.data)
+        remote = self.opened().remote
+        return self.path if remote is None else remote.reader()
 
     def open_binary(self) -> BinaryIO:
         """Open the file for reading bytes.
@@ -65,25 +89,25 @@ class MediaSource:
         Raises:
             MediaError: If the file may not be read.
         """
-        if self.data is not None:
-            return io.BytesIO(self.data)
+        file = self.open()
+        if not isinstance(file, str):
+            return file
         try:
-            return open(self.path, "rb")
+            return open(file, "rb")
         except OSError as error:
             raise MediaError(f"{self.path} cannot be opened ({error.strerror}); make it readable.") from error
 
 
-def _existing(path: str, root: str | os.PathLike[str] | None) -> tuple[str, int]:
-    """Return the path and the number of bytes of a file.
+def _existing(path: str, root: str | os.PathLike[str] | None) -> tuple[str, int | None]:
+    """Return the path and the number of bytes of a file; None for a URL, which is not opened.
 
     Links are followed, because the hub's cache consists of them: the owner of the folder made them, while the relative
     path comes from the data set.
     """
-    if root is not None and not os.path.isabs(path):
-        inner = os.path.normpath(path)
-        if inner == os.pardir or inner.startswith(os.pardir + os.sep):
-            raise MediaError(f"The relative path {path} leaves its root {root}; only files below the root are read.")
-        path = os.path.join(root, inner)
+    if root is not None and not os.path.isabs(path) and not is_url(path):
+        path = below(os.fspath(root), path)
+    if is_url(path):
+        return path, None
     try:
         status = os.stat(path)
     except FileNotFoundError as error:

@@ -1,35 +1,91 @@
-"""Image-to-video with a clean first frame: the model is shown it without noise, and is not trained to predict it."""
+"""Image-to-video: the frames that a model is shown, and models that are shown the first one without noise."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from PIL import Image
 
-from .recipe import ModelInputs, Recipe, Samples
+from .recipe import Conditions, ModelInputs, Recipe, Samples, Shown
+
+ENDS = ("first_frame", "last_frame")
+"""Conditions of a data set that stand for the first and the last frame of a sample."""
+FIRST_LATENT = "first_latent"
+"""Encoded condition: the latent of the first frame that a data set shows of a sample, `(C, 1, h, w)`."""
+
+
+def shown_ends(pixel_values: torch.Tensor, shown: Shown, names: Sequence[str] = ENDS[:1]) -> torch.Tensor:
+    """Return the frames that an image-to-video model is shown of a stack: the data set's, or the samples' own.
+
+    Args:
+        pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
+        shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions, see
+            [`Shown`][hf_bucketing.models.recipe.Shown].
+        names (sequence of `str`): Those of [`ENDS`] that the model is shown.
+
+    Returns:
+        `torch.Tensor` of shape `(B, 3, n, H, W)`: A frame for each name.
+    """
+    own = {ENDS[0]: pixel_values[:, :, :1], ENDS[1]: pixel_values[:, :, -1:]}
+    frames = [torch.stack(list(shown[name])).to(own[name]) if name in shown else own[name] for name in names]
+    return torch.cat(frames, 2)
+
+
+def pictures(frames: torch.Tensor) -> list[Image.Image]:
+    """Return frames `(n, 3, H, W)` in [−1, 1] as images of 8 bits, which pipelines take."""
+    levels = ((frames.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return [Image.fromarray(frame) for frame in levels.permute(0, 2, 3, 1).cpu().numpy()]
 
 
 class FirstFrameRecipe(Recipe):
     """Base of recipes of image-to-video pipelines that keep the first latent frame clean.
 
-    Each video continues its own first frame; images, which have nothing to continue, train the model without a
-    condition. The models' own trainers draw the share of samples that are conditioned; here all are: train the same
-    transformer as a text-to-video pipeline for the others.
+    Each video continues its own first frame, or the `first_frame` that the data set has of it, whose latent then
+    stands in its place; images, which have nothing to continue, train the model without a condition. The models' own
+    trainers draw the share of samples that are conditioned; here all are: train the same transformer as a
+    text-to-video pipeline for the others.
     """
 
     takes_image = True
+    shown = ENDS[:1]
+
+    @torch.no_grad()
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
+        """Encode the first frames that the data set shows; the samples' own are the first of their latents."""
+        return first_latents(self, pixel_values, shown)
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return the inputs with a clean first frame."""
         return with_clean_first_frame(samples, conditioning=self.conditioning(samples))
 
 
+def first_latents(recipe: Recipe, pixel_values: torch.Tensor, shown: Shown) -> Conditions:
+    """Encode the first frames that a data set shows of a stack, for [`with_clean_first_frame`]; none if it has none.
+
+    Samples' own first frames need no encoding: video VAEs are causal, so that the first latent frame is that of the
+    first frame alone.
+
+    Args:
+        recipe ([`Recipe`][hf_bucketing.models.recipe.Recipe]): The recipe that encodes.
+        pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
+        shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions.
+    """
+    if ENDS[0] not in shown:
+        return {}
+    return {FIRST_LATENT: recipe.encode_latents(shown_ends(pixel_values, shown))}
+
+
 def with_clean_first_frame(samples: Samples, *, conditioning: Mapping[str, Any]) -> ModelInputs:
     """Return what the model is called with if it continues the first latent frame of each sample.
 
-    That frame has no noise, timestep 0 and weight 0 in the loss. Images, whose first frame is all there is, remain
-    noisy as a whole: they train the model without a condition.
+    That frame has no noise, timestep 0 and weight 0 in the loss; it is the sample's own, or the one of
+    [`first_latents`]. Images, whose first frame is all there is, remain noisy as a whole: they train the model
+    without a condition.
 
     Args:
         samples ([`Samples`][hf_bucketing.models.recipe.Samples]): The samples, of a model whose tokens are one latent
@@ -38,11 +94,12 @@ def with_clean_first_frame(samples: Samples, *, conditioning: Mapping[str, Any])
     """
     noised = samples.noised
     latents, timesteps, weights = [], [], []
-    for noisy, clean, timestep in zip(noised.latents, noised.clean, noised.timesteps, strict=True):
+    first_frames = samples.conditions.get(FIRST_LATENT, noised.clean)
+    for noisy, first, timestep in zip(noised.latents, first_frames, noised.timesteps, strict=True):
         predicted = torch.ones_like(noisy[:1])  # (1, f, h, w)
         if noisy.shape[1] > 1:
             predicted[:, 0] = 0
-        latents.append(torch.where(predicted > 0, noisy, clean))
+        latents.append(torch.where(predicted > 0, noisy, first[:, :1].to(noisy)))
         timesteps.append(timestep * predicted[0, :, 0, 0].to(timestep))
         weights.append(predicted)
     return ModelInputs(latents=latents, timesteps=timesteps, conditioning=dict(conditioning), weights=weights)

@@ -67,6 +67,13 @@ def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(integer_seed(Purpose.NOISE, seed, epoch, index))
 
 
+class _Draws(NamedTuple):
+    """Source of a sample's random numbers, and the quantile of its noise level, which is drawn if there is none."""
+
+    generator: torch.Generator
+    quantile: float | None = None
+
+
 class _Losses(NamedTuple):
     """The losses of stacks or of packs, and what joins separate latents to one stack or pack."""
 
@@ -91,17 +98,41 @@ class Objective(ABC):
 
     def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
         """Add noise to each latent `(C, F, H, W)`; a sample gets the same noise whenever it occurs in an epoch."""
-        noised, targets, timesteps = self._draw(latents, indices=indices, epoch=epoch)
+        return self._noised(
+            latents, [_Draws(sample_generator(seed=self.seed, epoch=epoch, index=index)) for index in indices]
+        )
+
+    def held_out(
+        self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], level: int, num_levels: int
+    ) -> Noised:
+        """Add noise by which held-out samples are scored, the same on every call, whatever the seed and the epoch.
+
+        The distribution of noise levels in training is cut into `num_levels` equally likely ranges, and each sample
+        gets a noise level of one of them, so that the mean loss over all of them estimates that of training.
+
+        Args:
+            latents (sequence of `(C, F, H, W)`): Latents without noise.
+            indices (sequence of `int`): The samples' rows: the `index` of a batch.
+            level (`int`): Number of the range, from 0, the least noise, to `num_levels - 1`.
+            num_levels (`int`): Number of ranges.
+        """
+        draws = []
+        for index in indices:
+            generator = torch.Generator().manual_seed(integer_seed(Purpose.HELD_OUT_NOISE, index, level))
+            place = float(torch.rand((), generator=generator, dtype=torch.float64))
+            draws.append(_Draws(generator, (level + place) / num_levels))
+        return self._noised(latents, draws)
+
+    def _noised(self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]) -> Noised:
+        """Add noise to each latent by its own draws."""
+        noised, targets, timesteps = self._each(latents, draws)
         return Noised(noised, targets, torch.cat(timesteps).to(latents[0].device), list(latents))
 
-    def _draw(
-        self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int
+    def _each(
+        self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Return what [`_add_noise`] makes of the samples, each with its own generator."""
-        drawn = [
-            self._add_noise(latent, sample_generator(seed=self.seed, epoch=epoch, index=index))
-            for latent, index in zip(latents, indices, strict=True)
-        ]
+        """Return what [`_add_noise`] makes of the samples."""
+        drawn = [self._add_noise(latent, one) for latent, one in zip(latents, draws, strict=True)]
         noised, targets, timesteps = map(list, zip(*drawn, strict=True))
         return noised, targets, timesteps
 
@@ -130,7 +161,7 @@ class Objective(ABC):
         return self._losses(prediction, noised, _Losses(pack.pack_like, mse, vlb))
 
     @abstractmethod
-    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
         """Return the noisy latent, its target, and its timestep `(1,)`, or those of its frames `(F,)`."""
 
     @abstractmethod
@@ -159,8 +190,12 @@ class Denoising(Objective):
         """Return timesteps over the steps of the schedule."""
         return timesteps / self.posterior.num_timesteps
 
-    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        step = torch.randint(self.posterior.num_timesteps, (1,), generator=generator)
+    def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
+        count, generator = self.posterior.num_timesteps, draws.generator
+        if draws.quantile is None:
+            step = torch.randint(count, (1,), generator=generator)
+        else:
+            step = torch.tensor([int(draws.quantile * count)])
         noise = torch.randn(latent.shape, generator=generator).to(latent)
         signal, spread = (self.posterior.at(name, step, latent[None])[0] for name in ("signal", "noise"))
         velocity = signal * noise - spread * latent
@@ -230,17 +265,19 @@ class FlowMatching(Objective):
         """Return σ."""
         return timesteps / self.num_train_timesteps
 
-    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        sigma = self._draw_sigma(generator, tuple(latent.shape[1:]))
-        noise = torch.randn(latent.shape, generator=generator).to(latent)
+    def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
+        sigma = self._draw_sigma(draws.generator, tuple(latent.shape[1:]), draws.quantile)
+        noise = torch.randn(latent.shape, generator=draws.generator).to(latent)
         timestep = torch.tensor([sigma], dtype=torch.float32) * self.num_train_timesteps
         return (1 - sigma) * latent + sigma * noise, noise - latent, timestep
 
     def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
         return losses.mse(prediction, losses.join(noised.targets))
 
-    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...]) -> float:
+    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None) -> float:
         shift = self.shift(size) if callable(self.shift) else self.shift
+        if quantile is not None:
+            return float(self._sigmas_at(torch.tensor(quantile, dtype=torch.float64), shift))
         while True:
             if self.weighting_scheme == "logit_normal":
                 drawn = torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64))
@@ -249,6 +286,19 @@ class FlowMatching(Objective):
             sigma = float(shift * drawn / (1 + (shift - 1) * drawn))
             if self.sigmas[0] <= sigma <= self.sigmas[1]:
                 return sigma
+
+    def _sigmas_at(self, levels: torch.Tensor, shift: float) -> torch.Tensor:
+        """Return σ below which a share of the draws lies, for each share in [0, 1)."""
+        low, high = self._quantiles(torch.tensor(self.sigmas, dtype=torch.float64), shift)
+        unshifted = low + (high - low) * levels
+        if self.weighting_scheme == "logit_normal":
+            unshifted = torch.special.ndtri(unshifted).sigmoid()
+        return shift * unshifted / (1 + (shift - 1) * unshifted)
+
+    def _quantiles(self, sigmas: torch.Tensor, shift: float) -> torch.Tensor:
+        """Return the share of draws that lie below levels of noise, the inverse of the map from levels to σ."""
+        unshifted = sigmas / (sigmas + shift * (1 - sigmas))  # 1 remains 1 when rounded
+        return torch.special.ndtr(unshifted.logit()) if self.weighting_scheme == "logit_normal" else unshifted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,37 +328,30 @@ class DiffusionForcing(FlowMatching):
         (True, True)
     """
 
-    def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
-        """Add noise to each latent `(C, F, H, W)`, with a timestep for each frame."""
-        noised, targets, timesteps = self._draw(latents, indices=indices, epoch=epoch)
+    def _noised(self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]) -> Noised:
+        """Add noise to each latent by its own draws, with a timestep for each frame."""
+        noised, targets, timesteps = self._each(latents, draws)
         by_frame = [one.to(latents[0].device) for one in timesteps]
         return Noised(noised, targets, torch.stack([one.mean() for one in by_frame]), list(latents), by_frame)
 
-    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        sigmas = self._draw_sigmas(generator, tuple(latent.shape[1:])).float()
-        noise = torch.randn(latent.shape, generator=generator).to(latent)
+    def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
+        sigmas = self._draw_sigmas(draws.generator, tuple(latent.shape[1:]), draws.quantile).float()
+        noise = torch.randn(latent.shape, generator=draws.generator).to(latent)
         share = sigmas.to(latent.device).view(-1, 1, 1)
         noised = ((1 - share) * latent + share * noise).to(latent.dtype)
         return noised, noise - latent, sigmas * self.num_train_timesteps
 
-    def _draw_sigmas(self, generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
-        """Return σ of each frame, `(F,)`."""
+    def _draw_sigmas(
+        self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None
+    ) -> torch.Tensor:
+        """Return σ of each frame, `(F,)`; a quantile is that of the chosen frame."""
         shift = self.shift(size) if callable(self.shift) else self.shift
-        low, high = self._quantiles(torch.tensor(self.sigmas, dtype=torch.float64), shift)
         chosen = int(torch.randint(size[0], (1,), generator=generator))
         drawn = torch.rand(size[0], generator=generator, dtype=torch.float64)
-        level = drawn[chosen]
+        level = drawn[chosen] if quantile is None else torch.tensor(quantile, dtype=torch.float64)
         before, after = level * drawn[:chosen], level + (1 - level) * drawn[chosen + 1 :]
         levels = torch.cat([before.sort().values, level[None], after.sort().values])
-        unshifted = low + (high - low) * levels
-        if self.weighting_scheme == "logit_normal":
-            unshifted = torch.special.ndtri(unshifted).sigmoid()
-        return shift * unshifted / (1 + (shift - 1) * unshifted)
-
-    def _quantiles(self, sigmas: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return the share of draws that lie below levels of noise, the inverse of the map from levels to σ."""
-        unshifted = sigmas / (sigmas + shift * (1 - sigmas))  # 1 remains 1 when rounded
-        return torch.special.ndtr(unshifted.logit()) if self.weighting_scheme == "logit_normal" else unshifted
+        return self._sigmas_at(levels, shift)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,9 +391,9 @@ class EDM(Objective):
         sigmas = (4 * timesteps).exp()
         return sigmas / (sigmas + self.sigma_data)
 
-    def _add_noise(self, latent: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        sigma = self._draw_sigma(generator, tuple(latent.shape[1:]))
-        noise = torch.randn(latent.shape, generator=generator).to(latent)
+    def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
+        sigma = self._draw_sigma(draws.generator, tuple(latent.shape[1:]), draws.quantile)
+        noise = torch.randn(latent.shape, generator=draws.generator).to(latent)
         length = math.hypot(sigma, self.sigma_data)
         signal, spread = self.sigma_data / length, sigma / length
         velocity = signal * noise - spread * latent
@@ -360,6 +403,10 @@ class EDM(Objective):
     def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
         return losses.mse(prediction, losses.join(noised.targets))
 
-    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...]) -> float:
+    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None) -> float:
         shift = self.shift(size) if callable(self.shift) else self.shift
-        return shift * math.exp(float(torch.randn((), generator=generator, dtype=torch.float64)))
+        if quantile is None:
+            drawn = torch.randn((), generator=generator, dtype=torch.float64)
+        else:
+            drawn = torch.special.ndtri(torch.tensor(quantile, dtype=torch.float64))
+        return shift * math.exp(float(drawn))

@@ -20,12 +20,14 @@ from accelerate.utils.memory import clear_device_cache
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from ..errors import BucketingError
+from ..errors import BucketingError, quoted
 from ..hub import from_hub
 from ..losses.variational import GaussianPosterior
+from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family
 from ..packing.strips import token_grid
+from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
 
@@ -111,6 +113,16 @@ class ModelInputs:
     weights: Sequence[torch.Tensor] | None = None
 
 
+Shown: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
+"""What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
+
+`first_frame` and `last_frame` are `(3, 1, H, W)` and `control` is `(3, F, H, W)`, in [−1, 1]; `mask` is `(1, F, H, W)`
+in [0, 1], where 1 is learned; `reference` is `(3, 1, h, w)` at its own size. A collator returns it as `shown`.
+"""
+
+Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+"""Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ."""
+
 Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformer to train, its other transformers, its text encoders, or what encodes media.
 
@@ -183,6 +195,12 @@ class Recipe(ABC):
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
+    shown: ClassVar[tuple[str, ...]] = ()
+    """Conditions of a data set that [`encode_conditions`] takes beside `mask`, see [`Shown`]."""
+    required: ClassVar[tuple[str, ...]] = ()
+    """Conditions among them without which the model cannot be trained."""
+    shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
@@ -379,16 +397,20 @@ class Recipe(ABC):
         return (latents - mean) * vae.config.get("scaling_factor", 1.0) / std
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
         """Encode what the model is shown of a stack beside its text, such as the first frame; by default nothing.
 
         Args:
             pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
             latents (`torch.Tensor` of shape `(B, C, f, h, w)`): Their latents.
+            shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions of each sample, see
+                [`Shown`].
 
         Returns:
-            `dict` of `str` to `torch.Tensor` of shape `(B, …)`: Conditions, which [`model_inputs`] reads. A cache
-            holds them beside the latents.
+            Mapping of `str` to `torch.Tensor` of shape `(B, …)`, or to a list with one tensor per sample: Conditions,
+            which [`model_inputs`] reads. A cache holds them beside the latents.
         """
         return {}
 
@@ -440,10 +462,46 @@ class Recipe(ABC):
         """Channels of the VAE's latents; by default those that the transformer takes."""
         return self.family.in_channels(self.transformer)
 
-    def encode_media(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode a stack `(B, 3, F, H, W)` to its `latents` and its conditions, `(B, …)` each."""
+    def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
+        """Encode a stack of samples.
+
+        Args:
+            pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
+            shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions of each sample, see
+                [`Shown`].
+
+        Returns:
+            Mapping of `str` to `torch.Tensor`: `latents`, `(B, C, f, h, w)`, what [`encode_conditions`] returns and,
+            where samples have a mask, `loss_mask`, `(B, 1, f, h, w)`: the weights of the loss.
+        """
         latents = self.encode_latents(pixel_values)
-        return {"latents": latents, **self.encode_conditions(pixel_values, latents)}
+        encoded: dict[str, torch.Tensor | Sequence[torch.Tensor]] = {"latents": latents}
+        encoded |= self.encode_conditions(pixel_values, latents, shown)
+        if masks := shown.get(MASK):
+            latent_size = tuple(latents.shape[2:])
+            repeats = self.spec.num_repeats
+            encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
+        return encoded
+
+    def check_conditions(self, given: Collection[str]) -> None:
+        """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
+
+        Args:
+            given (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
+                weighs the loss.
+        """
+        taken = (*self.shown, MASK)
+        if unknown := sorted(set(given) - set(taken)):
+            raise BucketingError(
+                f"A {self.pipeline_class} is not shown {quoted(unknown)}, which the data set has; of a data set's "
+                f"conditions it takes {quoted(taken)}. Prepare the data set again without the others, or train a "
+                "pipeline that takes them."
+            )
+        if missing := sorted(set(self.required) - set(given)):
+            raise BucketingError(
+                f"A {self.pipeline_class} must be shown {quoted(missing)}, which the data set lacks; name their "
+                f"columns when it is prepared, such as --{missing[0]}_column of scripts/prepare_dataset.py."
+            )
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return the mean and the standard deviation of each channel of the VAE's latents, 0 and 1 by default."""

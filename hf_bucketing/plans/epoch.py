@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -97,6 +97,29 @@ class EpochPlan:
         by_step = self.bucket_ids.reshape(self.num_steps, self.num_processes)
         first = by_step[:, :1]
         return int(np.count_nonzero(((by_step != first) | np.isin(first, (MIXED, PACKED))).any(axis=1)))
+
+    def counts_by_group(self, groups: npt.ArrayLike, names: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Return how many rows of each group are kept and dropped, and how often its rows are repeated.
+
+        Of what is left of an epoch (`consumed` above 0), nothing is counted as dropped.
+
+        Args:
+            groups (array of `int`, shape `(num_rows,)`): Group of each row of the data set, a position in `names`.
+            names (sequence of `str`): Name of each group.
+
+        Example:
+            >>> plan = EpochPlan(indices=np.array([0, 3, 2, 3]), offsets=np.array([0, 2, 4]),
+            ...                  bucket_ids=np.array([0, 0]), num_processes=1)
+            >>> plan.counts_by_group([0, 0, 1, 1], ["a", "b"])["b"]
+            {'kept': 2, 'repeated': 1, 'dropped': 0}
+        """
+        group, count = whole_column(groups, np.int64), len(names)
+        rows = np.bincount(group, minlength=count)
+        kept = np.bincount(group[np.unique(self.indices)], minlength=count)
+        repeated = np.bincount(group[self.indices], minlength=count) - kept
+        dropped = np.zeros_like(rows) if self.consumed else rows - kept
+        counts = zip(names, kept.tolist(), repeated.tolist(), dropped.tolist(), strict=True)
+        return {name: dict(zip(("kept", "repeated", "dropped"), own, strict=True)) for name, *own in counts}
 
     @refuse_old_names(PlanError, capacity="max_tokens")
     def summary(

@@ -3,6 +3,7 @@
 from .compare import LadderChoice, Report, count_kept, make_report, measure_ladder
 from .figures import draw_figures
 from .measure import ReportConfig, SizeColumns
+from .sources import SourceUse, count_sources, describe_sources
 from .text import describe_assignment, format_ladders, format_report
 
 __all__ = [
@@ -10,8 +11,11 @@ __all__ = [
     "Report",
     "ReportConfig",
     "SizeColumns",
+    "SourceUse",
     "count_kept",
+    "count_sources",
     "describe_assignment",
+    "describe_sources",
     "draw_figures",
     "format_ladders",
     "format_report",

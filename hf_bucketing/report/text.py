@@ -47,6 +47,11 @@ _REASONS = {
     ),
     Rejection.EMPTY: ("they hold no frame or no pixel", "write the files again or remove the rows"),
     Rejection.CAPTION: ("their caption is missing or not a text", "add captions, or name another --caption_column"),
+    Rejection.CONDITION: (
+        "what they would be shown is missing or does not fit",
+        "write those files again; --on_error raise says what is wrong with the first ones",
+    ),
+    Rejection.CLIP: ("their clip does not lie in its file", "correct the columns start and end, in seconds"),
 }
 
 

@@ -3,6 +3,7 @@
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
 from .config import BatchConfig, LoaderConfig, ObjectiveConfig, TrainingConfig
+from .hub import HubConfig
 from .loop import train
 from .memory.config import MemoryConfig
 from .memory.planner import MemoryParts, MemoryPlan, PlanConfig, plan_memory
@@ -13,6 +14,7 @@ __all__ = [
     "AdapterConfig",
     "BatchConfig",
     "CheckpointConfig",
+    "HubConfig",
     "LoaderConfig",
     "MemoryConfig",
     "MemoryParts",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import BucketingError, quoted
+from ..loaders.captions import CaptionRule
 from ..loaders.faults import FaultRule
 from ..losses.reduction import Reduction
 from ..media.views import ViewRule
@@ -30,6 +31,8 @@ from ..settings import (
 from ..streaming.config import StreamConfig
 from .adapters import AdapterConfig
 from .checkpoint import CheckpointConfig
+from .held_out import HeldOutConfig
+from .hub import HubConfig
 from .memory.config import MemoryConfig
 from .optimizers import OptimizerConfig
 from .run_log import COST_MODEL
@@ -209,6 +212,7 @@ class TrainingConfig:
         batches ([`BatchConfig`]): Batches or packs.
         memory ([`MemoryConfig`][hf_bucketing.training.memory.config.MemoryConfig]): How the model is kept in memory.
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Crop, frames, flip and decoder.
+        captions ([`CaptionRule`][hf_bucketing.loaders.CaptionRule]): Tags of captions.
         faults ([`FaultRule`][hf_bucketing.loaders.FaultRule]): Unreadable samples.
         loader ([`LoaderConfig`]): Worker processes.
         stream ([`StreamConfig`][hf_bucketing.streaming.config.StreamConfig]): Rows from a stream.
@@ -216,7 +220,9 @@ class TrainingConfig:
         adapters ([`AdapterConfig`][hf_bucketing.training.adapters.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.training.optimizers.OptimizerConfig]): AdamW and its schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
+        held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
+        hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
 
     Raises:
         BucketingError: On an impossible value or combination, or a video decoder that cannot be loaded.
@@ -238,6 +244,7 @@ class TrainingConfig:
     batches: BatchConfig = field(default_factory=BatchConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     views: ViewRule = field(default_factory=ViewRule)
+    captions: CaptionRule = field(default_factory=CaptionRule)
     faults: FaultRule = field(default_factory=FaultRule)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
@@ -245,7 +252,9 @@ class TrainingConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -259,6 +268,12 @@ class TrainingConfig:
             raise BucketingError(
                 f"`cost_model` is {given}, which this run replaces by its own; copy the file to another place, or "
                 "give another `output_dir`."
+            )
+        validation = self.held_out.validation_dataset_dir
+        if validation is not None and Path(validation).resolve() == Path(self.dataset_dir).resolve():
+            raise BucketingError(
+                f"`validation_dataset_dir` is {validation}, as `dataset_dir` is; hold some of its rows out with "
+                "`validation_split`."
             )
         if self.stream.streaming:
             _check_stream(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..buckets.calibration import read_cost_model
@@ -24,10 +24,11 @@ from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
+from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, SourceRows
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
+from ..loaders.captions import CaptionRule
 from ..loaders.collators import BucketCollator, PackCollator
 from ..loaders.faults import Replacements
 from ..loaders.pack_sampler import PackBatchSampler
@@ -37,8 +38,10 @@ from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
-from ..settings import not_default
+from ..plans.epoch import EpochPlan
+from ..settings import changed, flatten, not_default
 from .config import TrainingConfig
+from .held_out import check_apart, split_rows
 
 UNREADABLE = "unreadable.jsonl"
 """Log of unreadable samples, beside those of the run."""
@@ -52,11 +55,13 @@ class StepRows(NamedTuple):
         weights (`torch.Tensor` of shape `(n,)`): Weight of each sample's loss; 0 for samples that do not count.
         total (`float`, *optional*): Sum of the weights of all processes in the window of gradient accumulation; None
             where it is not known before the window ends.
+        sources (array of `int`, shape `(n,)`, *optional*): Source of each sample, where there are several.
     """
 
     tokens: npt.NDArray[np.int64]
     weights: torch.Tensor
     total: float | None
+    sources: npt.NDArray[np.int64] | None = None
 
 
 class LargestStep(NamedTuple):
@@ -80,6 +85,9 @@ class TrainingData:
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
         empty_text ([`TextEmbeddings`], *optional*): Empty caption, where captions are dropped and come from a cache.
+        conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
+        sources ([`SourceRows`][hf_bucketing.columns.prepared.SourceRows], *optional*): Source of each row, where there
+            are several.
     """
 
     loader: DataLoader[Any]
@@ -91,6 +99,12 @@ class TrainingData:
     cost_model: CostModel
     reduction: Reduction
     empty_text: TextEmbeddings | None
+    conditions: tuple[str, ...] = ()
+    sources: SourceRows | None = None
+
+    def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
+        """Return the counts of each source in a plan, by name; none without several sources."""
+        return {} if self.sources is None else plan.counts_by_group(self.sources.ids, self.sources.names)
 
     def tokens_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
         """Return the tokens of rows, `(n,)`; they change with the epoch where sizes are drawn at random."""
@@ -109,6 +123,7 @@ class TrainingData:
             tokens=self.lengths_of(rows, epoch=epoch),
             weights=self.loss_weights(rows, epoch=epoch),
             total=float(self.loss_weights(loader.rows_in_window, epoch=epoch).sum()),
+            sources=None if self.sources is None else self.sources.ids[rows],
         )
 
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
@@ -138,8 +153,8 @@ class TrainingData:
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
         """Return the counts of the plan of the present epoch, for the log."""
-        summary: Mapping[str, Any] = loader.plan.summary()
-        return summary
+        of_sources = self.counts_by_source(loader.plan)
+        return {**loader.plan.summary(), **({"sources": of_sources} if of_sources else {})}
 
     def after_epoch(self, loader: Any, accelerator: Accelerator, *, num_batches: int) -> list[str]:
         """Return no line of text: the plan said all of an epoch."""
@@ -160,14 +175,61 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
     Raises:
         BucketingError: If the data set was prepared for another model, or holds no usable row.
     """
-    prepared = PreparedDataset.load(config.dataset_dir)
-    check_prepared(config, prepared, spec)
-    batches = config.batches
-    dataset = prepared.dataset
-    table: BucketTable | OpenTable = prepared.table
-    if batches.batching == "pack":
-        table = prepared.open_table
-        dataset = map_columns(dataset, BucketColumns(table, spec), overwrite=True)
+    prepared = _read(config, config.dataset_dir, spec)
+    share = config.held_out.validation_split
+    if share is not None:
+        prepared, _ = split_rows(prepared, share)
+    return _data_of(config, prepared, width=width, text_tokens=text_tokens)
+
+
+def make_held_out_data(
+    config: TrainingConfig, spec: LatentSpec, *, width: int, text_tokens: int = 0
+) -> TrainingData | None:
+    """Return the held-out rows, in order and each once; None if there are none. Arguments as of [`make_data`].
+
+    Nothing about them is random: their crops, frames and sizes are those of no augmentation, and all tokens count.
+
+    Raises:
+        BucketingError: As [`make_data`], and if a row is also trained on.
+    """
+    held_out = config.held_out
+    if not held_out.given:
+        return None
+    training = _read(config, config.dataset_dir, spec)
+    if held_out.validation_split is not None:
+        _, prepared = split_rows(training, held_out.validation_split)
+    else:
+        prepared = _read(config, str(held_out.validation_dataset_dir), spec)
+        check_apart(training, prepared)
+    fixed: dict[str, Any] = {"caption_dropout": 0.0, "longest_first": False, "on_error": "raise"}
+    fixed |= flatten(CaptionRule())
+    if prepared.cache is None:
+        fixed |= {"random_crop": False, "flip_probability": 0.0}
+        fixed |= {"frame_picking": None} if config.views.frame_picking == "random" else {}
+    if config.batches.batching == "bucket":
+        fixed |= {"remainder": "short"}
+    else:
+        fixed |= {"balance": "none", "random_resize": None, "token_drop_rate": 0.0, "token_drop_mode": "random"}
+    return _data_of(changed(config, **fixed), prepared, width=width, text_tokens=text_tokens, evaluation=True)
+
+
+def _read(config: TrainingConfig, folder: str, spec: LatentSpec) -> PreparedDataset:
+    """Read a prepared data set, with the sizes and tokens that its rows have in the run's kind of batches."""
+    prepared = PreparedDataset.load(folder)
+    check_prepared(config, prepared, spec, folder=folder)
+    if prepared.cache is not None:
+        _check_cached(config, prepared.cache, folder=folder)
+    if config.batches.batching == "bucket":
+        return prepared
+    columns = BucketColumns(prepared.open_table, spec)
+    return dataclasses.replace(prepared, dataset=map_columns(prepared.dataset, columns, overwrite=True))
+
+
+def _data_of(
+    config: TrainingConfig, prepared: PreparedDataset, *, width: int, text_tokens: int, evaluation: bool = False
+) -> TrainingData:
+    batches, spec, dataset = config.batches, prepared.spec, prepared.dataset
+    table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     if batches.token_drop is not None:
         num_tokens = kept_tokens(batches.token_drop, bucket_ids, num_tokens, table=table, spec=spec)
@@ -176,12 +238,15 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
     if batches.random_resize is not None:
         resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
     sampler: PlannedBatchSampler
+    weighted = ROW_WEIGHT in dataset.column_names and not evaluation
     common: dict[str, Any] = {
         "rejection": dataset["rejection"],
-        "weights": column_array(dataset, ROW_WEIGHT) if ROW_WEIGHT in dataset.column_names else None,
+        "weights": column_array(dataset, ROW_WEIGHT) if weighted else None,
         "text_tokens": text_tokens,
         "longest_first": batches.longest_first,
         "seed": config.seed,
+        "evaluation": evaluation,
+        "shuffle": not evaluation,
     }
     if batches.batching == "bucket":
         sampler = BucketBatchSampler(
@@ -205,9 +270,10 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
             balance=batches.balance,
             cost_model=cost_model if batches.balance == "cost" else None,
             accumulation_steps=config.gradient_accumulation_steps,
+            oversize="own_batch" if evaluation else "error",  # without gradients, a longer sample takes less memory
             **common,
         )
-    collator = _make_collator(config, prepared, dataset, table=table, resize=resize)
+    collator = _make_collator(config, prepared, table=table, resize=resize)
     empty_text = None
     if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
         empty = collator.empty_text()
@@ -231,19 +297,23 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
         empty_text=empty_text,
+        conditions=tuple(prepared.conditions),
+        sources=prepared.sources,
     )
 
 
-def check_prepared(config: TrainingConfig, prepared: PreparedDataset | PreparedStream, spec: LatentSpec) -> None:
+def check_prepared(
+    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, spec: LatentSpec, *, folder: str
+) -> None:
     """Raise BucketingError if a data set was prepared for another model, or has no captions."""
     if prepared.spec != spec:
         raise BucketingError(
-            f"{config.dataset_dir} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
+            f"{folder} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
             f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
         )
     if prepared.caption_column is None:
         raise BucketingError(
-            f"The rows of {config.dataset_dir} have no captions, which the model needs; prepare the data set with "
+            f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
             "--caption_column, or with captions beside its files."
         )
 
@@ -274,18 +344,14 @@ def kept_tokens(
 def _make_collator(
     config: TrainingConfig,
     prepared: PreparedDataset,
-    dataset: Dataset,
     *,
     table: BucketTable | OpenTable,
     resize: RandomResize | None,
 ) -> BucketCollator | PackCollator | CachedCollator:
     if prepared.cache is not None:
-        _check_cached(config, prepared.cache)
-        return CachedCollator(prepared.cache, caption_column=prepared.caption_column)
-    log = Path(config.output_dir) / "logs" / UNREADABLE
-    return media_collator(
-        config, prepared, table=table, resize=resize, replacements=config.faults.replacements(dataset, log=log)
-    )
+        return CachedCollator(prepared.cache, caption_column=prepared.caption_column, seed=config.seed)
+    replacements = config.faults.replacements(prepared.dataset, log=Path(config.output_dir) / "logs" / UNREADABLE)
+    return media_collator(config, prepared, table=table, resize=resize, replacements=replacements)
 
 
 def media_collator(
@@ -300,8 +366,10 @@ def media_collator(
     options: dict[str, Any] = {
         "column": prepared.column,
         "caption_column": prepared.caption_column,
+        "captions": config.captions,
         "root": prepared.root,
         "conditions": prepared.conditions,
+        "reference_multiples": prepared.spec.multiples,
         "views": config.views,
         "seed": config.seed,
         "replacements": replacements,
@@ -311,16 +379,21 @@ def media_collator(
     return BucketCollator(table, **options)
 
 
-def _check_cached(config: TrainingConfig, cache: CacheInfo) -> None:
+def _check_cached(config: TrainingConfig, cache: CacheInfo, *, folder: str) -> None:
     batching = config.batches.batching
     if cache.batching != batching:
         raise BucketingError(
-            f"{config.dataset_dir} caches latents for --batching {cache.batching}, not {batching}; run "
+            f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
             "scripts/cache_latents.py with the same --batching."
         )
     names = ("random_crop", "frame_picking", "flip_probability", "video_decoder", "random_resize", "on_error")
     if given := not_default(config, *names):
         raise BucketingError(
-            f"Omit {quoted(given)}: {config.dataset_dir} holds encoded latents, and such settings change what is "
+            f"Omit {quoted(given)}: {folder} holds encoded latents, and such settings change what is "
             "decoded. Give them to scripts/cache_latents.py."
+        )
+    if given := not_default(config, "shuffle_tags", "tag_separator", "keep_tags"):
+        raise BucketingError(
+            f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
+            "from the folder that scripts/prepare_dataset.py wrote."
         )

@@ -6,8 +6,8 @@ import functools
 import json
 import math
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..buckets.calibration import read_cost_model
+from ..buckets.open_table import OpenTable
+from ..buckets.table import BucketTable
+from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
 from ..loaders.resume import resume
@@ -33,6 +36,7 @@ from ..models.recipe import PARTS, pipeline_folder, read_config
 from ..models.registry import recipe_of
 from ..settings import changed
 from .adapters import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
+from .card import Run, write_card
 from .checkpoint import (
     Progress,
     find_checkpoint,
@@ -44,7 +48,9 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data import UNREADABLE, TrainingData, make_data
+from .data import UNREADABLE, TrainingData, make_data, make_held_out_data
+from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
+from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
 from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
 from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
@@ -57,6 +63,7 @@ from .memory.sharding import (
     fingerprints_of,
     loads_once,
     rendering_in_lockstep,
+    resharded,
     sending_weights,
     sharded_adapters,
 )
@@ -64,7 +71,8 @@ from .memory.shards import SHARDED, averaged
 from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
-from .run_log import COST_MODEL, RunLog, StepMetrics, write_cost_model
+from .run_log import COST_MODEL, RunLog, StepMetrics, read_log, write_cost_model
+from .script_settings import settings_to_repeat
 from .steps import StepLosses, check_cached, check_positions, make_step
 from .streamed import StreamedData, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
@@ -72,15 +80,16 @@ from .validation import Validation, images_of, parse_sizes
 logger = get_logger(__name__)
 
 
-def train(config: TrainingConfig) -> None:
+def train(config: TrainingConfig, *, file: ConfigFile | None = None) -> None:
     """Fine-tune the transformer of a text-to-video pipeline, and save it to `config.output_dir`.
 
-    Runs in every process that `accelerate launch` starts.
+    Runs in every process that `accelerate launch` starts. The settings of the run are saved as config.yaml, with what
+    `file`, the YAML file that they come from, says about other scripts.
 
     Raises:
         BucketingError: If the data, the settings or the checkpoint do not fit.
     """
-    trainer = Trainer(config)
+    trainer = Trainer(config, file=file)
     if config.dry_run:
         trainer.accelerator.print("\n".join(trainer.describe()))
         trainer.release()
@@ -91,7 +100,8 @@ def train(config: TrainingConfig) -> None:
 class Trainer:
     """One run: all that is prepared once, and the progress that checkpoints hold."""
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig, *, file: ConfigFile | None = None) -> None:
+        self.given, self.file = config, file
         self.folder = Path(config.output_dir)
         check_folder_writable(self.folder)
         self.accelerator = make_accelerator(config)
@@ -109,9 +119,7 @@ class Trainer:
         self.validation = None
         if config.validation.validation_prompts:
             sizes = parse_sizes(config.validation.validation_sizes, spec)
-            each = 0
-            if recipe.takes_image:
-                each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
+            each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
             self.validation = Validation(
                 config=config.validation,
                 images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
@@ -121,6 +129,9 @@ class Trainer:
             )
         check_quantization(config, self.accelerator)
         check_offload(config, self.accelerator)
+        self.repository = None
+        if config.hub.push_to_hub and not config.dry_run and self.accelerator.is_main_process:
+            self.repository = open_repository(config.hub, folder=self.folder)
         opened = open_stream(config, self.accelerator) if config.stream.streaming else None
         self.calls = parts_called(config)
         source = config.pretrained_model_name_or_path
@@ -143,18 +154,31 @@ class Trainer:
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            make = make_data if opened is None else functools.partial(make_streamed_data, opened=opened)
-            self.data: TrainingData | StreamedData = make(
-                self.config,
-                spec,
-                width=self.recipe.family.width(self.recipe.transformer),
-                text_tokens=self.recipe.text_tokens(self.recipe.max_sequence_length),
-            )
+            about_tokens = {
+                "width": self.recipe.family.width(self.recipe.transformer),
+                "text_tokens": self.recipe.text_tokens(self.recipe.max_sequence_length),
+            }
+            self.data: TrainingData | StreamedData
+            if opened is None:
+                self.data = make_data(self.config, spec, **about_tokens)
+            else:
+                self.data = make_streamed_data(self.config, spec, opened=opened, **about_tokens)
+            held_out = make_held_out_data(self.config, spec, **about_tokens)
         self.step.empty_text = self.data.empty_text
-        self._check_buckets(self.data.bucket_counts())
+        for data in (self.data, *([] if held_out is None else [held_out])):
+            self._check_buckets(data.table, data.bucket_counts())
+            self.recipe.check_conditions(data.conditions)
+            check_cached(self.recipe, data)
         if isinstance(self.data, StreamedData):
-            self.data.on_new_buckets = self._check_buckets
-        check_cached(self.recipe, self.data)
+            self.data.on_new_buckets = functools.partial(self._check_buckets, self.data.table)
+        self.held_out = None
+        if held_out is not None:
+            self.held_out = HeldOutLoss(
+                data=held_out,
+                config=self.config.held_out,
+                workers=self.config.loader,
+                on_error=self.config.faults.on_error,
+            )
         self.global_step = 0
         self._prepare()
 
@@ -174,10 +198,10 @@ class Trainer:
         recipe.to(accelerator.device, *self.calls)
         return config
 
-    def _check_buckets(self, counts: Mapping[int, int]) -> None:
+    def _check_buckets(self, table: BucketTable | OpenTable, counts: Mapping[int, int]) -> None:
         """Raise BucketingError if the model cannot take samples of some buckets, each given with its number."""
-        check_positions(self.step, self.data.table, counts, self.recipe.spec)
-        self.recipe.check_frames(self.data.table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
+        check_positions(self.step, table, counts, self.recipe.spec)
+        self.recipe.check_frames(table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
 
     def _prepare(self) -> None:
         """Let accelerate prepare what is trained, and register what its checkpoints hold."""
@@ -222,6 +246,8 @@ class Trainer:
     def describe(self) -> list[str]:
         """Return the plan, its cost and the memory that it needs, as lines of text."""
         lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self.max_train_steps)
+        if self.held_out is not None:
+            lines += self.held_out.describe()
         transformer = self.recipe.transformer
         return lines + describe_memory(self.config, self.data, transformer=transformer, accelerator=self.accelerator)
 
@@ -234,12 +260,14 @@ class Trainer:
             process_index=accelerator.process_index,
             num_processes=accelerator.num_processes,
             degree=self.config.memory.context_parallel_degree,
+            held_out=self.held_out is not None,
             keep=keep,
         )
         if accelerator.is_main_process:
             if self.checkpoint is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
             (self.folder / SETTINGS).write_text(json.dumps(self.config.flat(), indent=2) + "\n")
+            (self.folder / CONFIG_FILE).write_text(self._settings_to_repeat(), encoding="utf-8")
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
         for line in self.describe():
@@ -254,6 +282,7 @@ class Trainer:
             accelerator,
             max_tokens=self.config.batches.token_limit,
             degree=self.config.memory.context_parallel_degree,
+            sources=() if self.data.sources is None else self.data.sources.names,
         )
         try:
             with logging_redirect_tqdm():
@@ -266,6 +295,18 @@ class Trainer:
             raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
         self.bar.close()
         self._finish()
+
+    def _settings_to_repeat(self) -> str:
+        """Return the settings of the run as YAML by which a run in another folder does the same from its start."""
+        script = f"accelerate launch --num_processes {self.accelerator.num_processes} scripts/train_text_to_video.py"
+        settings = settings_to_repeat(
+            self.config,
+            self.file,
+            mixed_precision=self.accelerator.mixed_precision,
+            init_from_adapters=self.given.adapters.init_from_adapters,
+            resume_from_checkpoint=None,
+        )
+        return write_config(settings, comment=f"To repeat the run:\n{script} --config THIS_FILE --output_dir OTHER")
 
     def _resume(self) -> dict[str, int] | None:
         """Load the checkpoint to resume, if any; return the state of the logs at that time."""
@@ -318,15 +359,17 @@ class Trainer:
             tokens = rows.tokens[counted]
             cost = float(self.data.cost_model.cost(tokens).sum())
             seconds = time.perf_counter() - start
+            sources = None if rows.sources is None else rows.sources[counted]
             if not counted.all():
                 losses, weights = StepLosses(*(values[counted] for values in losses)), weights[counted]
-            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds)
+            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
             self.log.write_samples(
                 epoch=epoch,
                 step=step,
                 bucket_id=batch.get("bucket_id"),
                 index=np.array(batch["index"])[counted].tolist(),
                 loss=loss[counted].tolist(),
+                sources=None if sources is None else sources.tolist(),
             )
             if self.accelerator.sync_gradients:
                 self._finish_step(epoch=epoch, step=step, factor=factor)
@@ -361,6 +404,9 @@ class Trainer:
         self.log.write_loss(self.global_step, entry)
         self.bar.update()
         self.bar.set_postfix(loss=f"{value:.4f}", tokens_per_s=f"{entry['tokens_per_second']:.0f}", epoch=epoch)
+        due = self.global_step % self.config.held_out.validation_loss_steps == 0
+        if self.held_out is not None and (due or self.global_step == self.max_train_steps):
+            self._log_held_out(self.held_out)  # before a checkpoint, which counts the lines of logs
         checkpoints = self.config.checkpoints
         if checkpoints.checkpointing_steps and self.global_step % checkpoints.checkpointing_steps == 0:
             progress = Progress(
@@ -375,6 +421,35 @@ class Trainer:
         if self.validation is not None and self.global_step % self.config.validation.validation_steps == 0:
             self._validate()
 
+    def _log_held_out(self, held_out: HeldOutLoss) -> None:
+        """Compute the held-out loss on all processes, of the averaged weights if there are any, and log it."""
+        # DDP has nothing to do without gradients, and the bare model computes in the same precision.
+        sharded = self.accelerator.distributed_type in SHARDED
+        transformer = self.transformer if sharded else self.recipe.transformer
+        with self._averages(), in_evaluation(self.transformer), resharded(self.recipe.transformer):
+            entry = held_out.compute(self.step, transformer, self.accelerator)
+        values = {f"validation_loss_by_noise/{one['quantiles'][0]:.2f}": one["loss"] for one in entry["by_noise"]}
+        self.accelerator.log({"validation_loss": entry["validation_loss"], **values}, step=self.global_step)
+        if self.accelerator.is_main_process:
+            before = [line["unreadable"] for line in read_log(self.folder, "validation", last=1)]
+            if message := unreadable_message(entry["unreadable"], *before or [None]):
+                logger.warning(message)
+            logger.info(f"Held-out loss {entry['validation_loss']:.4f} after optimizer step {self.global_step}")
+        self.log.write_validation(self.global_step, entry)
+
+    @contextmanager
+    def _averages(self) -> Iterator[None]:
+        """Put the averaged weights, if there are any, in place of the last ones inside a `with` block."""
+        if self.ema is None:
+            yield
+            return
+        self.ema.store(self.trained)
+        self.ema.copy_to(self.trained)
+        try:
+            yield
+        finally:
+            self.ema.restore(self.trained)
+
     def _validate(self) -> None:
         """Render the prompts in the main process, with the averaged weights if there are any.
 
@@ -382,16 +457,11 @@ class Trainer:
         """
         if self.accelerator.is_main_process or self.accelerator.distributed_type in SHARDED:
             assert self.validation is not None
-            if self.ema is not None:
-                self.ema.store(self.trained)
-                self.ema.copy_to(self.trained)
             idle = set(PARTS) - {"trained", *self.calls}
             lent = self.recipe.lent_to(self.accelerator.device, *idle)
-            removed = self.context_parallel.removed()
-            with removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
+            removed, averages = self.context_parallel.removed(), self._averages()
+            with averages, removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
-            if self.ema is not None:
-                self.ema.restore(self.trained)
         self.accelerator.wait_for_everyone()
 
     def _finish(self) -> None:
@@ -409,10 +479,18 @@ class Trainer:
                     disable_packing(self.transformer)
                 save_pipeline(recipe, self.folder, source=Path(self.source), weights=weights)
         logger.info(f"Saved to {self.folder}")
+        parts: list[str] = []
         if accelerator.is_main_process:
             logger.info(write_cost_model(self.folder))
+            samples = {} if self.validation is None else self.validation.last_files(self.global_step)
+            run = Run(self.config, recipe, self.data, self.repository, samples)
+            card, message = write_card(self.folder, run)
+            logger.info(message)
+            parts = result_parts(self.folder, adapters=self.config.adapters.lora_rank is not None) + card
         self.log.close()
         self.release()
+        if self.repository is not None:  # the other processes have ended meanwhile, and time out nowhere
+            logger.info(upload(self.folder, self.repository, parts))
 
     def release(self) -> None:
         """Release everything that was prepared, and end the process group."""

@@ -15,11 +15,13 @@ from .memory.shards import SHARDED
 Rule = Literal["applied", "equal", "plan", "weights", "free"]
 
 _NAMES: dict[Rule, tuple[str, ...]] = {
-    # Take effect from the next step on, and are logged: the optimizer, the length of the run and the views.
+    # Take effect from the next step on, and are logged: the optimizer, the length of the run, the views
+    # and the order of tags.
     "applied": (
         *("learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta1", "adam_beta2", "adam_weight_decay"),
         *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_train_steps", "gradient_accumulation_steps"),
         *("random_crop", "frame_picking", "flip_probability", "video_decoder", "caption_dropout"),
+        *("shuffle_tags", "tag_separator", "keep_tags"),
         *(
             "on_error",
             "max_errors",
@@ -30,7 +32,8 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
         ),
     ),
     # Decide the meaning of the weights and of the optimizer's state in a checkpoint, or the objective. The sampler's
-    # state does not know the sizes that random_resize draws: it holds the tokens of one epoch.
+    # state does not know the sizes that random_resize draws: it holds the tokens of one epoch. With another split, the
+    # model would train on what was held out.
     "equal": (
         *("batching", "trained_component", "mixed_precision", "lora_rank", "lora_alpha", "lora_targets", "ema_decay"),
         *(
@@ -43,6 +46,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
             "random_resize",
         ),
         *("positions", "base_size", "token_drop_rate", "token_drop_mode", "trained_dtype", "quantize_base"),
+        "validation_split",
         "streaming",
     ),
     # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.
@@ -61,10 +65,12 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
             "validation_inference_steps",
             "validation_guidance_scale",
             "validation_fps",
+            *("validation_dataset_dir", "validation_loss_steps", "validation_noise_levels"),
             "checkpointing_steps",
             "checkpoints_total_limit",
         ),
         *("resume_from_checkpoint", "init_from_adapters", "report_to", "attention_backend"),
+        *("push_to_hub", "hub_model_id", "hub_private_repo"),
     ),
 }
 

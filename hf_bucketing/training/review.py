@@ -14,6 +14,8 @@ from ..errors import BucketingError
 from ..files import complete_file
 from .run_log import log_path, read_log, read_sample_logs
 
+_SEEN = ("kept", "repeated")
+
 _TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -172,15 +174,74 @@ def losses_by_bucket(output_dir: Path) -> dict[int, tuple[int, float]]:
     return {bucket: (len(values), float(np.mean(values))) for bucket, values in sorted(losses.items())}
 
 
+def held_out_losses(output_dir: Path) -> list[dict[str, Any]]:
+    """Return what a run logged of its held-out loss, one entry per computation; empty if it held nothing out."""
+    return read_log(output_dir, "validation") if log_path(output_dir, "validation").is_file() else []
+
+
+def describe_held_out(output_dir: Path, *, by_bucket: bool = False) -> list[str]:
+    """Return the held-out loss of a run as lines of text: its first, lowest and last values, and the last by noise.
+
+    Args:
+        output_dir (`Path`): Output folder of the run.
+        by_bucket (`bool`): Whether to add the last values of each bucket.
+    """
+    entries = held_out_losses(output_dir)
+    if not entries:
+        return []
+    first, last = entries[0], entries[-1]
+    lowest = min(entries, key=lambda entry: float(entry["validation_loss"]))
+    values = ", ".join(
+        f"{entry['validation_loss']:.4f} {what} (step {entry['global_step']})"
+        for what, entry in (("first", first), ("lowest", lowest), ("last", last))
+    )
+    counts = sorted({int(entry["samples"]) for entry in entries})
+    changed = " samples" if len(counts) == 1 else f" to {counts[-1]} samples, as some could not be read each time"
+    levels = ", ".join(f"{one['loss']:.4f} at {one['noise_level']:.2f}" for one in last["by_noise"])
+    lines = [
+        f"held-out loss of {counts[0]}{changed}: {values}",
+        f"held-out loss by noise level, last: {levels}",
+    ]
+    for one in last["by_bucket"] if by_bucket else []:
+        size = "x".join(map(str, one["size"]))
+        lines.append(f"bucket {one['bucket_id']:4} ({size}), {one['samples']:6} held out, mean loss {one['loss']:.4f}")
+    return [f"{output_dir.name}: {line}" for line in lines]
+
+
+def review_sources(output_dir: Path) -> list[str]:
+    """Return a line per source of a run: samples and repeats of its first epoch, and the mean loss of each half.
+
+    Empty if there was one source.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    plans = plans_of(output_dir)
+    counts: dict[str, dict[str, int]] = plans[min(plans)].get("sources", {})
+    lines = [line for log in read_sample_logs(output_dir) for line in log if "sources" in line]
+    half = max((line["batch"] for line in lines), default=0) // 2
+    losses: list[tuple[list[float], list[float]]] = [([], []) for _ in counts]
+    for line in lines:
+        for source, loss in zip(line["sources"], line["loss"], strict=True):
+            losses[source][line["batch"] >= half].append(loss)
+    said = []
+    for (name, own), halves in zip(counts.items(), losses, strict=True):
+        first, second = (f"{np.mean(values):.4f}" if values else "none" for values in halves)
+        planned = f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {min(plans)}"
+        said.append(f"source {name}: {planned}; mean loss {first} in the first half, {second} in the second")
+    return said
+
+
 def _check_epochs(epochs: Sequence[SampleCount], plans: Mapping[int, Mapping[str, Any]]) -> list[Check]:
     total = len(epochs)
     num_processes = plans[epochs[0].epoch]["num_processes"]
-    once = sum(not epoch.repeated and epoch.seen == plans[epoch.epoch]["kept"] for epoch in epochs)
+    once = sum((one.seen, one.repeated) == tuple(plans[one.epoch][name] for name in _SEEN) for one in epochs)
+    often = "as often as planned" if any(plans[one.epoch]["repeated"] for one in epochs) else "exactly once"
     left = max(plans[epoch.epoch]["dropped"].get("remainder", 0) for epoch in epochs)
     even = sum(set(epoch.steps) == {plans[epoch.epoch]["num_steps"]} for epoch in epochs)
     steps, mixed = sum(epoch.steps[0] for epoch in epochs), sum(epoch.mixed_steps for epoch in epochs)
     checks = [
-        Check(once == total, f"every planned sample seen exactly once in {once} of {total} epochs"),
+        Check(once == total, f"every planned sample seen {often} in {once} of {total} epochs"),
         Check(left < num_processes, f"at most {left} dropped per epoch, fewer than the {num_processes} processes"),
         Check(even == total, f"equal steps on all processes in {even} of {total} epochs, {steps} in all"),
     ]
@@ -214,7 +275,8 @@ def draw_losses(runs: Iterable[Path], path: Path) -> None:
     """Draw the losses of runs over the samples seen and over time, as a PNG.
 
     This compares runs with different numbers of samples per step at equal work and at equal time. Each line is a
-    running mean over the same number of samples in all runs: a twentieth of those of the shortest run.
+    running mean over the same number of samples in all runs: a twentieth of those of the shortest run. Dots are losses
+    of held-out samples.
 
     Raises:
         BucketingError: If a run left no log.
@@ -222,7 +284,9 @@ def draw_losses(runs: Iterable[Path], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    runs = list(runs)
     logs = {run.name: _steps_of(run) for run in runs}
+    held_out_of = {run.name: held_out_losses(run) for run in runs}
     window = max(1, min(int(steps.samples.sum()) for steps in logs.values()) // 20)
     longest = max(float(steps.seconds.sum()) for steps in logs.values())
     unit, seconds = next((name, size) for name, size in _TIME_UNITS if longest >= 3 * size or size == 1)
@@ -233,6 +297,11 @@ def draw_losses(runs: Iterable[Path], path: Path) -> None:
         for axes, place in ((by_samples, np.cumsum(steps.samples)), (by_time, np.cumsum(steps.seconds) / seconds)):
             (line,) = axes.plot(place, mean, label=f"{name} ({len(mean)} steps)")
             axes.plot(place, steps.loss, color=line.get_color(), alpha=0.25, linewidth=0.8)
+            if held_out := held_out_of[name]:
+                at = np.array([entry["global_step"] for entry in held_out]) - 1
+                values = [entry["validation_loss"] for entry in held_out]
+                label = f"{name}, held out"
+                axes.plot(place[at], values, "o--", color=line.get_color(), markersize=4, label=label)
     by_samples.set(xlabel="samples seen", ylabel="training loss", xlim=(0, None), ylim=(0, None))
     by_time.set(xlabel=f"training time in {unit}", xlim=(0, None))
     for axes in (by_samples, by_time):

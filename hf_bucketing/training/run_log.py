@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class RunLog:
         process_index (`int`): Index of this process. Process 0 writes plans and losses; each writes its samples.
         num_processes (`int`): Number of processes. Logs of further ones are from a part of the run before it resumed.
         degree (`int`): Neighbouring processes that take the same samples: only the first of them logs these.
+        held_out (`bool`): Whether process 0 logs held-out losses.
         keep (mapping, *optional*): [`state_dict`][RunLog.state_dict] of the run when its checkpoint was saved.
 
     Raises:
@@ -68,16 +69,20 @@ class RunLog:
         process_index: int,
         num_processes: int,
         degree: int = 1,
+        held_out: bool = False,
         keep: Mapping[str, int] | None = None,
     ) -> None:
-        keep = keep or {"samples": 0, "plans": 0, "losses": 0}
-        self._batches = keep["samples"]
+        keep = keep or {}
+        self._batches = keep.get("samples", 0)
         self._files: dict[str, _JsonLines] = {}
         if process_index % degree == 0:
             self._files["samples"] = self._samples(log_path(output_dir, "samples", process_index // degree))
         if process_index == 0:
-            for name in ("plans", "losses"):
-                self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep[name])
+            names = ["plans", "losses"]
+            if held_out or log_path(output_dir, "validation").is_file():
+                names.append("validation")
+            for name in names:
+                self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep.get(name, 0))
             for path in _sample_logs(output_dir)[num_processes // degree :]:
                 self._samples(path).file.close()
 
@@ -91,16 +96,31 @@ class RunLog:
         self._write("plans", {"epoch": epoch, **summary})
 
     def write_samples(
-        self, *, epoch: int, step: int, bucket_id: int | None, index: list[int], loss: list[float]
+        self,
+        *,
+        epoch: int,
+        step: int,
+        bucket_id: int | None,
+        index: list[int],
+        loss: list[float],
+        sources: list[int] | None = None,
     ) -> None:
-        """Log the samples of one batch and their losses; `batch` in the log counts the batches of the whole run."""
+        """Log the samples of one batch and their losses; `batch` in the log counts the batches of the whole run.
+
+        Where there are several, `sources` are those of the planned rows, as positions in `"sources"` of a plan's log.
+        """
         entry = {"batch": self._batches, "epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index}
+        entry |= {} if sources is None else {"sources": sources}
         self._write("samples", {**entry, "loss": [round(value, 6) for value in loss]})
         self._batches += 1
 
     def write_loss(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log an optimizer step, in process 0."""
         self._write("losses", {"global_step": global_step, **entry})
+
+    def write_validation(self, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log a held-out loss, in process 0."""
+        self._write("validation", {"global_step": global_step, **entry})
 
     def state_dict(self) -> dict[str, int]:
         """Return the batches that each process has logged, and the lines of the other logs."""
@@ -123,18 +143,22 @@ class StepMetrics:
         accelerator (`Accelerator`): Accelerator that gathers the sums, in one call per optimizer step.
         max_tokens (`int`, *optional*): Tokens per process and batch, to compute the fill.
         degree (`int`): Neighbouring processes that take the same samples, which count once.
+        sources (sequence of `str`): Names of the sources of samples, whose losses are summed apart.
     """
 
-    def __init__(self, accelerator: Accelerator, *, max_tokens: int | None, degree: int = 1) -> None:
+    def __init__(
+        self, accelerator: Accelerator, *, max_tokens: int | None, degree: int = 1, sources: Sequence[str] = ()
+    ) -> None:
         self.accelerator = accelerator
+        self.sources = tuple(sources)
         self.degree = degree
         self.max_tokens = max_tokens
         self._start = time.perf_counter()
         self._reset()
 
     def _reset(self) -> None:
-        # The loss; and by noise level, the sum of the losses and the number of samples.
-        self._sums = torch.zeros(1 + 2 * _BINS, device=self.accelerator.device)
+        # The loss; and by noise level and by source, the sum of the losses and the number of samples.
+        self._sums = torch.zeros(1 + 2 * (_BINS + len(self.sources)), device=self.accelerator.device)
         self._counts = np.zeros(_COUNTS)  # samples, tokens, cost, batches, pairs of tokens, seconds
 
     def add(
@@ -146,6 +170,7 @@ class StepMetrics:
         tokens: npt.NDArray[np.int64],
         cost: float,
         seconds: float,
+        sources: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Add a batch.
 
@@ -156,21 +181,26 @@ class StepMetrics:
             tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
             cost (`float`): Cost of the samples, in any unit.
             seconds (`float`): Time from the arrival of the batch to the end of its work on the device.
+            sources (array of `int`, shape `(n,)`, *optional*): Source of each sample.
         """
         values = values.detach().float()
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
         self._sums[0] += (values * weights.to(values)).sum()
+        if sources is not None:
+            bins = torch.cat([bins, _BINS + torch.from_numpy(sources).to(bins)])
+            values = torch.cat([values, values])
         self._sums.index_add_(0, 1 + bins, values)
-        self._sums.index_add_(0, 1 + _BINS + bins, torch.ones_like(values))
+        self._sums.index_add_(0, 1 + _BINS + len(self.sources) + bins, torch.ones_like(values))
         pairs = np.square(tokens, dtype=np.float64).sum()
-        self._counts += (len(values), tokens.sum(), cost, 1, pairs, seconds)
+        self._counts += (len(tokens), tokens.sum(), cost, 1, pairs, seconds)
 
     def finish(self, factor: float = 1.0) -> dict[str, float]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
 
         The weights that were added are multiplied by `factor`, where they were not known before the step's end.
 
-        `train_loss` is the loss, and `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2.
+        `train_loss` is the loss, `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2, and
+        `loss_by_source/NAME` its mean over the samples of a source, where there are several.
         `samples`, `tokens`, `samples_per_second` and `tokens_per_second` count all processes. `seconds` is the time
         since the end of the step before. `imbalance` is the largest cost of a process divided by the mean, and `fill`
         the tokens divided by `max_tokens`. `busy_seconds`, `busy_tokens`, `busy_token_pairs` and `busy_batches` count
@@ -180,7 +210,8 @@ class StepMetrics:
         """
         mine = torch.cat([self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
         rows = self.accelerator.gather(mine[None])[:: self.degree].cpu().double()
-        loss, sums, seen, counts = rows.split([1, _BINS, _BINS, _COUNTS], 1)
+        bins = _BINS + len(self.sources)
+        loss, sums, seen, counts = rows.split([1, bins, bins, _COUNTS], 1)
         samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
         costliest = int(cost.argmax())
         now = time.perf_counter()
@@ -201,7 +232,8 @@ class StepMetrics:
         if self.max_tokens is not None:
             metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
         for level in torch.nonzero(seen.sum(0)).flatten().tolist():
-            metrics[f"loss_by_noise/{level / _BINS:.1f}"] = float(sums[:, level].sum() / seen[:, level].sum())
+            name = f"noise/{level / _BINS:.1f}" if level < _BINS else f"source/{self.sources[level - _BINS]}"
+            metrics[f"loss_by_{name}"] = float(sums[:, level].sum() / seen[:, level].sum())
         self._reset()
         return metrics
 
@@ -226,12 +258,12 @@ def write_cost_model(output_dir: Path) -> str:
 
 
 def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
-    """Return the path of a log: `"plans"`, `"losses"` or `"samples"`."""
+    """Return the path of a log: `"plans"`, `"losses"`, `"validation"` or `"samples"`."""
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 
 def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the entries of the log `"plans"` or `"losses"`, or the last of them.
+    """Return the entries of the log `"plans"`, `"losses"` or `"validation"`, or the last of them.
 
     Raises:
         BucketingError: If there is no such file.

@@ -16,10 +16,12 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..errors import BucketingError, PackingError
+from ..media.conditions import MASK
 from ..media.sample import frame_rates
 from ..models.enable import enable_packing, packing_disabled
+from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Objective
-from ..models.recipe import Recipe, Samples, TextEmbeddings
+from ..models.recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from ..packing.layout import Grid
 from ..packing.pack import Packing, packed_forward
 from ..packing.token_drop import Seed, TokenDrop
@@ -71,9 +73,31 @@ class Step(ABC):
             values = self._losses(transformer, samples, seeds)
         return StepLosses(values, self.objective.noise_levels(noised.timesteps))
 
+    @torch.no_grad()
+    def held_out(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, num_levels: int) -> list[StepLosses]:
+        """Return the loss of each held-out sample at each of some noise levels, the least noise first.
+
+        Nothing is drawn from the epoch: no caption and no token is dropped, and
+        [`Objective.held_out`][hf_bucketing.models.objectives.Objective.held_out] adds the noise.
+        """
+        media = media_of(self.recipe, batch)
+        latents = media.pop("latents")
+        text = text_of(self.recipe, batch, dropped=[False] * len(latents), empty=None).to(latents[0].dtype)
+        fps = frame_rates(batch["fps"], device=latents[0].device)
+        found = []
+        for level in range(num_levels):
+            noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
+            samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
+            values = self._losses(transformer, samples, None)
+            found.append(StepLosses(values, self.objective.noise_levels(noised.timesteps)))
+        return found
+
     @abstractmethod
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
-        """Run the transformer and return the loss of each sample, `(n,)`; there is a seed for each."""
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
+        """Run the transformer and return the loss of each sample, `(n,)`.
+
+        There is a seed for each sample, from which tokens to drop are drawn; without seeds, none are dropped.
+        """
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -87,10 +111,10 @@ class Step(ABC):
 class BucketStep(Step):
     """Run one forward over a stack of samples of one size."""
 
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
         inputs = self.recipe.model_inputs(samples)
         prediction = self.recipe.predict(transformer, samples, inputs)
-        return self.objective.losses(prediction, samples.noised, weights=inputs.weights)
+        return self.objective.losses(prediction, samples.noised, weights=loss_weights(inputs, samples))
 
 
 @dataclass(kw_only=True)
@@ -106,18 +130,19 @@ class PackStep(Step):
         with packing_disabled(self.recipe.transformer):
             yield
 
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed]) -> torch.Tensor:
+    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
         inputs = self.recipe.model_inputs(samples)
         pack = self.packing.pack(
             inputs.latents,
             timesteps=inputs.timesteps,
             conditioning=inputs.conditioning,
-            token_drop=self.token_drop,
+            token_drop=None if seeds is None else self.token_drop,
             seeds=seeds,
             **samples.text.pack_kwargs(),
         )
         prediction = packed_forward(transformer, pack)
-        return self.objective.packed_losses(prediction, samples.noised, pack, weights=inputs.weights)
+        weights = loss_weights(inputs, samples)
+        return self.objective.packed_losses(prediction, samples.noised, pack, weights=weights)
 
 
 def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
@@ -171,6 +196,19 @@ def check_positions(step: Step, table: BucketTable | OpenTable, counts: Mapping[
             ) from error
 
 
+def loss_weights(inputs: ModelInputs, samples: Samples) -> Sequence[torch.Tensor] | None:
+    """Return the weights of the loss of each sample, `(1, f, h, w)` or `(C, f, h, w)`: the model's own × its mask.
+
+    The loss of a sample is the weighted mean over its latents, so that a mask which is white everywhere changes
+    nothing, and neither does its area: samples weigh the same however little of them is learned. Where nothing is
+    white, such as after a crop, the loss of the sample is 0.
+    """
+    masks = samples.conditions.get(LOSS_MASK)
+    if masks is None or inputs.weights is None:
+        return masks if inputs.weights is None else inputs.weights
+    return [weights * mask.to(weights) for weights, mask in zip(inputs.weights, masks, strict=True)]
+
+
 def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
     """Return `latents`, `(C, f, h, w)` of each sample of a batch of any collator, and its conditions.
 
@@ -178,10 +216,13 @@ def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.T
     """
     if "latents" in batch:
         return {"latents": list(batch["latents"]), **batch.get("conditions", {})}
-    pixels = batch["pixel_values"]
+    pixels, shown = batch["pixel_values"], batch.get("shown", {})
     if isinstance(pixels, torch.Tensor):
-        return {name: list(values) for name, values in recipe.encode_media(pixels).items()}
-    encoded = [recipe.encode_media(sample[None]) for sample in pixels]
+        return {name: list(values) for name, values in recipe.encode_media(pixels, shown).items()}
+    encoded = [
+        recipe.encode_media(sample[None], {name: tensors[row : row + 1] for name, tensors in shown.items()})
+        for row, sample in enumerate(pixels)
+    ]
     return {name: [sample[name][0] for sample in encoded] for name in encoded[0]}
 
 
@@ -223,7 +264,8 @@ def check_cached(recipe: Recipe, data: TrainingData | StreamedData) -> None:
             f"The cache holds latents of {len(latent)} channels, but a {recipe.pipeline_class} is trained on "
             f"{recipe.latent_channels}; run scripts/cache_latents.py again with this pipeline."
         )
-    if missing := recipe.blank_conditions(latent).keys() - batch.get("conditions", {}).keys():
+    needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
+    if missing := needed - batch.get("conditions", {}).keys():
         raise BucketingError(
             f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
             "scripts/cache_latents.py again with this pipeline."

@@ -20,7 +20,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.apply import map_columns
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, PreparedDataset
+from ..columns.prepared import ROW_WEIGHT, PreparedDataset, SourceRows
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.stream_source import SAMPLED_ROWS
 from ..errors import BucketingError
@@ -121,6 +121,8 @@ class StreamedData:
         on_new_buckets (callable): Called with the buckets of samples that come for the first time, each with its
             number of samples; raises for those that the model cannot take.
         empty_text (None): A stream reads no cache.
+        sources (None): A stream has one source.
+        conditions (tuple of `str`): Names of what the stream has of a sample beside its media and caption.
     """
 
     loader: DataLoader[Any]
@@ -134,6 +136,8 @@ class StreamedData:
     token_drop: TokenDrop | None
     on_new_buckets: Callable[[Mapping[int, int]], None] = lambda counts: None
     empty_text: TextEmbeddings | None = None
+    sources: SourceRows | None = None
+    conditions: tuple[str, ...] = ()
     _seen: set[int] = field(default_factory=set)
 
     def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
@@ -243,8 +247,8 @@ class StreamedData:
 def make_streamed_data(
     config: TrainingConfig,
     spec: LatentSpec,
-    opened: OpenedStream,
     *,
+    opened: OpenedStream,
     width: int,
     text_tokens: int = 0,
 ) -> StreamedData:
@@ -254,7 +258,7 @@ def make_streamed_data(
         BucketingError: If the stream was prepared for another model, or a sample of it exceeds `max_tokens`.
     """
     prepared, rows, sample = opened
-    check_prepared(config, prepared, spec)
+    check_prepared(config, prepared, spec, folder=config.dataset_dir)
     batches, stream = config.batches, config.stream
     table: BucketTable | OpenTable = prepared.table
     grouping: Grouping
@@ -298,6 +302,7 @@ def make_streamed_data(
         cost_model=make_cost_model(config, width=width),
         reduction=config.objective.loss_reduction,
         token_drop=batches.token_drop,
+        conditions=tuple(prepared.conditions),
     )
 
 

@@ -77,7 +77,6 @@ class Validation:
 
         Call it in the main process, or where weights are sharded in all of them; the main one writes.
         """
-        folder = self.folder / f"step-{step}"
         transformer, training = recipe.transformer, recipe.transformer.training
         transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
@@ -88,20 +87,32 @@ class Validation:
                     frames = self._sample(recipe, prompt, size, images)
                 if not accelerator.is_main_process:
                     continue
-                folder.mkdir(parents=True, exist_ok=True)
-                words = re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
-                name = f"{size.frames}x{size.height}x{size.width}-{words}"
+                file = self.file_of(prompt, size, step=step)
+                file.parent.mkdir(parents=True, exist_ok=True)
                 if size.frames == 1:
-                    write_image(folder / f"{name}.png", frames[0])
+                    write_image(file, frames[0])
                 else:
-                    write_video(folder / f"{name}.mp4", frames, fps=self.config.validation_fps)
+                    write_video(file, frames, fps=self.config.validation_fps)
                 shown = np.linspace(0, len(frames) - 1, min(_FRAMES_SHOWN, len(frames))).round().astype(int)
                 for tracker in accelerator.trackers:
                     if hasattr(tracker, "log_images"):
                         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                        tracker.log_images({name: frames[shown]}, step=step, **layout)
+                        tracker.log_images({file.stem: frames[shown]}, step=step, **layout)
         finally:
             transformer.train(training)
+
+    def file_of(self, prompt: str, size: Size, *, step: int) -> Path:
+        """Return the file of the rendering of a prompt at a size after an optimizer step."""
+        words = re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
+        name = f"{size.frames}x{size.height}x{size.width}-{words}"
+        return self.folder / f"step-{step}" / f"{name}.{'png' if size.frames == 1 else 'mp4'}"
+
+    def last_files(self, global_step: int) -> dict[Path, str]:
+        """Return the files that were rendered last by an optimizer step, and the prompt of each."""
+        step = global_step - global_step % self.config.validation_steps
+        each = product(self.sizes, self.config.validation_prompts or [])
+        files = {self.file_of(prompt, size, step=step): prompt for size, prompt in each}
+        return {file: prompt for file, prompt in files.items() if file.is_file()}
 
     def _sample(self, recipe: Recipe, prompt: str, size: Size, images: Sequence[MediaSource]) -> np.ndarray:
         shown = {name: load_first_frame(image, size) for name, image in zip(IMAGES, images, strict=False)}

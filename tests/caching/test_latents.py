@@ -29,7 +29,7 @@ class Encoder:
     def __init__(self) -> None:
         self.stacks: list[tuple[int, ...]] = []
 
-    def __call__(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __call__(self, pixels: torch.Tensor, shown: dict) -> dict[str, torch.Tensor]:
         self.stacks.append(tuple(pixels.shape))
         latents = torch.nn.functional.avg_pool3d(pixels, (1, 8, 8))
         return {"latents": latents, "first_frame": latents[:, :, :1] + 1}
@@ -235,5 +235,19 @@ def test_identical_captions_are_encoded_once_and_padding_is_not_stored(masked: b
 
 
 def test_captions_that_are_no_text_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ColumnError, match="must hold text, got None"):
+    with pytest.raises(ColumnError, match="must be a text or a list of texts, got None"):
         texts(tmp_path, [])({"caption": ["a", None]})
+
+
+def test_files_at_urls_are_encoded_again_when_their_servers_tell_another_version(media: Path) -> None:
+    rows = rows_of(media)
+    urls = [f"file://{media}/{name}" for name in rows["file"]]
+    rows = rows.remove_columns(["file"]).add_column("file", urls)
+    assert encoded(media, rows, root=None) == ROWS
+    assert encoded(media, rows, root=None) == 0
+    os.utime(media / "0.png", ns=(1, 1))
+    assert encoded(media, rows, root=None) == 1
+    (media / "0.png").unlink()
+    with pytest.raises(MediaError, match=r"file://.*/0\.png"):
+        encoded(media, rows, root=None)
+    assert encoded(media, rows, root=None, on_error="reject") == 0

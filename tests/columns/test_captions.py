@@ -9,10 +9,10 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value, load_dataset
+from datasets import ClassLabel, Dataset, Features, IterableDataset, List, Value, load_dataset
 
 from hf_bucketing import BucketTable, ColumnError, LatentSpec, Size, open_table
-from hf_bucketing.columns import BucketColumns, PreparedDataset, check_captions, map_columns
+from hf_bucketing.columns import BucketColumns, CaptionTexts, PreparedDataset, check_captions, map_columns
 from tests.conftest import run_script_here
 
 FILES = [f"clips/{number}.mp4" for number in range(5)]
@@ -70,10 +70,12 @@ def test_large_strings_become_strings() -> None:
         ([3, 4], None, "a column of int64"),
         ([0.5, 1.5], None, "a column of float64"),
         ([True, False], None, "a column of bool"),
-        ([["a", "b"], ["c"]], None, "a list of captions: several captions per row are not supported yet"),
+        ([[["a", "b"]], [["c"]]], None, "a list whose entries are not texts: each is a list"),
+        ([[1, 2], [3]], None, "a list whose entries are not texts: each is a column of int64"),
+        ([[{"text": "a"}]] * 2, None, "a list whose entries are not texts: each is a dict with the keys text"),
         ([{"short": "a", "long": "b"}] * 2, None, "a dict with the keys"),
     ],
-    ids=["ClassLabel", "int", "float", "bool", "list", "dict"],
+    ids=["ClassLabel", "int", "float", "bool", "lists", "ints", "dicts", "dict"],
 )
 @pytest.mark.parametrize("on_error", ["raise", "empty", "reject"])
 def test_a_column_that_can_hold_no_text_is_an_error_that_names_its_type(captions, feature, message, on_error) -> None:
@@ -89,14 +91,80 @@ def test_a_column_of_nothing_is_missing_captions() -> None:
 
 @pytest.mark.skipif(not hasattr(datasets, "Json"), reason="this version of datasets reads no mixed columns")
 def test_values_of_several_types_in_one_json_column_are_told_apart(tmp_path: Path) -> None:
-    values = ['say "hi"', 3, ["u", "v"], None, {"a": 1}, True, "ü\n"]
+    values = ['say "hi"', 3, [["u"], "v"], None, {"a": 1}, True, "ü\n", []]
     lines = [json.dumps({"file": f"{number}.mp4", "caption": value}) for number, value in enumerate(values)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     dataset = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
     check = check_captions(dataset, "caption", on_error="reject", media_column="file")
-    assert check.dataset["caption"][:] == ['say "hi"', "", "", "", "", "", "ü\n"]
+    assert check.dataset["caption"][:] == [['say "hi"'], [""], ["v"], [""], [""], [""], ["ü\n"], [""]]
     found = {problem: rows.tolist() for problem, rows in check.problems.items()}
-    assert found == {"a number": [1], "a list": [2], "missing": [3], "a dict": [4], "true or false": [5]}
+    assert found == {"a number": [1], "a list": [2], "missing": [3, 7], "a dict": [4], "true or false": [5]}
+    assert "1 a list (row 2 caption 0: 2.mp4)" in check.summary
+
+
+def test_a_row_may_have_several_captions() -> None:
+    lists = rows_with([["a", "b"], ["c"]])
+    check = check_captions(lists, "caption")
+    assert check.dataset is lists
+    large = check_captions(rows_with([["a", "b"], ["c"]], pa.large_list(pa.large_string())), "caption").dataset
+    assert large.features["caption"] == List(Value("string"))
+    assert large["caption"][:] == [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string()), pa.list_(pa.binary()), pa.list_(pa.binary(), 2)], ids=str)
+def test_entries_that_are_no_text_are_named_by_row_and_entry(kind: pa.DataType) -> None:
+    fixed = pa.types.is_fixed_size_list(kind)
+    cells = [["a", None], None, [" ", "ü"], [None, None], ["x", "y"]] + ([] if fixed else [[]])
+    rows = Dataset(pa.table({"caption": pa.array(cells, kind), "file": [f"{row}.mp4" for row in range(len(cells))]}))
+    with pytest.raises(ColumnError) as raised:
+        check_captions(rows, "caption", media_column="file")
+    missing = "4 missing (row 0 caption 1: 0.mp4, row 1 caption 0: 1.mp4, row 3 caption 0: 3.mp4, …)"
+    assert (missing if fixed else missing.replace("4", "5", 1)) in str(raised.value)
+    assert "1 empty (row 2 caption 0: 2.mp4)" in str(raised.value)
+    emptied = check_captions(rows, "caption", on_error="empty").dataset
+    assert emptied["caption"][:] == [["a"], [""], ["ü"], [""], ["x", "y"], [""]][: len(cells)]
+    assert check_captions(rows, "caption", on_error="reject").rows.tolist() == [0, 1, 2, 3, 5][: len(cells) - 1]
+
+
+def test_several_columns_become_one_list_and_a_row_may_lack_some() -> None:
+    rows = Dataset(pa.table({"short": ["a", None, ""], "long": [["b", "c"], ["d"], [None]], "file": ["0", "1", "2"]}))
+    check = check_captions(rows, ["short", "long"], on_error="empty", media_column="file")
+    assert check.dataset["short"][:] == [["a", "b", "c"], ["d"], [""]]
+    assert check.dataset.column_names == rows.column_names
+    assert check.rows.tolist() == [2]
+    assert "captions in the columns 'short' and 'long'" in check.summary
+
+
+def test_a_template_is_put_around_every_caption() -> None:
+    template = "TOK, {caption}"
+    check = check_captions(rows_with(["a dog", None, "x"]), "caption", on_error="empty", template=template)
+    assert check.dataset["caption"][:] == ["TOK, a dog", "TOK", "TOK, x"]
+    several = check_captions(rows_with([["a", "b"], ["c"]]), "caption", template="{caption}.").dataset
+    assert several["caption"][:] == [["a.", "b."], ["c."]]
+    for wrong in ("TOK", "{caption} {caption}"):
+        with pytest.raises(ColumnError, match=r"`caption_template` must hold \{caption\} once"):
+            check_captions(rows_with(["a"]), "caption", template=wrong)
+
+
+def test_columns_of_shuffled_rows_are_replaced_without_copying_the_others() -> None:
+    rows = rows_with(["a", None, "b"]).shuffle(seed=0)
+    check = check_captions(rows, "caption", on_error="empty", template="{caption}!")
+    assert [text.strip("!") or None for text in check.dataset["caption"]] == rows["caption"][:]
+    assert check.dataset.data.column("file").equals(rows.data.column("file"))
+
+
+def test_rows_of_a_stream_get_texts_by_the_same_rules() -> None:
+    cells = [["a", {"b": 1}], "c", None, b"d", 3]
+    rows = [{"caption": cell, "width": 8, "height": 8, "num_frames": 1} for cell in cells]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+
+    def mapped(**options):
+        return [*stream.map(CaptionTexts(("caption",), **options), batched=True, batch_size=2)]
+
+    assert [row["caption"] for row in mapped(on_error="empty")] == [["a"], ["c"], "", "d", ""]
+    assert [row["width"] for row in mapped(on_error="reject", template="{caption}")] == [-2, 8, -2, 8, -2]
+    with pytest.raises(ColumnError, match=r"1 a dict \(row 0 caption 1\). Rows are counted from the first of their"):
+        mapped()
 
 
 def test_mistakes_in_calling_are_said() -> None:

@@ -10,7 +10,8 @@ from datasets import Dataset, Features, Image, Value
 from PIL import Image as PillowImage
 
 from hf_bucketing import ColumnError, MediaError
-from hf_bucketing.columns import MediaMetadata, PreparedDataset, add_sizes
+from hf_bucketing.columns import ExistingMetadata, MediaMetadata, PreparedDataset, add_sizes
+from hf_bucketing.columns.metadata import read_size_columns
 from hf_bucketing.media import write_video
 from tests.conftest import run_script_here
 
@@ -57,7 +58,7 @@ def test_only_a_sample_of_the_files_is_opened(folder: Path) -> None:
     metadata = MediaMetadata("path", root=str(folder))
     assert rows_of(add_sizes(dataset, metadata).dataset) == [(32, 16, 9, 16.0)] * 21
     with pytest.raises(MediaError, match=r"gone\.mp4"):
-        add_sizes(dataset, metadata, read_headers=True)
+        add_sizes(dataset, metadata, sizes_from="headers")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_columns_that_disagree_with_a_file_are_an_error_that_names_it(folder: Pa
     metadata = MediaMetadata("path", root=str(folder))
     with pytest.raises(ColumnError, match=message):
         add_sizes(table(**changes), metadata)
-    read = add_sizes(table(**changes), metadata, read_headers=True)
+    read = add_sizes(table(**changes), metadata, sizes_from="headers")
     assert rows_of(read.dataset) == [(32, 16, 9, 16.0), (48, 32, 1, 0.0)]
     assert "instead of the columns width, height, num_frames, fps: as asked for" in read.origin
 
@@ -131,6 +132,57 @@ def test_unreadable_files_in_the_sample_are_errors_or_make_all_headers_be_read(f
     assert sized.dataset["width"][:] == [32, -1]
 
 
+def test_columns_of_other_names_are_checked_with_files_or_taken_as_they_are(folder: Path) -> None:
+    """OpenVid's `frame` and `seconds`; a duration of 9 frames at 16 fps is 0.5625 s."""
+    dataset = table(num_frames=None, frame=[9, 1], seconds=[0.5625, 0], w=[32, 48]).remove_columns(["width"])
+    metadata = MediaMetadata("path", root=str(folder), target_fps=8.0)
+    remote = dataset.remove_columns(["path"]).add_column("path", ["https://example.org/gone.mp4"] * 2)
+    for names in ("width=w,num_frames=frame", "width=w,duration=seconds"):
+        columns = read_size_columns(names)
+        checked = add_sizes(dataset, metadata, size_columns=columns)
+        assert rows_of(checked.dataset) == [(32, 16, 5, 8.0), (48, 32, 1, 0.0)]
+        assert "2 files agree" in checked.origin
+        gone = add_sizes(remote, metadata, sizes_from="columns", size_columns=columns)
+        assert rows_of(gone.dataset) == rows_of(checked.dataset)
+        assert gone.origin.endswith("; no file was opened.")
+        assert gone.columns[0] == "w"
+    wrong = {"width": "w", "duration": "minutes"}
+    with pytest.raises(ColumnError, match=r"Row 0 \(video.mp4\) has .* num_frames 5.*num_frames 9"):
+        add_sizes(dataset.add_column("minutes", [0.33, 0.0]), metadata, size_columns=wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "message"),
+    [
+        ({"num_frames": None}, {}, "videos need num_frames and fps too"),
+        ({"width": [32, None]}, {}, "1 rows lack a size or frame rate, the first of them row 1"),
+        ({}, {"width": "w"}, "there is no column w; the data set has"),
+        ({"width": ["32px", "48px"]}, {}, "column width must hold numbers"),
+    ],
+)
+def test_columns_that_do_not_suffice_are_an_error_where_no_file_is_opened(changes, names, message) -> None:
+    with pytest.raises(ColumnError, match=message):
+        add_sizes(table(**changes), MediaMetadata("path"), sizes_from="columns", size_columns=names)
+
+
+def test_rows_without_a_size_are_rejected_where_no_file_is_opened() -> None:
+    metadata = MediaMetadata("path", on_error="reject")
+    sized = add_sizes(table(width=[32, None]), metadata, sizes_from="columns")
+    assert rows_of(sized.dataset) == [(32, 16, 9, 16.0), (-1, -1, -1, 0.0)]
+
+
+def test_names_of_columns_that_have_no_meaning_or_no_effect_are_refused() -> None:
+    for text in ("w=width", "width", "width=", "width=w,width=v", "num_frames=n,duration=d"):
+        with pytest.raises(ColumnError, match="`size_columns`"):
+            read_size_columns(text)
+    with pytest.raises(ColumnError, match="Omit `size_columns`"):
+        add_sizes(table(), MediaMetadata("path"), sizes_from="headers", size_columns={"width": "w"})
+    with pytest.raises(ColumnError, match="`sizes_from` must be"):
+        add_sizes(table(), MediaMetadata("path"), sizes_from="files")
+    with pytest.raises(ColumnError, match="go together"):
+        ExistingMetadata("w", "h", duration="seconds")
+
+
 def test_preparing_uses_the_sizes_of_a_csv_file(folder: Path, pipeline_dir: Path) -> None:
     """The columns are those of Open-Sora."""
     (folder / "rows.csv").write_text(
@@ -147,6 +199,6 @@ def test_preparing_uses_the_sizes_of_a_csv_file(folder: Path, pipeline_dir: Path
     assert dataset["aspect_ratio"][:] == [2.0, 1.5]
     (folder / "rows.csv").write_text("path,text,num_frames,height,width,fps\nvideo.mp4,a clip,9,32,16,16\n")
     result = run_script_here("prepare_dataset.py", *arguments, "--output_dir", folder / "bad", check=False)
-    assert "read_headers" in result.stderr.strip().splitlines()[-1]
-    run_script_here("prepare_dataset.py", *arguments, "--output_dir", folder / "bad", "--read_headers")
+    assert "sizes_from" in result.stderr.strip().splitlines()[-1]
+    run_script_here("prepare_dataset.py", *arguments, "--output_dir", folder / "bad", "--sizes_from", "headers")
     assert PreparedDataset.load(folder / "bad").dataset["width"][:] == [32]

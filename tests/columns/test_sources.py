@@ -16,6 +16,7 @@ import hf_bucketing
 from hf_bucketing import ColumnError, MediaError
 from hf_bucketing.columns import MediaMetadata, PreparedDataset, check_captions, load_source, map_columns
 from hf_bucketing.media import write_video
+from hf_bucketing.media.source import MediaSource
 from tests.conftest import run_script_here
 
 VIDEO, PHOTO, PICTURE = (32, 16, 6), (48, 32, 1), (64, 40, 1)
@@ -39,6 +40,11 @@ def folder(tmp_path: Path) -> Path:
     (root / ".thumbnails").mkdir()
     (root / ".thumbnails" / "d.mp4").write_text("x")
     return root
+
+
+def remove_captions(folder: Path) -> None:
+    for path in folder.rglob("*.[tT][xX][tT]"):
+        path.unlink()
 
 
 def sizes_of(loaded) -> list[tuple[int, int, int]]:
@@ -76,6 +82,13 @@ def test_missing_empty_and_undecodable_txt_files_are_caption_problems_that_name_
     assert "1 not UTF-8 text (row 2: trip/day 1/b.mp4)" in str(raised.value)
     emptied = check_captions(loaded.dataset, "caption", on_error="empty").dataset
     assert emptied["caption"][:] == ["", "", "", "fine"]
+
+
+def test_media_without_a_caption_file_get_the_caption_that_is_given_for_them(folder: Path) -> None:
+    (folder / "trip" / "c.TXT").unlink()
+    assert load_source(str(folder), missing_caption="TOK").dataset["caption"][:] == ["a picture", "TOK", "a clip, ü"]
+    remove_captions(folder)
+    assert load_source(str(folder), missing_caption="TOK").dataset["caption"][:] == ["TOK"] * 3
 
 
 def test_two_media_files_of_one_stem_are_an_error_that_names_both(folder: Path) -> None:
@@ -140,6 +153,7 @@ def test_a_table_that_is_named_directly(folder: Path, ending: str, absolute: boo
 
 @pytest.mark.parametrize("ending", ["csv", "json", "jsonl", "parquet"])
 def test_a_folder_with_metadata_of_any_kind(folder: Path, ending: str) -> None:
+    remove_captions(folder)
     write_table(folder / f"metadata.{ending}", [{"video": file, "prompt": text} for file, text in ROWS])
     loaded = load_source(str(folder))
     assert (loaded.column, loaded.caption_column) == ("video", "prompt")
@@ -183,6 +197,7 @@ def test_a_column_of_media_goes_before_names_of_paths(tmp_path: Path, folder: Pa
 
 def test_a_column_that_does_not_exist_is_an_error_that_says_which_would_do(folder: Path) -> None:
     write_table(folder / "metadata.jsonl", [{"file_name": "a.png", "url": "https://x.org/a.png", "caption": "x"}])
+    remove_captions(folder)
     with pytest.raises(ColumnError, match=r"no media column 'video', only \['file_name', 'url', 'caption'\]"):
         load_source(str(folder), media_column="video")
     with pytest.raises(ColumnError, match="caption_column caption would do"):
@@ -195,7 +210,6 @@ def test_mistakes_in_naming_a_source_are_said(folder: Path) -> None:
     (folder / "head.csv").write_text("path,text\n")
     (folder / "broken.json").write_text("{nope")
     (folder / "latin.csv").write_bytes("path,text\na.png,für\n".encode("latin-1"))
-    write_table(folder / "urls.csv", [{"url": "a.png", "text": "x"}, {"url": "https://x.org/a.mp4", "text": "x"}])
     for name, message in (
         ("gone.csv", "The file .*gone.csv does not exist"),
         ("gone", "folder .*gone does not exist"),
@@ -204,7 +218,6 @@ def test_mistakes_in_naming_a_source_are_said(folder: Path) -> None:
         ("head.csv", "cannot load .*head.csv"),
         ("broken.json", "cannot load .*broken.json"),
         ("latin.csv", "cannot load .*latin.csv.*utf-8"),
-        ("urls.csv", "holds URLs such as https://x.org/a.mp4"),
     ):
         with pytest.raises((MediaError, ColumnError), match=message):
             load_source(str(folder / name))
@@ -212,6 +225,14 @@ def test_mistakes_in_naming_a_source_are_said(folder: Path) -> None:
         write_table(folder / f"metadata.{ending}", [{"file_name": "a.png", "caption": "x"}])
     with pytest.raises(MediaError, match=r"metadata\.csv and .*metadata\.jsonl"):
         load_source(str(folder))
+
+
+def test_relative_paths_of_a_data_set_on_the_hub_are_files_of_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Dataset.from_dict({"video": ["clips/a.mp4"], "caption": ["x"]})
+    monkeypatch.setattr("hf_bucketing.columns.layouts.load_dataset", lambda name, config, split: rows)
+    loaded = load_source("owner/clips")
+    source = MediaSource.from_cell(loaded.dataset[0]["video"], root=loaded.root)
+    assert source.path == "hf://datasets/owner/clips/clips/a.mp4"
 
 
 def test_load_source_is_a_name_of_the_package() -> None:
@@ -227,8 +248,7 @@ def test_preparing_from_captions_beside_files(folder: Path, pipeline_dir: Path, 
     assert prepared.root == str(folder)
     assert prepared.dataset["caption"][:] == ["a picture", "a photo", "a clip, ü"]
     assert min(prepared.dataset["bucket_id"]) >= 0
-    for path in folder.rglob("*.[tT][xX][tT]"):
-        path.unlink()
+    remove_captions(folder)
     result = run_script_here("prepare_dataset.py", *arguments, check=False)
     assert result.returncode == 1
     assert "No caption column" in result.stderr.strip().splitlines()[-1]

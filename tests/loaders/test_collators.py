@@ -197,6 +197,16 @@ def test_old_names_are_refused_with_the_new_ones(make, old, new: str) -> None:
 @pytest.mark.parametrize("make", [BucketCollator, PackCollator])
 def test_all_options_of_a_collator_are_listed_in_its_signature(make) -> None:
     parameters = inspect.signature(make).parameters
-    shared = ["column", "caption_column", "root", "conditions", "views", "seed", "replacements"]
+    shared = [
+        "column",
+        "caption_column",
+        "captions",
+        "root",
+        "conditions",
+        "reference_multiples",
+        "views",
+        "seed",
+        "replacements",
+    ]
     assert list(parameters)[1 : len(shared) + 1] == shared
     assert all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -253,6 +253,33 @@ def test_sound_that_is_longer_than_the_picture_adds_no_frames(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.parametrize(("name", "stamps", "earlier", "options"), [
+    ("reordered.mp4", None, 0, {"g": "9", "bf": "3"}),
+    ("open.mkv", None, 0, {"g": "9", "bf": "3", "x264-params": "open-gop=1"}),
+    ("edited.mp4", None, 3, {"g": "9", "bf": "0"}),
+    ("uneven.mp4", [round(1000 * (n / 12 + n % 3 / 40)) for n in range(40)], 0, {"g": "9", "bf": "2"}),
+    ("one-key-frame.mp4", None, 0, {"g": "250"}),
+    ("clip.ts", None, 0, {"g": "9"}),
+])  # fmt: skip
+def test_frames_late_in_a_file_are_those_that_decoding_from_its_start_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stamps, earlier: int, options: dict[str, str]
+) -> None:
+    clip = encode(tmp_path / name, numbered_frames(40), stamps=stamps, earlier=earlier, **options)
+    info = probe(clip)
+
+    def decode_three(start: float) -> list[int]:
+        return numbers(iter_frames(clip, [start + i / 12 for i in range(3)], video_decoder="pyav"))
+
+    starts = [first / 10 for first in range(int((info.num_frames - 4) / info.fps * 10))]
+    monkeypatch.setattr("hf_bucketing.media.decode._SEEK_FROM", 1e9)
+    whole = [*map(decode_three, starts)]
+    monkeypatch.setattr("hf_bucketing.media.decode._SEEK_FROM", 0.05)
+    assert [*map(decode_three, starts)] == whole
+    assert whole[-1][-1] > 34
+    with pytest.raises(MediaError, match=r"ends after \d\d frames"):
+        list(iter_frames(clip, [2.0, 9.0], video_decoder="pyav"))
+
+
 def test_a_forked_process_decodes_after_its_parent_did(tmp_path: Path) -> None:
     write_video(tmp_path / "clip.mp4", numbered_frames(3), fps=12)
     code = f"""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, MediaError, Size
 from hf_bucketing.loaders import BucketCollator, worker_options
-from hf_bucketing.media import MediaSource, ViewRule, frame_times, iter_frames, probe
+from hf_bucketing.media import MediaSource, View, ViewRule, frame_times, iter_frames, probe
 from tests.caching.test_latents import encoded, media  # noqa: F401 (a fixture)
 from tests.media import test_media, test_video
 from tests.media.test_media import *  # noqa: F403
@@ -75,6 +75,13 @@ def test_frames_are_pyavs_in_other_pixel_formats(tmp_path: Path, pixels: str) ->
 
     clip = encode(tmp_path / "clip.mp4", spotted_frames(6, grey="10" in pixels), prepare=prepare)
     assert_alike(clip, frame_times(6, 12.0))
+
+
+def test_clips_late_in_a_file_begin_with_the_frame_at_their_start(tmp_path: Path) -> None:
+    clip = encode(tmp_path / "clip.mp4", numbered_frames(40), g="9", bf="3")
+    for first in (0, 7, 18, 30):
+        view = View(size=Size(5, HEIGHT, WIDTH), fps=6.0, offset=first / 12, video_decoder="torchcodec")
+        assert numbers(torchcodec_frames(clip, view.times)) == list(range(first, first + 10, 2))
 
 
 def test_a_frame_that_is_shown_twice_is_a_new_array_each_time(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ class Drawn:
         timestep: As the objective draws it: 1000 · σ for flow matching, else an index into the schedule; `(f,)` for
             models with one per frame.
         max_sequence_length: Text tokens.
+        shown: What the data set holds of it beside pixels and caption, by name, as a collator returns it.
     """
 
     pixels: torch.Tensor
@@ -34,6 +35,17 @@ class Drawn:
     noise: torch.Tensor
     timestep: torch.Tensor
     max_sequence_length: int
+    shown: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The frame that an image-to-video model is shown as the first, `(3, 1, H, W)`."""
+        return self.shown.get("first_frame", self.pixels[:, :1])
+
+    @property
+    def last(self) -> torch.Tensor:
+        """The frame that an image-to-video model is shown as the last, `(3, 1, H, W)`."""
+        return self.shown.get("last_frame", self.pixels[:, -1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +68,8 @@ class RecipeCase:
         captions: One per sample.
         components: Components with which diffusers loads the pipeline; None for those that it comes without.
         one_size: Whether the model runs a single height and width, which files in packs do not have.
+        shown: Sets of conditions that samples are tried with, beside none; a training run's files have the last.
+        needs_shown: Whether the model cannot do without.
     """
 
     tiny: str
@@ -72,13 +86,34 @@ class RecipeCase:
     captions: tuple[str, str, str] = ('a square that says "red"', "x", "a large blue circle on grey")
     components: dict[str, Any] = field(default_factory=dict)
     one_size: bool = False
+    shown: tuple[tuple[str, ...], ...] = ()
+    needs_shown: bool = False
 
 
 BLOCKS_OF_32 = "32,64;64,32;32,32"
 """Buckets for models whose sides are multiples of 32 pixels."""
 
+CONTROL = (("control",),)
+"""What the data set shows a model of a control of each sample."""
+
+FIRST_FRAME = (("first_frame",),)
+"""What the data set shows an image-to-video model of a sample."""
+
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
 """Sizes of samples for pipelines that make images."""
+
+
+def draw_shown(names: Sequence[str], size: Sequence[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Draw conditions for a sample of a size, of pixels that 8 bits hold, as decoded media have them."""
+    frames, height, width = size
+    sizes = {"control": (3, frames, height, width), "mask": (1, frames, height, width), "reference": (3, 1, 20, 50)}
+
+    def draw(name: str) -> torch.Tensor:
+        shape = sizes.get(name, (3, 1, height, width))
+        levels = torch.randint(0, 256, shape, generator=generator) / 255
+        return levels if name == "mask" else levels * 2 - 1
+
+    return {name: draw(name) for name in names}
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from hf_bucketing.buckets.sizes import Size
-from hf_bucketing.models.first_frame import with_clean_first_frame
+from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, shown_ends, with_clean_first_frame
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Samples, TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
@@ -51,6 +52,26 @@ def test_an_image_beside_a_video_has_no_condition() -> None:
     assert inputs.timesteps[1].tolist() == [900.0]
     assert inputs.weights is not None
     assert inputs.weights[1].eq(1).all()
+
+
+def test_the_first_frame_of_the_data_set_stands_in_the_place_of_the_samples_own() -> None:
+    samples = samples_of(3, 1)
+    shown = [torch.randn(4, 1, 2, 3) for _ in range(2)]
+    inputs = with_clean_first_frame(replace(samples, conditions={FIRST_LATENT: shown}), conditioning={})
+    assert inputs.latents[0][:, :1].equal(shown[0])
+    assert inputs.latents[0][:, 1:].equal(samples.noised.latents[0][:, 1:])
+    assert inputs.latents[1].equal(samples.noised.latents[1]), "an image has no condition"
+    assert inputs.weights is not None
+    assert inputs.weights[0][0, :, 0, 0].tolist() == [0, 1, 1]
+
+
+def test_shown_ends_are_those_of_the_data_set_or_of_the_samples() -> None:
+    pixels, first = torch.rand(2, 3, 5, 4, 6), [torch.rand(3, 1, 4, 6) for _ in range(2)]
+    assert shown_ends(pixels, {}).equal(pixels[:, :, :1])
+    assert shown_ends(pixels, {}, ENDS).equal(pixels[:, :, [0, 4]])
+    frames = shown_ends(pixels, {"first_frame": first}, ENDS)
+    assert frames[:, :, :1].equal(torch.stack(first))
+    assert frames[:, :, 1:].equal(pixels[:, :, 4:])
 
 
 @pytest.mark.parametrize("tiny", ["ltx-i2v", "ltx2-i2v"])

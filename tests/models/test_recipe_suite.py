@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,23 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.packing import PackedBatch, packed_forward
 from hf_bucketing.testing import make_tiny_pipeline
-from hf_bucketing.training.steps import BucketStep, PackStep, Step
+from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES
-from tests.models.recipe_cases import Drawn, RecipeCase
+from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
 
-each_recipe = pytest.mark.parametrize("case", RECIPES.values(), ids=RECIPES.keys())
+FAST = ("wan-2.2-ti2v", "wan-vace")
+"""Recipes that are tried with conditions in every run of the tests; the others with them in the slow ones."""
+RUNS = [
+    pytest.param(
+        case,
+        shown,
+        id="-".join([name, "+".join(shown)] if shown else [name]),
+        marks=pytest.mark.slow if shown and (name not in FAST or shown != case.shown[-1]) else (),
+    )
+    for name, case in RECIPES.items()
+    for shown in (*(() if case.needs_shown else ((),)), *case.shown)
+]
+each_recipe = pytest.mark.parametrize(("case", "shown"), RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +48,17 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return lambda case: make(case.tiny)
 
 
-def batch_of(case: RecipeCase, *, stacked: bool) -> dict[str, Any]:
+def batch_of(case: RecipeCase, shown: Sequence[str], *, stacked: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     sizes = case.sizes[:1] * 2 if stacked else case.sizes
     pixels = [torch.rand(3, *size, generator=generator) * 2 - 1 for size in sizes]
+    drawn = [draw_shown(shown, size, generator) for size in sizes]
     return {
         "pixel_values": torch.stack(pixels) if stacked else pixels,
         "caption": list(case.captions[: len(sizes)]),
         "fps": [8.0 if size[0] > 1 else 0.0 for size in sizes],
         "index": [3, 4, 5][: len(sizes)],
+        "shown": {name: [one[name] for one in drawn] for name in shown},
     }
 
 
@@ -61,13 +76,15 @@ def drawn_noise(objective: Objective, index: int, shape: torch.Size) -> torch.Te
 @each_recipe
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 @torch.no_grad()
-def test_the_loss_is_the_one_by_hand(case: RecipeCase, batching: str, folder_of, monkeypatch) -> None:
+def test_the_loss_is_the_one_by_hand(
+    case: RecipeCase, shown: tuple[str, ...], batching: str, folder_of, monkeypatch
+) -> None:
     folder = folder_of(case)
     recipe: Recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
     recipe.transformer.eval()
     objective = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
-    batch = batch_of(case, stacked=batching == "bucket")
-    latents = [recipe.encode_latents(pixels[None])[0] for pixels in batch["pixel_values"]]
+    batch = batch_of(case, shown, stacked=batching == "bucket")
+    latents = media_of(recipe, batch)["latents"]
     noised = objective(latents, indices=batch["index"], epoch=1)
     timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
     by_hand = [
@@ -80,6 +97,7 @@ def test_the_loss_is_the_one_by_hand(case: RecipeCase, batching: str, folder_of,
                 noise=drawn_noise(objective, batch["index"][row], latents[row].shape),
                 timestep=timesteps[row],
                 max_sequence_length=case.max_sequence_length,
+                shown={name: values[row] for name, values in batch["shown"].items()},
             ),
         )
         for row, pixels in enumerate(batch["pixel_values"])

@@ -28,7 +28,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.memory.context_parallel import check_context_parallel, form_groups
-from hf_bucketing.training.review import count_samples, losses_of
+from hf_bucketing.training.review import count_samples, held_out_losses, losses_of
 from hf_bucketing.training.run_log import RunLog, StepMetrics
 from tests.conftest import ROOT, run_script_here
 from tests.models.cases import assert_same_gradients
@@ -97,7 +97,7 @@ def test_a_run_on_stacks_has_the_losses_and_the_samples_of_one_process(
         **{"lora_rank": 2, "ema_decay": 0.9, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
         **{"caption_dropout": 0.3, "flip_probability": 0.5, "random_crop": True, "train_batch_size": 2},
         **{"validation_prompts": ["red"], "validation_sizes": "9,64,64", "validation_steps": 2},
-        **{"validation_inference_steps": 1, "max_train_steps": 4},
+        **{"validation_inference_steps": 1, "max_train_steps": 4, "validation_split": 0.15},
     }
     one, two = tmp_path / "one", tmp_path / "two"
     expected = run(in_process(pipeline_dir, even_dir, one, **settings))
@@ -105,6 +105,7 @@ def test_a_run_on_stacks_has_the_losses_and_the_samples_of_one_process(
     assert losses_of(two) == pytest.approx(expected, rel=1e-5)
     assert without_losses(two) == without_losses(one)
     assert count_samples(two) == count_samples(one)
+    assert_same_held_out_losses(one, two)
     weights = [load_file(folder / "pytorch_lora_weights.safetensors") for folder in (one, two)]
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=2e-3)  # AdamW's first steps amplify rounding
     assert len(list((two / "validation").rglob("*.mp4"))) == 2
@@ -114,12 +115,13 @@ def test_a_run_on_stacks_has_the_losses_and_the_samples_of_one_process(
 def test_a_run_on_packs_resumes_with_the_losses_of_one_process(
     pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
-    settings = {**PACKS, "checkpointing_steps": 2, "max_train_steps": 4}
+    settings = {**PACKS, "checkpointing_steps": 2, "max_train_steps": 4, "validation_split": 0.15}
     one, two = tmp_path / "one", tmp_path / "two"
     expected = run(in_process(pipeline_dir, prepared_dir, one, **settings))
     shared = (*flags(settings), "--context_parallel_degree", 2)
     train(pipeline_dir, prepared_dir, two, *shared)
     assert losses_of(two) == pytest.approx(expected, rel=1e-5)
+    assert_same_held_out_losses(one, two)
     resumed = train(pipeline_dir, prepared_dir, two, *shared, "--resume_from_checkpoint", "checkpoint-2")
     assert "Resumed after optimizer step 2" in resumed.stderr
     assert losses_of(two) == pytest.approx(expected, rel=1e-5)
@@ -139,6 +141,12 @@ def test_a_killed_and_resumed_run_with_sharded_weights_has_the_losses_of_one_pro
     assert losses_of(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
     assert without_losses(tmp_path / "two") == without_losses(tmp_path / "one")
     assert (tmp_path / "two" / RENDERED.format(4)).is_file()
+
+
+def assert_same_held_out_losses(one: Path, two: Path) -> None:
+    (expected,), (found,) = held_out_losses(one), held_out_losses(two)
+    assert found["samples"] == expected["samples"] == 3
+    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
 
 
 def flags(settings: dict[str, Any]) -> Iterator[object]:

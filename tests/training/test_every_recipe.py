@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,13 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from hf_bucketing import BucketingError
+from hf_bucketing.media import write_video
+from hf_bucketing.media.conditions import CONDITIONS, FRAME_BY_FRAME
 from hf_bucketing.models.recipe import IMAGES
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
-from hf_bucketing.testing.media import DEMO_CLIPS
+from hf_bucketing.testing.media import DEMO_CLIPS, Clip
+from hf_bucketing.training.run_log import read_log
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
@@ -30,7 +35,30 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("media") / "clips"
     halves = [clip._replace(height=clip.height // 2, width=clip.width // 2) for clip in DEMO_CLIPS]
     make_media_dataset(folder, num_samples=10, clips=halves)
+    add_conditions(folder, halves)
+    add_conditions(folder / "videos", halves)
     return folder
+
+
+def add_conditions(folder: Path, clips: Sequence[Clip]) -> None:
+    """Write a file of each condition for each sample of a folder, and columns of their names."""
+    metadata, rows = folder / "metadata.jsonl", []
+    for line in metadata.read_text().splitlines():
+        row = json.loads(line)
+        number = int(Path(row["file_name"]).stem)
+        clip, rng = clips[number % len(clips)], np.random.default_rng(number)
+        moving = rng.integers(0, 256, (clip.frames, clip.height, clip.width, 3), dtype=np.uint8)
+        moving[:, :, : clip.width // 2] = 255
+        (folder / "conditions").mkdir(exist_ok=True)
+        for name in CONDITIONS:
+            is_video = name in FRAME_BY_FRAME and clip.frames > 1
+            row[name] = f"conditions/{number}-{name}.{'mp4' if is_video else 'png'}"
+            if is_video:
+                write_video(folder / row[name], moving, fps=clip.fps)
+            else:
+                Image.fromarray(moving[0, :40, :72] if name == "reference" else moving[0]).save(folder / row[name])
+        rows.append(row)
+    metadata.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize("case", RECIPES.values(), ids=RECIPES.keys())
@@ -38,11 +66,13 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
     pipeline, prepared = tmp_path / "pipeline", tmp_path / "prepared"
     make_tiny_pipeline(pipeline, family=case.tiny)
     recipe = recipe_of(str(pipeline))
+    shown = case.shown[-1] if case.shown else ()
     frames = "1" if recipe.family.images_only else case.bucket_frames
     run_script_here(
         *("prepare_dataset.py", "--dataset", clips if case.images else clips / "videos", "--output_dir", prepared),
         *("--pretrained_model_name_or_path", pipeline, "--target_fps", case.target_fps),
         *("--buckets", case.buckets, "--bucket_frames", frames, "--max_frames", max(map(int, frames.split(",")))),
+        *(flag for name in shown for flag in (f"--{name}_column", name)),
     )
     run_script_here(
         *("cache_latents.py", "--dataset_dir", prepared, "--cache_dir", tmp_path / "cache"),
@@ -50,6 +80,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
         *("--max_sequence_length", case.max_sequence_length),
     )
     common = {"max_train_steps": None, "num_train_epochs": 2, "max_sequence_length": case.max_sequence_length}
+    common |= {"validation_split": 0.2, "validation_noise_levels": 2}
     pack = {"batching": "pack", "max_tokens": case.max_tokens, "strip_length": 8, "train_batch_size": 1}
     adapters = {"lora_rank": 2} if hasattr(recipe.pipeline_type(), "load_lora_weights") else {}
     runs = {"bucket": (prepared, case.bucket_settings), "pack": (tmp_path / "cached", {**pack, **adapters})}
@@ -63,6 +94,9 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(case: RecipeCase, clips:
         losses = run(in_process(pipeline, data, out, **common, **settings))
         assert len(losses) >= 4
         assert np.isfinite(losses).all()
+        (held_out,) = read_log(out, "validation")
+        assert held_out["samples"] in (1, 2)
+        assert [one["samples"] for one in held_out["by_noise"]] == [held_out["samples"]] * 2
         folder = out if (out / "model_index.json").exists() else pipeline
         trained = DiffusionPipeline.from_pretrained(folder, **case.components)
         if "lora_rank" in settings:
@@ -79,7 +113,8 @@ def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
     height, width = (int(side) for side in case.buckets.split(";")[0].split(","))
     pipeline.set_progress_bar_config(disable=True)
     ramp = (first_frame(height, width) * 255).astype(np.uint8)
-    count = recipes()[type(pipeline).__name__].num_images(pipeline.transformer.config)
+    recipe = recipes()[type(pipeline).__name__]
+    count = recipe.num_images(pipeline.transformer.config) if recipe.takes_image else 0
     options = dict(zip(IMAGES[:count], [Image.fromarray(ramp)] * count, strict=True))
     if "height" in inspect.signature(pipeline.__call__).parameters:
         options |= {"height": height, "width": width}

@@ -13,7 +13,7 @@ from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, iter_frames, probe
 from hf_bucketing.testing import Clip, make_media_dataset, make_tiny_pipeline
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.review import held_out_losses, losses_of
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run
 
@@ -54,7 +54,7 @@ def test_training_from_a_cache_of_conditions_is_training_from_files(folders, tmp
         *("cache_latents.py", "--dataset_dir", prepared, "--pretrained_model_name_or_path", folders["wan-i2v"]),
         *("--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "cached", "--batching", "pack"),
     )
-    settings = {**PACK, **TEXT, "lora_rank": 2, "max_train_steps": 4}
+    settings = {**PACK, **TEXT, "lora_rank": 2, "max_train_steps": 4, "validation_split": 0.3}
     losses = run(in_process(folders["wan-i2v"], prepared, tmp_path / "files", random_crop=False, **settings))
     trainer = Trainer(in_process(folders["wan-i2v"], tmp_path / "cached", tmp_path / "out", **settings))
     assert trainer.recipe.pipeline.vae is None
@@ -62,6 +62,9 @@ def test_training_from_a_cache_of_conditions_is_training_from_files(folders, tmp
     trainer.run()
     assert len(losses) == 4
     assert losses_of(tmp_path / "out") == pytest.approx(losses, abs=1e-4)
+    (files,), (cached,) = (held_out_losses(tmp_path / name) for name in ("files", "out"))
+    assert cached["samples"] == files["samples"] == 2
+    assert cached["validation_loss"] == pytest.approx(files["validation_loss"], abs=1e-4)
     save_first_frame(folders["videos"], tmp_path / "first.png")
     flags = ("--image", tmp_path / "first.png", "--num_frames", 5, "--height", 64, "--width", 96)
     lora = ("--lora_weights", tmp_path / "out", "--num_inference_steps", 1)

@@ -30,6 +30,7 @@ def write_run(folder: Path, samples: list[list[list[int]]], *, kept: int, losses
         "num_steps": len(samples[0]),
         "num_mixed_steps": 0,
         "kept": kept,
+        "repeated": 0,
         "dropped": {},
     }
     (folder / "logs" / "plans.jsonl").write_text(json.dumps(plan) + "\n")

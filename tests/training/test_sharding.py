@@ -27,7 +27,7 @@ from hf_bucketing.training.loop import make_accelerator
 from hf_bucketing.training.memory import sharding
 from hf_bucketing.training.memory.shards import AVERAGES
 from hf_bucketing.training.memory.trust import refuse_code_in_shards
-from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.review import held_out_losses, losses_of
 from tests.conftest import ROOT, run
 from tests.test_trust import Bomb
 from tests.training.test_precision import unreadable
@@ -46,6 +46,7 @@ PACKS = {
     **{"ema_decay": 0.9, "gradient_checkpointing": True},
 }
 FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2}
+HELD_OUT = {"validation_split": 0.15, "validation_loss_steps": 2, "validation_noise_levels": 1}
 RENDER = {
     **{"validation_prompts": ["red"], "validation_sizes": "1,32,48", "validation_steps": 2},
     "validation_inference_steps": 2,
@@ -56,11 +57,11 @@ SAVE = {"checkpointing_steps": 2}
 TWO_PROCESSES = {
     "adapters_ddp": (DDP, None, ADAPTERS),
     "adapters": (FSDP, None, ADAPTERS | RENDER),
-    "packs_ddp": (DDP, None, PACKS | RENDER),
-    "packs_loaded_once": (LOADED_ONCE, None, PACKS | RENDER | SAVE),
-    "packs_killed": (SHARDED_STATE, 3, PACKS | SAVE),
-    "full_ddp": (DDP, None, FULL | RENDER),
-    "full_loaded_once_killed": (LOADED_ONCE, 3, FULL | RENDER | SAVE),
+    "packs_ddp": (DDP, None, PACKS | RENDER | HELD_OUT),
+    "packs_loaded_once": (LOADED_ONCE, None, PACKS | RENDER | SAVE | HELD_OUT),
+    "packs_killed": (SHARDED_STATE, 3, PACKS | SAVE | HELD_OUT),
+    "full_ddp": (DDP, None, FULL | RENDER | HELD_OUT),
+    "full_loaded_once_killed": (LOADED_ONCE, 3, FULL | RENDER | SAVE | HELD_OUT),
 }
 SAME = [
     *(("adapters_ddp", "adapters"), ("packs_ddp", "packs_loaded_once"), ("packs_ddp", "packs_killed")),
@@ -121,6 +122,13 @@ def test_sharded_runs_have_the_losses_of_ddp(ddp: str, fsdp: str, runs: Path) ->
     assert about(runs / fsdp)["shares"] == pytest.approx([0.5, 0.5], abs=0.01)
     assert len(losses_of(runs / fsdp)) == 4
     assert losses_of(runs / fsdp) == pytest.approx(losses_of(runs / ddp), abs=1e-4)
+    expected, found = (
+        [(entry["global_step"], entry["samples"], entry["validation_loss"]) for entry in held_out_losses(runs / name)]
+        for name in (ddp, fsdp)
+    )
+    assert [entry[:2] for entry in found] == ([] if ddp == "adapters_ddp" else [(2, 3), (4, 3)])
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-4), "the averaged weights, whole in each process or not"
 
 
 @pytest.mark.slow

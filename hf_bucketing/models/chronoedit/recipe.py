@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..first_frame import ENDS
 from ..wan.recipe import WanImageToVideoRecipe
 from .packing import FAMILY
 
@@ -14,6 +15,7 @@ class ChronoEditRecipe(WanImageToVideoRecipe):
 
     pipeline_class = "ChronoEditPipeline"
     family = FAMILY
+    shown = ENDS[:1]
 
     def duration(self, frames: int) -> dict[str, int]:
         """Return nothing: by default the pipeline renders an image and its edit, five frames."""

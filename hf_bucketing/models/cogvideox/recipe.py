@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError, PackingError
 from ...packing.strips import token_grid
-from ..recipe import ModelInputs, Recipe, Samples, read_configs
+from ..control import ControlRecipe
+from ..first_frame import ENDS, shown_ends
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, read_configs
 from .packing import FAMILY, has_table
 
 OFFSET = 2.0
@@ -107,6 +111,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
 
     pipeline_class = "CogVideoXImageToVideoPipeline"
     takes_image = True
+    shown = ENDS[:1]
 
     @property
     def media_rule(self) -> str:
@@ -114,12 +119,14 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         return f"{super().media_rule}, conditions of 1 frame"
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode the first frame of videos: `image_latents`, `(B, C, 1, h, w)`, zeros for images."""
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
+        """Encode the first frame of videos, the data set's or their own: `image_latents`, zeros for images."""
         if pixel_values.shape[2] == 1:
             return {"image_latents": torch.zeros_like(latents[:, :, :1])}
         vae = self.pipeline.vae
-        image = vae.encode(pixel_values[:, :, :1].to(vae.dtype)).latent_dist.mode()
+        image = vae.encode(shown_ends(pixel_values, shown).to(vae.dtype)).latent_dist.mode()
         factor = vae.config.scaling_factor
         return {"image_latents": image / factor if vae.config.invert_scale_latents else image * factor}
 
@@ -145,4 +152,23 @@ def _with_image(noisy: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
     return torch.cat([noisy, condition])
 
 
-RECIPES = (CogVideoXRecipe, CogVideoXImageToVideoRecipe)
+class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
+    """Recipe of `CogVideoXFunControlPipeline`; see [`ControlRecipe`].
+
+    Unlike others of CogVideoX 1.5, it repeats no latent frame, so that videos have an even number of them.
+    """
+
+    pipeline_class = "CogVideoXFunControlPipeline"
+    shown_as = MappingProxyType({"control": "control_video"})
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the strides of the VAE and the patch of the transformer."""
+        return replace(super().read_spec(name_or_path), repeats_first=False)
+
+    def duration(self, frames: int) -> dict[str, int]:
+        """Return nothing, as the control has the number of frames."""
+        return {}
+
+
+RECIPES = (CogVideoXRecipe, CogVideoXImageToVideoRecipe, CogVideoXFunControlRecipe)

@@ -10,6 +10,7 @@ from diffusers import (
     AutoencoderKLCogVideoX,
     CogVideoXDDIMScheduler,
     CogVideoXDPMScheduler,
+    CogVideoXFunControlPipeline,
     CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
@@ -42,6 +43,10 @@ def _image_to_video(*, invert_scale_latents: bool = False, **config: Any) -> Dif
     return CogVideoXImageToVideoPipeline(**components)
 
 
+def _control(**config: Any) -> DiffusionPipeline:
+    return CogVideoXFunControlPipeline(**_components(CogVideoXDDIMScheduler, 1.0, in_channels=2 * CHANNELS, **config))
+
+
 def _components(scheduler: type[Any], snr_shift_scale: float, **config: Any) -> dict[str, Any]:
     settings = {
         **{"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": CHANNELS, "out_channels": CHANNELS},
@@ -69,6 +74,7 @@ TINY: dict[str, Callable[[], DiffusionPipeline]] = {
     "cogvideox-2b": partial(_text_to_video, CogVideoXDDIMScheduler, 3.0),
     "cogvideox-1.5": partial(_text_to_video, CogVideoXDPMScheduler, 1.0, **_PAIRS),
     "cogvideox-i2v": partial(_image_to_video, ofs_embed_dim=32, invert_scale_latents=True, **_PAIRS),
+    "cogvideox-fun-control": partial(_control, **_ROTARY),
     "cogvideox-5b-i2v": partial(
         _image_to_video, use_learned_positional_embeddings=True, sample_height=4, sample_width=6, **_ROTARY
     ),

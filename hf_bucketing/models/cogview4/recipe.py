@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
+from ..control import ControlRecipe
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, image_spec
 from ..shift import ShiftLaw, ShiftOfLatents, shift_of_scheduler
 from .packing import FAMILY, TEXT_MULTIPLE
@@ -73,4 +75,11 @@ class CogView4Recipe(Recipe):
         return super().predict(transformer, replace(samples, text=samples.text.trimmed()), inputs)
 
 
-RECIPES = (CogView4Recipe,)
+class CogView4ControlRecipe(ControlRecipe, CogView4Recipe):
+    """Recipe of `CogView4ControlPipeline`; see [`ControlRecipe`]."""
+
+    pipeline_class = "CogView4ControlPipeline"
+    shown_as = MappingProxyType({"control": "control_image"})
+
+
+RECIPES = (CogView4Recipe, CogView4ControlRecipe)

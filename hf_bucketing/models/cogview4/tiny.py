@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from diffusers import (
+    CogView4ControlPipeline,
     CogView4Pipeline,
     CogView4Transformer2DModel,
     DiffusionPipeline,
@@ -13,14 +16,14 @@ from transformers import ByT5Tokenizer, GlmConfig, GlmModel
 from ..tiny import CHANNELS, TEXT_DIM, image_vae
 
 
-def _text_to_image() -> DiffusionPipeline:
+def _pipeline(kind: type[DiffusionPipeline], *, in_channels: int = CHANNELS) -> DiffusionPipeline:
     tokenizer = ByT5Tokenizer(padding_side="left")
     config = GlmConfig(
         **{"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None},
         **{"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.1},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
     )
-    return CogView4Pipeline(
+    return kind(
         tokenizer=tokenizer,
         text_encoder=GlmModel(config).eval(),
         vae=image_vae(),
@@ -28,7 +31,7 @@ def _text_to_image() -> DiffusionPipeline:
             use_dynamic_shifting=True, time_shift_type="linear", base_image_seq_len=4, base_shift=0.25, max_shift=0.75
         ),
         transformer=CogView4Transformer2DModel(
-            in_channels=CHANNELS,
+            in_channels=in_channels,
             out_channels=CHANNELS,
             num_layers=2,
             attention_head_dim=16,
@@ -40,4 +43,7 @@ def _text_to_image() -> DiffusionPipeline:
     )
 
 
-TINY = {"cogview4": _text_to_image}
+TINY = {
+    "cogview4": partial(_pipeline, CogView4Pipeline),
+    "cogview4-control": partial(_pipeline, CogView4ControlPipeline, in_channels=2 * CHANNELS),
+}

@@ -14,7 +14,7 @@ from diffusers.utils import is_torchvision_available
 
 from ...buckets.sizes import LatentSpec, Size
 from ...errors import BucketingError
-from ..first_frame import with_clean_first_frame
+from ..first_frame import FirstFrameRecipe, with_clean_first_frame
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
 from ..recipe import ModelInputs, Recipe, Samples, video_spec
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
@@ -143,7 +143,7 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
         return (latents - mean[:, : latents.shape[2]]) / std[:, : latents.shape[2]]
 
 
-class CosmosVideoToWorldRecipe(CosmosTextToWorldRecipe):
+class CosmosVideoToWorldRecipe(FirstFrameRecipe, CosmosTextToWorldRecipe):
     """Recipe of `CosmosVideoToWorldPipeline` (Predict 1) with an image to begin with; see [`Recipe`].
 
     The first latent frame is clean, marked by a further channel, and not part of the loss; images are not conditioned.
@@ -151,7 +151,6 @@ class CosmosVideoToWorldRecipe(CosmosTextToWorldRecipe):
     """
 
     pipeline_class = "CosmosVideoToWorldPipeline"
-    takes_image = True
 
     @property
     def latent_channels(self) -> int:
@@ -204,7 +203,7 @@ class Cosmos2TextToImageRecipe(Cosmos2Recipe):
         return {}
 
 
-class Cosmos2VideoToWorldRecipe(Cosmos2Recipe):
+class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
     """Recipe of `Cosmos2VideoToWorldPipeline` with an image to begin with; see [`Recipe`].
 
     The first latent frame is clean, with a timestep of its own, marked by a further channel, and not part of the loss;
@@ -213,7 +212,6 @@ class Cosmos2VideoToWorldRecipe(Cosmos2Recipe):
 
     pipeline_class = "Cosmos2VideoToWorldPipeline"
     native_sizes = ((704, 1280), (480, 832))
-    takes_image = True
 
     @property
     def latent_channels(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 
 from ...buckets.sizes import LatentSpec
+from ..control import ControlRecipe
 from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
 from .packing import BLOCK, FAMILY
 
@@ -45,4 +47,16 @@ class FluxRecipe(Recipe):
         return given
 
 
-RECIPES = (FluxRecipe,)
+class FluxControlRecipe(ControlRecipe, FluxRecipe):
+    """Recipe of `FluxControlPipeline`, for FLUX.1 Canny and Depth [dev]; see [`ControlRecipe`].
+
+    A pipeline of FLUX.1 [dev] whose `x_embedder` was widened to 128 channels, with zeros, begins a control of its own.
+    """
+
+    pipeline_class = "FluxControlPipeline"
+    shown_as = MappingProxyType({"control": "control_image"})
+    guidance = 30.0
+    """The default of diffusers' `train_control_lora_flux.py`."""
+
+
+RECIPES = (FluxRecipe, FluxControlRecipe)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from ...buckets.sizes import LatentSpec, Size
-from ..recipe import Loading, ModelInputs, Recipe, Samples, TextEmbeddings, video_spec
+from ..first_frame import ENDS, pictures, shown_ends
+from ..recipe import Conditions, Loading, ModelInputs, Recipe, Samples, Shown, TextEmbeddings, video_spec
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
@@ -101,15 +102,17 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
 
     pipeline_class = "HunyuanVideo15ImageToVideoPipeline"
     takes_image = True
+    shown = ENDS[:1]
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode the first frame alone, by the VAE and by the image encoder, as the pipeline does."""
-        levels = ((pixel_values[:, :, 0].float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-        frames = [Image.fromarray(frame) for frame in levels.permute(0, 2, 3, 1).cpu().numpy()]
-        encoder = self.pipeline.image_encoder
-        tokens = self.pipeline.encode_image(frames, batch_size=1, device=encoder.device, dtype=encoder.dtype)
-        return {IMAGE_LATENTS: self.encode_latents(pixel_values[:, :, :1]), IMAGE: tokens}
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
+        """Encode the first frame, the sample's own or the data set's, by the VAE and by the image encoder."""
+        first, encoder = shown_ends(pixel_values, shown), self.pipeline.image_encoder
+        images = pictures(first[:, :, 0])
+        tokens = self.pipeline.encode_image(images, batch_size=1, device=encoder.device, dtype=encoder.dtype)
+        return {IMAGE_LATENTS: self.encode_latents(first), IMAGE: tokens}
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return zeros of the shapes of [`encode_conditions`]."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
-from PIL import Image
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
-from ..recipe import ModelInputs, Recipe, Samples, video_spec
+from ..first_frame import ENDS, first_latents, pictures, shown_ends, with_clean_first_frame
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, video_spec
 from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS, TEXT_LENGTH
 
 IMAGE_LATENTS = "image_latents"
@@ -50,6 +51,8 @@ class WanRecipe(Recipe):
 class WanImageToVideoRecipe(WanRecipe):
     """Recipe of `WanImageToVideoPipeline`, whose models continue the first frame of a sample; see [`Recipe`].
 
+    That frame (and the last) is the sample's own, or the `first_frame` (and the `last_frame`) of the data set.
+
     The pipeline's configuration decides how the model is shown that frame:
 
     - Wan 2.1 and Wan 2.2 A14B take its latents, those of an otherwise grey clip, and a mask of the given frames as
@@ -62,6 +65,7 @@ class WanImageToVideoRecipe(WanRecipe):
 
     pipeline_class = "WanImageToVideoPipeline"
     takes_image = True
+    shown: ClassVar[tuple[str, ...]] = ENDS
 
     @classmethod
     def load(cls, name_or_path: str, **options: Any) -> Recipe:
@@ -83,6 +87,15 @@ class WanImageToVideoRecipe(WanRecipe):
     def num_images(cls, config: Mapping[str, Any]) -> int:
         """Return 2 for models of a first and a last frame, else 1."""
         return 1 if config.get("pos_embed_seq_len") is None else 2
+
+    def check_conditions(self, given: Collection[str]) -> None:
+        """Refuse also last frames, where the model is shown the first alone; see [`Recipe.check_conditions`]."""
+        super().check_conditions(given)
+        if ENDS[1] in given and self.num_images(self.config) == 1:
+            raise BucketingError(
+                f"This {self.pipeline_class} begins with an image and ends with none, but the data set has a column "
+                f"{ENDS[1]!r}; prepare it again without --{ENDS[1]}_column, or train a model of first and last frames."
+            )
 
     @property
     def media_rule(self) -> str:
@@ -108,33 +121,33 @@ class WanImageToVideoRecipe(WanRecipe):
         return self.config.get("image_dim") is not None
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
         """Encode the frames that the model is shown, as its pipeline does; nothing where they are latents' own.
 
         Raises:
             BucketingError: If samples have too few frames.
         """
         if self._keeps_first_frame:
-            return {}  # the VAE is causal: the first latent frame is that of the first frame alone
+            return first_latents(self, pixel_values, shown)
         if pixel_values.shape[2] < self.fewest_frames:
             raise BucketingError(
                 f"A sample of {pixel_values.shape[2]} frames leaves an image-to-video model nothing to predict, which "
                 f"needs {self.fewest_frames} or more: prepare the data set without images."
             )
-        given = [0, -1][: self.num_images(self.config)]
-        shown = torch.zeros_like(pixel_values)
-        shown[:, :, given] = pixel_values[:, :, given]
-        conditions = {IMAGE_LATENTS: self.encode_latents(shown)}
+        count = self.num_images(self.config)
+        frames, clips = shown_ends(pixel_values, shown, ENDS[:count]), torch.zeros_like(pixel_values)
+        clips[:, :, [0, -1][:count]] = frames
+        conditions = {IMAGE_LATENTS: self.encode_latents(clips)}
         if self._embeds_images:
-            conditions[IMAGE_TOKENS] = self._image_tokens(pixel_values[:, :, given])
+            conditions[IMAGE_TOKENS] = self._image_tokens(frames)
         return conditions
 
     def _image_tokens(self, frames: torch.Tensor) -> torch.Tensor:
         """Return the image encoder's output for frames `(B, 3, n, H, W)`, those of a sample one after the other."""
-        levels = ((frames.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-        images = levels.permute(0, 2, 3, 4, 1).flatten(0, 1).cpu().numpy()
-        encoder = self.pipeline.image_encoder
-        tokens: torch.Tensor = self.pipeline.encode_image([Image.fromarray(image) for image in images], encoder.device)
+        images, encoder = pictures(frames.transpose(1, 2).flatten(0, 1)), self.pipeline.image_encoder
+        tokens: torch.Tensor = self.pipeline.encode_image(images, encoder.device)
         return tokens.unflatten(0, frames.shape[:3:2]).flatten(1, 2)
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -150,7 +163,7 @@ class WanImageToVideoRecipe(WanRecipe):
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return latents with the condition as further channels, or with a clean first frame."""
         if self._keeps_first_frame:
-            return self._with_first_frame(samples)
+            return with_clean_first_frame(samples, conditioning={})
         pairs = zip(samples.noised.latents, samples.conditions[IMAGE_LATENTS], strict=True)
         return ModelInputs(
             latents=[torch.cat([latent, self._mask(latent), given.to(latent)]) for latent, given in pairs],
@@ -174,18 +187,6 @@ class WanImageToVideoRecipe(WanRecipe):
         if self.num_images(self.config) == 2:
             mask[-1, -1] = 1
         return mask
-
-    def _with_first_frame(self, samples: Samples) -> ModelInputs:
-        latents, timesteps, weights = [], [], []
-        noised = samples.noised
-        for noisy, clean, timestep in zip(noised.latents, noised.clean, noised.timesteps, strict=True):
-            noise = torch.ones_like(noisy[:1])
-            if noisy.shape[1] > 1:
-                noise[:, 0] = 0
-            latents.append(torch.where(noise > 0, noisy, clean))
-            timesteps.append(timestep * noise[0, :, 0, 0].to(timestep))
-            weights.append(noise)
-        return ModelInputs(latents=latents, timesteps=timesteps, weights=weights)
 
 
 RECIPES = (WanRecipe, WanImageToVideoRecipe)

@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from ...buckets.sizes import LatentSpec
+from ...buckets.sizes import LatentSpec, Size
 from ...columns.arrays import column_array
 from ...columns.prepared import PreparedDataset
 from ...errors import BucketingError
@@ -108,13 +108,15 @@ def _check_model(config: TrainingConfig, recipe: type[Recipe], *, given: str) ->
 
 def _check_sizes(config: TrainingConfig, spec: LatentSpec, *, given: str) -> None:
     """Refuse stacks whose tokens the degree does not divide: diffusers' exchange takes equal parts in training."""
-    prepared = PreparedDataset.load(config.dataset_dir)
-    ids, tokens = (column_array(prepared.dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     degree = config.memory.context_parallel_degree
-    uneven = Counter(ids[tokens % degree != 0].tolist())
+    uneven: Counter[Size] = Counter()
+    for folder in filter(None, (config.dataset_dir, config.held_out.validation_dataset_dir)):
+        prepared = PreparedDataset.load(folder)
+        ids, tokens = (column_array(prepared.dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
+        uneven.update(prepared.table.size(bucket) for bucket in ids[tokens % degree != 0].tolist())
     if not uneven:
         return
-    sizes = {prepared.table.size(bucket): count for bucket, count in uneven.most_common(_SIZES_NAMED)}
+    sizes = dict(uneven.most_common(_SIZES_NAMED))
     listed = ", ".join(
         f"{'x'.join(map(str, size))} ({spec.num_tokens(size)} tokens, {count} samples)"
         for size, count in sizes.items()

@@ -17,6 +17,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from ...buckets.sizes import LatentSpec, Size
 from ...buckets.table import BucketTable
 from ...errors import BucketingError
+from ...media.conditions import FRAME_BY_FRAME, MASK
 from ...models.recipe import Recipe
 from ...settings import changed
 from ...units import format_bytes
@@ -67,6 +68,10 @@ def describe(
         f"  Num processes = {accelerator.num_processes}{groups}",
         f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
         f"  Samples per epoch = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
+        *(
+            f"    of {name} = {own['kept']} kept, {own['repeated']} repeated, {own['dropped']} dropped"
+            for name, own in data.counts_by_source(plan).items()
+        ),
         f"  Steps per epoch = {plan.num_steps} on each process{mixed}",
         f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
         f"  Efficiency over processes = {costs.mean(1).sum() / costs.max(1).sum():.1%} (mean ÷ largest cost)",
@@ -262,6 +267,12 @@ def _free_bytes(accelerator: Accelerator) -> int:
     return int(psutil.virtual_memory().available) // accelerator.num_processes
 
 
+def _blank(condition: str, size: Size, device: torch.device) -> torch.Tensor:
+    """Return a condition of a sample of that size, all white; a reference is as large as its sample."""
+    frames = size.frames if condition in FRAME_BY_FRAME else 1
+    return torch.ones(1 if condition == MASK else 3, frames, size.height, size.width, device=device)
+
+
 def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, data: TrainingData) -> dict[str, Any]:
     """Return a batch of the run's kind with random media or, where the run reads a cache, random latents."""
     batch: dict[str, Any] = {
@@ -276,7 +287,9 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
     shapes = sizes if name == "pixel_values" else [recipe.spec.latent_size(size) for size in sizes]
     media = [torch.rand(channels, *shape, device=device) * 2 - 1 for shape in shapes]
     batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
-    if name == "latents":
+    if name == "pixel_values":
+        batch["shown"] = {one: [_blank(one, size, device) for size in sizes] for one in data.conditions}
+    else:
         blank = [recipe.blank_conditions(latent) for latent in media]
         batch["conditions"] = {condition: [one[condition] for one in blank] for condition in blank[0]}
     if not recipe.modules("text_encoders"):

@@ -181,8 +181,7 @@ def _frozen(module: torch.nn.Module) -> set[str]:
 def rendering_in_lockstep(transformer: torch.nn.Module) -> Iterator[None]:
     """Let a pipeline call a sharded transformer inside a `with` block, which every process enters.
 
-    Timesteps and positions stay exact where FSDP casts inputs. FSDP keeps the weights of its outermost module gathered
-    after a forward without backward; they are freed, because the next forward would take them for the present ones.
+    Timesteps and positions stay exact where FSDP casts inputs, and see [`resharded`].
     """
     if not isinstance(transformer, FSDPModule):
         yield
@@ -202,10 +201,23 @@ def rendering_in_lockstep(transformer: torch.nn.Module) -> Iterator[None]:
         transformer.register_forward_hook(after, always_call=True),
     ]
     try:
-        yield
+        with resharded(transformer):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def resharded(transformer: torch.nn.Module) -> Iterator[None]:
+    """Free what FSDP gathers for forwards without backward inside a `with` block.
+
+    FSDP keeps the weights of its outermost module after such a forward, and the next one would take them for the
+    present ones.
+    """
+    try:
+        yield
+    finally:
         for module in transformer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -46,6 +46,8 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
 """Settings of a transformer's configuration that count its blocks."""
+PLACED_LAYERS = ("vace_layers",)
+"""Settings that list the blocks which have a further block beside them."""
 
 _FIRST, _FIRST_SHARDED = 2, 3
 """Blocks from which on each further one adds the same; with FSDP, which gathers the next block early, one more."""
@@ -130,9 +132,11 @@ def trace(step: TracedStep) -> Traced:
     config = step.transformer.config
     counts = {name: config[name] for name in LAYERS if name in config}
     first = _FIRST if step.shards == 1 else _FIRST_SHARDED
-    few = {name: min(count, first) for name, count in counts.items()}
+    placed = {name: len(config[name]) for name in PLACED_LAYERS if name in config}
+    few = {name: min(count, first + bool(placed)) for name, count in counts.items()}  # room for one more beside them
+    few |= {name: min(count, first) for name, count in placed.items()}
     base = whole = _traced(step, tuple(few.items()))
-    for name, count in counts.items():
+    for name, count in {**counts, **placed}.items():
         if count > few[name]:
             more = _traced(step, tuple({**few, name: few[name] + 1}.items()))
             whole = whole.plus(more.plus(base, -1), count - few[name])
@@ -142,7 +146,9 @@ def trace(step: TracedStep) -> Traced:
 @functools.lru_cache(maxsize=256)
 def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     """Trace a step of a transformer with these numbers of blocks; raises as [`trace`]."""
-    model = step.transformer.build(**dict(layers))
+    model = step.transformer.build(
+        **{name: list(range(count)) if name in PLACED_LAYERS else count for name, count in layers}
+    )
     family = families()[type(model).__name__]
     family.freeze_unused(model)
     if step.quantize_base is not None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from PIL import Image
 
-from tests.models.recipe_cases import Drawn, RecipeCase, encoding_to_the_mode
+from tests.models.recipe_cases import CONTROL, FIRST_FRAME, Drawn, RecipeCase, encoding_to_the_mode
 
 
 @torch.no_grad()
@@ -29,7 +30,10 @@ def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     )
     noisy = scheduler.add_noise(clean, noise, step)
     inputs, ofs = noisy, None
-    if transformer.config.in_channels > clean.shape[2]:
+    if "control" in drawn.shown:
+        control, _ = pipeline.prepare_control_latents(drawn.shown["control"][None])
+        inputs = torch.cat([noisy, control.transpose(1, 2)], 2)
+    elif transformer.config.in_channels > clean.shape[2]:
         inputs = torch.cat([noisy, image_latents(pipeline, drawn, frames=clean.shape[1])], 2)
         ofs = None if transformer.config.ofs_embed_dim is None else noisy.new_full((1,), 2.0)
     rotary = None
@@ -47,7 +51,7 @@ def image_latents(pipeline: Any, drawn: Drawn, *, frames: int) -> torch.Tensor:
     height, width = drawn.pixels.shape[2:]
     with encoding_to_the_mode(pipeline.vae):
         _, condition = pipeline.prepare_latents(
-            drawn.pixels[None, :, 0],
+            drawn.first[None, :, 0],
             num_channels_latents=len(drawn.noise),
             num_frames=(frames - 1) * pipeline.vae_scale_factor_temporal + 1,
             height=height,
@@ -67,7 +71,17 @@ RECIPES = {
     "cogvideox": COGVIDEOX,
     "cogvideox-2b": replace(COGVIDEOX, tiny="cogvideox-2b"),
     "cogvideox-1.5": PAIRS,
-    "cogvideox-i2v": replace(PAIRS, tiny="cogvideox-i2v"),
+    "cogvideox-i2v": replace(PAIRS, tiny="cogvideox-i2v", shown=FIRST_FRAME),
+    "cogvideox-fun-control": replace(
+        COGVIDEOX,
+        tiny="cogvideox-fun-control",
+        render={
+            **{"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64},
+            "control_video": [Image.new("RGB", (48, 32), "white")] * 5,
+        },
+        shown=CONTROL,
+        needs_shown=True,
+    ),
     "cogvideox-5b-i2v": replace(
         COGVIDEOX,
         tiny="cogvideox-5b-i2v",

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from diffusers import CogView4Transformer2DModel
+from PIL import Image
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
-from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase, clean_image
+from tests.models.recipe_cases import CONTROL, IMAGES, Drawn, RecipeCase, clean_image
 
 
 def make(**config: Any) -> CogView4Transformer2DModel:
@@ -47,13 +48,16 @@ CASES = {
 def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     clean, noise, sigma = clean_image(pipeline, drawn.pixels), drawn.noise[None, :, 0], drawn.timestep / 1000
     _, _, height, width = clean.shape
+    inputs = [(1 - sigma) * clean + sigma * noise]
+    if "control" in drawn.shown:
+        inputs.append(clean_image(pipeline, drawn.shown["control"]))
     shift = (height * width / 4 / pipeline.scheduler.config.base_image_seq_len) ** 0.5 * 0.75 + 0.25
     embeds, _ = pipeline.encode_prompt(
         drawn.caption, do_classifier_free_guidance=False, max_sequence_length=drawn.max_sequence_length
     )
     size = torch.tensor([[8.0 * height, 8.0 * width]])
     output = pipeline.transformer(
-        hidden_states=(1 - sigma) * clean + sigma * noise,
+        hidden_states=torch.cat(inputs, 1),
         encoder_hidden_states=embeds,
         timestep=1000 * sigma[None] / (shift - (shift - 1) * sigma),  # the pipeline shifts σ, but not the timestep
         original_size=size,
@@ -63,11 +67,20 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     return (output - (noise - clean)).square().mean()
 
 
+RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64}
 RECIPES = {
     "cogview4": RecipeCase(
         tiny="cogview4",
         loss=text_to_image_loss,
         sizes=IMAGES,
-        render={"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64},
-    )
+        render=RENDER,
+    ),
+    "cogview4-control": RecipeCase(
+        tiny="cogview4-control",
+        loss=text_to_image_loss,
+        sizes=IMAGES,
+        render={**RENDER, "control_image": Image.new("RGB", (48, 32), "white")},
+        shown=CONTROL,
+        needs_shown=True,
+    ),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase, encoding_to_the_mode
+from tests.models.recipe_cases import FIRST_FRAME, IMAGES, Drawn, RecipeCase, encoding_to_the_mode
 
 
 class Guardrail:
@@ -42,7 +42,7 @@ def conditioned(pipeline: Any, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor
     _, frames, height, width = drawn.pixels.shape
     with encoding_to_the_mode(pipeline.vae):
         _, latents, indicator, _, mask, _ = pipeline.prepare_latents(
-            drawn.pixels[None, :, :1], 1, len(drawn.noise), height, width, frames,
+            drawn.first[None], 1, len(drawn.noise), height, width, frames,
             do_classifier_free_guidance=False, dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip
     if frames == 1:  # which the pipeline does not render: such samples are not conditioned
@@ -113,7 +113,7 @@ TEXT_TO_IMAGE = replace(
 
 RECIPES = {
     "cosmos": TEXT_TO_WORLD,
-    "cosmos-v2w": replace(TEXT_TO_WORLD, tiny="cosmos-v2w"),
+    "cosmos-v2w": replace(TEXT_TO_WORLD, tiny="cosmos-v2w", shown=FIRST_FRAME),
     "cosmos2-t2i": TEXT_TO_IMAGE,
-    "cosmos2-v2w": replace(TEXT_TO_WORLD, tiny="cosmos2-v2w", loss=predict2_loss),
+    "cosmos2-v2w": replace(TEXT_TO_WORLD, tiny="cosmos2-v2w", loss=predict2_loss, shown=FIRST_FRAME),
 }

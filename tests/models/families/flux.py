@@ -5,20 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from PIL import Image
 
-from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase, clean_image
+from tests.models.recipe_cases import CONTROL, IMAGES, Drawn, RecipeCase, clean_image
 
 
 def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     clean, noise, sigma = clean_image(pipeline, drawn.pixels), drawn.noise[None, :, 0], drawn.timestep / 1000
     _, channels, height, width = clean.shape
+    tokens = pipeline._pack_latents((1 - sigma) * clean + sigma * noise, 1, channels, height, width)
+    guidance = 1.0
+    if "control" in drawn.shown:
+        control = pipeline._pack_latents(clean_image(pipeline, drawn.shown["control"]), 1, channels, height, width)
+        tokens, guidance = torch.cat([tokens, control], 2), 30.0
     embeds, pooled, text_ids = pipeline.encode_prompt(
         drawn.caption, None, max_sequence_length=drawn.max_sequence_length
     )
     output = pipeline.transformer(
-        hidden_states=pipeline._pack_latents((1 - sigma) * clean + sigma * noise, 1, channels, height, width),
+        hidden_states=tokens,
         timestep=drawn.timestep[None] / 1000,
-        guidance=torch.ones(1),
+        guidance=torch.full((1,), guidance),
         pooled_projections=pooled,
         encoder_hidden_states=embeds,
         txt_ids=text_ids,
@@ -28,11 +34,20 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     return (velocity - (noise - clean)).square().mean()
 
 
+RENDER = {"num_inference_steps": 2, "max_sequence_length": 64}
 RECIPES = {
     "flux": RecipeCase(
         tiny="flux",
         loss=text_to_image_loss,
         sizes=IMAGES,
-        render={"num_inference_steps": 2, "max_sequence_length": 64},
-    )
+        render=RENDER,
+    ),
+    "flux-control": RecipeCase(
+        tiny="flux-control",
+        loss=text_to_image_loss,
+        sizes=IMAGES,
+        render={**RENDER, "control_image": Image.new("RGB", (48, 32), "white")},
+        shown=CONTROL,
+        needs_shown=True,
+    ),
 }

@@ -12,7 +12,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from PIL import Image
 
 from tests.models.cases import FamilyCase
-from tests.models.recipe_cases import Drawn, RecipeCase
+from tests.models.recipe_cases import FIRST_FRAME, Drawn, RecipeCase
 
 
 def make_model(**config: Any) -> HunyuanVideo15Transformer3DModel:
@@ -67,7 +67,7 @@ def loss(pipeline: Any, drawn: Drawn, *, first_frame: bool) -> torch.Tensor:
     clean = vae.encode(drawn.pixels[None]).latent_dist.mode() * vae.config.scaling_factor
     embeds, mask, glyphs, glyph_mask = pipeline.encode_prompt(drawn.caption)
     if first_frame:
-        shown = (drawn.pixels[:, 0] + 1) / 2
+        shown = (drawn.first[:, 0] + 1) / 2
         picture = Image.fromarray((shown * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
         image = pipeline.encode_image(picture, batch_size=1, device="cpu", dtype=torch.float32)
         size = {"height": picture.height, "width": picture.width}
@@ -104,6 +104,7 @@ RECIPES = {
     "hunyuan-video-1.5-image": RecipeCase(
         tiny="hunyuan-video-1.5-image",
         loss=partial(loss, first_frame=True),
+        shown=FIRST_FRAME,
         sizes=SIZES,
         render=RENDER,
         max_tokens=MAX_TOKENS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.models.recipe_cases import BLOCKS_OF_32, Drawn, RecipeCase
+from tests.models.recipe_cases import BLOCKS_OF_32, FIRST_FRAME, Drawn, RecipeCase
 
 Predict = Callable[[Any, Drawn, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -79,7 +79,7 @@ def image_to_video_loss(pipeline: Any, drawn: Drawn, *, predict: Predict = predi
     noisy = (1 - sigma) * clean + sigma * noise
     mask = torch.zeros_like(noisy[:, :1])
     mask[:, :, 0] = 1
-    noisy = clean_latent(pipeline, drawn.pixels[:, :1]) * mask + noisy * (1 - mask)
+    noisy = clean_latent(pipeline, drawn.first) * mask + noisy * (1 - mask)
     timestep = drawn.timestep[None, None] * (1 - tokens(pipeline, mask).squeeze(-1))
     output = predict(pipeline, drawn, noisy, timestep)
     output = pipeline._unpack_latents(output, *noisy.shape[2:])
@@ -90,7 +90,7 @@ STRIDES = {"buckets": BLOCKS_OF_32, "bucket_frames": "1,9"}
 RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5, "max_sequence_length": 64}
 RECIPES = {
     "ltx": RecipeCase(tiny="ltx", loss=text_to_video_loss, render=RENDER, **STRIDES),
-    "ltx-i2v": RecipeCase(tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER, **STRIDES),
+    "ltx-i2v": RecipeCase(tiny="ltx-i2v", loss=image_to_video_loss, render=RENDER, **STRIDES, shown=FIRST_FRAME),
     "ltx-condition": RecipeCase(
         tiny="ltx-condition",
         loss=partial(text_to_video_loss, predict=predict_causally),

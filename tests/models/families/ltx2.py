@@ -11,7 +11,7 @@ from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
 
 from tests.models.cases import FamilyCase
 from tests.models.families.ltx import image_to_video_loss, text_to_video_loss, tokens
-from tests.models.recipe_cases import BLOCKS_OF_32, Drawn, RecipeCase
+from tests.models.recipe_cases import BLOCKS_OF_32, FIRST_FRAME, Drawn, RecipeCase
 
 
 def make_ltx2(**config: Any) -> LTX2VideoTransformer3DModel:
@@ -137,5 +137,6 @@ RECIPES = {
         loss=partial(image_to_video_loss, predict=predict),
         render={**RENDER, "image_crf": 0},
         **STRIDES,
+        shown=FIRST_FRAME,
     ),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from tests.models.recipe_cases import BLOCKS_OF_32, Drawn, RecipeCase
+from tests.models.recipe_cases import BLOCKS_OF_32, FIRST_FRAME, Drawn, RecipeCase
 
 
 @torch.no_grad()
@@ -50,16 +50,16 @@ def picture(frame: torch.Tensor) -> Image.Image:
 
 
 def image_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
-    """Take the condition of the pipeline's own `prepare_latents` for the sample's own first (and last) frame."""
+    """Take the condition of the pipeline's own `prepare_latents` for the first (and last) frame."""
     pixels, clean = drawn.pixels, clean_latent(pipeline, drawn.pixels)
     config = pipeline.transformer.config
-    last = None if config.pos_embed_seq_len is None else pixels[None, :, -1]
+    last = None if config.pos_embed_seq_len is None else drawn.last[None, :, 0]
     _, frames, height, width = pixels.shape
     options = {"num_channels_latents": 4, "height": height, "width": width, "num_frames": frames}
     noisy = noisy_latent(drawn, clean)
     given = {} if last is None else {"last_image": last}
     options |= {"dtype": torch.float32, "device": torch.device("cpu"), "latents": noisy.clone()}
-    made = pipeline.prepare_latents(pixels[None, :, 0], 1, **options, **given)
+    made = pipeline.prepare_latents(drawn.first[None, :, 0], 1, **options, **given)
     embeds = prompt_embeds(pipeline, drawn)
     if pipeline.config.get("expand_timesteps"):
         _, condition, mask = made
@@ -72,7 +72,7 @@ def image_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
         return error.mean() if frames == 1 else error[:, :, 1:].mean()
     images = None
     if config.image_dim is not None:
-        shown = [picture(pixels[:, 0])] if last is None else [picture(pixels[:, 0]), picture(pixels[:, -1])]
+        shown = [picture(drawn.first[:, 0])] if last is None else [picture(drawn.first[:, 0]), picture(last[0])]
         images = pipeline.encode_image(shown)
     output = pipeline.transformer(
         torch.cat([noisy, made[1]], 1),
@@ -96,6 +96,7 @@ IMAGE_TO_VIDEO = RecipeCase(
     max_sequence_length=512,
     max_tokens=64,
     images=False,
+    shown=FIRST_FRAME,
 )
 RECIPES = {
     "wan": RecipeCase(tiny="wan", loss=text_to_video_loss, render={**RENDER, "max_sequence_length": 64}),
@@ -103,11 +104,15 @@ RECIPES = {
         tiny="wan-2.2-t2v-5b", loss=text_to_video_loss, **LARGE, render={**RENDER, "max_sequence_length": 64}
     ),
     "wan-i2v": IMAGE_TO_VIDEO,
-    "wan-flf2v": replace(IMAGE_TO_VIDEO, tiny="wan-flf2v"),
+    "wan-flf2v": replace(IMAGE_TO_VIDEO, tiny="wan-flf2v", shown=(("first_frame", "last_frame"),)),
     "wan-2.2-i2v": replace(
         IMAGE_TO_VIDEO, tiny="wan-2.2-i2v", render={**RENDER, "max_sequence_length": 64}, max_sequence_length=64
     ),
     "wan-2.2-ti2v": RecipeCase(
-        tiny="wan-2.2-ti2v", loss=image_to_video_loss, **LARGE, render={**RENDER, "max_sequence_length": 64}
+        tiny="wan-2.2-ti2v",
+        loss=image_to_video_loss,
+        **LARGE,
+        render={**RENDER, "max_sequence_length": 64},
+        shown=FIRST_FRAME,
     ),
 }

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from diffusers import WanVACETransformer3DModel
+from PIL import Image
 
 from tests.models import cases
+from tests.models.families.wan import RENDER, clean_latent, noisy_latent, picture, prompt_embeds
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 CONTROL_CHANNELS, LAYERS = 5, [0, 2]
 
@@ -48,5 +51,56 @@ CASES = {
             "control_hidden_states": [draw(CONTROL_CHANNELS, *size) for size in cases.SIZES],
             "control_hidden_states_scale": 1 + 0.3 * draw(count, len(LAYERS)),
         },
+    )
+}
+
+
+def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    """Take the control channels of the pipeline's own preparation, called as a person would."""
+    shown, (_, frames, height, width) = drawn.shown, drawn.pixels.shape
+    video, mask, reference = (shown.get(name) for name in ("control", "mask", "reference"))
+    if video is None and mask is not None:
+        video = torch.where(mask > 0.5, 0.0, drawn.pixels)
+    given = {
+        "video": None if video is None else [(video / 2 + 0.5).unbind(1)],
+        "mask": None if mask is None else [mask.expand(3, -1, -1, -1).unbind(1)],
+    }
+    given = {name: None if clip is None else torch.stack(clip[0])[None] for name, clip in given.items()}
+    images = None if reference is None else picture(reference[:, 0])
+    made = pipeline.preprocess_conditions(
+        **given, reference_images=images, height=height, width=width, num_frames=frames,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    control = pipeline.prepare_video_latents(*made, device=torch.device("cpu"))
+    control = torch.cat([control, pipeline.prepare_masks(made[1], made[2])], 1)
+    clean = clean_latent(pipeline, drawn.pixels)
+    if reference is not None:
+        clean = torch.cat([clean_latent(pipeline, made[2][0][0][:, None]), clean], 2)
+    output = pipeline.transformer(
+        noisy_latent(drawn, clean),
+        timestep=drawn.timestep[None],
+        encoder_hidden_states=prompt_embeds(pipeline, drawn),
+        control_hidden_states=control,
+        control_hidden_states_scale=torch.ones(2),
+    ).sample
+    error = (output - (drawn.noise[None] - clean)).square()[:, :, reference is not None :]
+    if mask is None:
+        return error.mean()
+    frames = [mask[0, :1], *mask[0, 1:].split(4)][: clean.shape[2] - (reference is not None)]
+    weights = torch.stack([group.mean(0) for group in frames])
+    weights = torch.nn.functional.avg_pool2d(weights, 8).expand_as(error)
+    return (error * weights).sum() / weights.sum()
+
+
+PICTURE = Image.new("RGB", (48, 32), "white")
+RECIPES = {
+    "wan-vace": RecipeCase(
+        tiny="wan-vace",
+        loss=loss,
+        render={
+            **{**RENDER, "max_sequence_length": 64, "video": [PICTURE] * 5, "mask": [PICTURE] * 5},
+            "reference_images": PICTURE,
+        },
+        shown=(("control",), ("mask",), ("reference",), ("control", "mask", "reference")),
     )
 }

@@ -1,0 +1,217 @@
+"""The layout of captions, and of further files such as control videos, that share the stem of their media file."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from datasets import Dataset
+
+from ..errors import MediaError
+from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideConfig:
+    """Files beside media.
+
+    Args:
+        caption_extension (`str`, *optional*): Ending of the caption files beside the media; giving it also chooses
+            them where a table could be meant as well (default: .txt).
+        missing_caption (`str`, *optional*): Caption of media that have no caption file (default: none, so that it is
+            missing).
+        control_folder (`Path`, *optional*): Folder of control videos or images with the names of the media, which
+            become the column control (default: none).
+        mask_folder (`Path`, *optional*): Folder of masks with the names of the media, which become the column mask
+            (default: none).
+    """
+
+    caption_extension: str | None = None
+    missing_caption: str | None = None
+    control_folder: Path | None = None
+    mask_folder: Path | None = None
+
+    @property
+    def companions(self) -> dict[str, str]:
+        """Folder of each column that is added."""
+        folders = {"control": self.control_folder, "mask": self.mask_folder}
+        return {column: str(folder) for column, folder in folders.items() if folder is not None}
+
+
+def captions_beside(request: SourceRequest) -> SourceRows | None:
+    """Read images and videos at any depth, with a caption of the same stem beside each.
+
+    One media file with a caption makes a folder of this layout. Missing captions are null, or those of the request.
+    Links are followed. Each of the request's companions becomes a column of the files of the same stem, at the same
+    depth, in another folder; a missing one is null.
+    """
+    if not request.path.is_dir():
+        if request.beside:
+            raise MediaError(
+                f"{request.path} is not a folder, so that it has no captions or other files beside its media; name "
+                "the folder, or columns of the table."
+            )
+        return None
+    root = str(request.path)
+    extension = "." + (request.caption_extension or CAPTION_EXTENSION).lstrip(".").lower()
+    media: dict[str, list[str]] = {}
+    captions: dict[str, str] = {}
+    ignored: Counter[str] = Counter()
+    aside = {os.path.realpath(folder) for folder in request.companions.values()}
+    for path in files_below(root, ignored, aside=aside):
+        stem, ending = os.path.splitext(path)
+        if ending.lower() in MEDIA_FILES:
+            media.setdefault(stem, []).append(path)
+        elif ending.lower() == extension:
+            captions[stem] = path
+        else:
+            ignored["of other types"] += 1
+    if not media.keys() & captions.keys() and not (media and request.missing_caption is not None):
+        if request.beside:
+            raise MediaError(
+                f"{root} holds {len(media)} media files and {len(captions)} {extension} files, but none of the same "
+                "name; correct the folder or `caption_extension`."
+            )
+        return None
+    _refuse_shared_stems(root, media)
+    ignored[f"{extension} without a media file"] = len(captions.keys() - media.keys())
+    files = [os.path.relpath(paths[0], root) for paths in media.values()]
+    with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
+        texts = list(threads.map(_read_caption, [captions.get(stem) for stem in media]))
+    if request.missing_caption is not None:
+        texts = [request.missing_caption.encode() if text is None else text for text in texts]
+    columns = {"file_name": _as_paths(files), "caption": text_column(texts)}
+    missing = []
+    for name, folder in request.companions.items():
+        found = _companions(folder, [os.path.splitext(file)[0] for file in files], root)
+        columns[name] = _as_paths(found)
+        missing.append(f"; {found.count(None)} without a {name}" if None in found else "")
+    words = ", ".join(f"{count} {what}" for what, count in ignored.items() if count)
+    return SourceRows(
+        dataset=part(Dataset(pa.table(columns)), request.split),
+        layout=f"{len(files)} media files with {extension} captions beside them (ignored files: {words or 'none'})"
+        + "".join(missing),
+        choose=f'give `caption_extension="{extension}"`',
+        root=root,
+    )
+
+
+def _companions(folder: str, stems: list[str], root: str) -> list[str | None]:
+    """Return for each stem the file of that stem in a folder, relative to the root if it lies there, else absolute."""
+    if not os.path.isdir(folder):
+        raise MediaError(f"The folder {folder} does not exist; correct the path.")
+    files: dict[str, list[str]] = {}
+    for path in files_below(folder, Counter()):
+        stem, ending = os.path.splitext(os.path.relpath(path, folder))
+        if ending.lower() in MEDIA_FILES:
+            files.setdefault(stem, []).append(path)
+    _refuse_shared_stems(folder, {stem: files[stem] for stem in stems if stem in files})
+    if not files.keys() & set(stems):
+        raise MediaError(f"No file of {folder} has the name of a media file in {root}; correct the folder.")
+    inside = os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep)
+    paths = {
+        stem: os.path.relpath(found[0], root) if inside else os.path.abspath(found[0]) for stem, found in files.items()
+    }
+    return [paths.get(stem) for stem in stems]
+
+
+def files_below(
+    folder: str,
+    ignored: Counter[str],
+    *,
+    aside: Set[str] = frozenset(),
+    above: frozenset[tuple[int, int]] = frozenset(),
+) -> Iterator[str]:
+    """Yield the visible files below a folder, sorted; do not follow links back to a folder above.
+
+    Args:
+        folder (`str`): Where to begin.
+        ignored (`Counter`): Counts hidden files and folders.
+        aside (set of `str`): Folders, by their real paths, whose files are not yielded.
+        above (set of pairs): Device and inode of each folder above.
+
+    Raises:
+        MediaError: If a folder cannot be read.
+    """
+    with _readable(folder):
+        status = os.stat(folder)
+        identity = (status.st_dev, status.st_ino)
+        if identity in above or (aside and os.path.realpath(folder) in aside):
+            return
+        with os.scandir(folder) as entries:
+            found = sorted((entry.name, entry.is_dir()) for entry in entries)
+    for name, is_folder in found:
+        path = os.path.join(folder, name)
+        if name.startswith("."):
+            ignored["hidden folders" if is_folder else "hidden"] += 1
+        elif is_folder:
+            yield from files_below(path, ignored, aside=aside, above=above | {identity})
+        else:
+            yield path
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the names of the visible files in a folder, sorted.
+
+    Raises:
+        MediaError: If the folder cannot be read.
+    """
+    with _readable(str(folder)), os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.startswith("."))
+
+
+@contextmanager
+def _readable(folder: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MediaError(f"The folder {folder} cannot be read ({error.strerror}); make it readable.") from error
+
+
+def read_bytes(path: Path, length: int = -1) -> bytes:
+    """Return the bytes at the beginning of a text file, by default all of them, without a byte order mark.
+
+    Raises:
+        MediaError: If the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(length).removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise MediaError(f"{path} cannot be read ({error.strerror}); make it readable.") from error
+
+
+def text_column(texts: Sequence[bytes | None]) -> pa.Array:
+    """Return a column of strings, or of bytes if some are not UTF-8, so that `check_captions` can name those rows."""
+    cells = pa.array(texts, pa.binary())
+    try:
+        return cells.cast(pa.string())
+    except pa.ArrowInvalid:
+        return cells
+
+
+def _refuse_shared_stems(root: str, media: dict[str, list[str]]) -> None:
+    shared = [paths for paths in media.values() if len(paths) > 1]
+    if shared:
+        names = "; ".join(" and ".join(os.path.relpath(path, root) for path in paths) for paths in shared[:3])
+        raise MediaError(
+            f"{len(shared)} captions in {root} could each belong to several files: {names}; rename or move the files "
+            "that are not samples, or list the samples in a metadata.jsonl."
+        )
+
+
+def _read_caption(path: str | None) -> bytes | None:
+    return None if path is None else read_bytes(Path(path)).strip()
+
+
+def _as_paths(files: Sequence[str | None]) -> pa.Array:
+    try:
+        return pa.array(files, pa.string())
+    except UnicodeEncodeError as error:
+        raise MediaError(f"The file name {error.object!r} is not UTF-8; rename the file.") from error

@@ -1,0 +1,429 @@
+"""Several clips of one video: each becomes a row, with the second at which it begins and its number of frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+from datasets.fingerprint import Hasher
+from datasets.table import InMemoryTable
+
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
+from ..buckets.assignment import CLIP_SIZE
+from ..errors import ColumnError
+from ..media.rows import CLIP_END, CLIP_START
+from ..settings import check_literals
+from .apply import undecoded, with_columns
+from .arrays import column_array
+
+ClipMode = Literal["head", "uniform", "slide", "all", "scenes"]
+
+SCENE_START, SCENE_END = "start", "end"
+"""Columns of the seconds at which scenes begin and end: numbers, or lists of numbers."""
+
+_SIZES = ("width", "height", "num_frames")
+_NAMED_ROWS = 3
+_ROUNDING = 1e-6
+"""Frames by which a time may miss a frame, since seconds are rounded."""
+
+_LARGE_CELL = 4096
+"""Mean bytes of a cell from which a column is not copied when its rows are repeated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipRule:
+    """Cut videos into clips.
+
+    Frames are counted at the rate of the `fps` column. Images, and videos of no more frames than a clip, stay one row.
+
+    Args:
+        mode (`"head"`, `"uniform"`, `"slide"`, `"all"` or `"scenes"`): One clip from the start; `number` clips spread
+            evenly from the start to the end (fewer if a video has fewer starts); a clip every `number` frames;
+            consecutive clips, the last of them shorter, unless one frame is left, which the clip before it keeps; or
+            the scenes whose seconds the columns `start` and `end` hold.
+        frames (`int`, *optional*): Frames of a clip; needed by all modes but `"scenes"`.
+        number (`int`): Clips of `"uniform"`, or frames from one start to the next of `"slide"`.
+
+    Raises:
+        ColumnError: If the mode is unknown, a number is below 1, or `frames` is missing or has no effect.
+    """
+
+    mode: ClipMode
+    frames: int | None = None
+    number: int = 1
+
+    def __post_init__(self) -> None:
+        check_literals(self, error=ColumnError)
+        if self.number < 1 or (self.frames is not None and self.frames < 1):
+            raise ColumnError(f"Clips need numbers of 1 or more, got {self}.")
+        if (self.mode == "scenes") != (self.frames is None):
+            raise ColumnError(f"`clip_frames` goes with every mode but scenes, got {self.frames} with {self.mode}.")
+
+    @classmethod
+    def parse(cls, text: str, *, frames: int | None) -> ClipRule:
+        """Read the value of a flag: `head`, `uniform:N`, `slide:STRIDE`, `all` or `scenes`.
+
+        Raises:
+            ColumnError: If it is none of these.
+        """
+        mode, colon, number = text.partition(":")
+        if mode not in ("head", "uniform", "slide", "all", "scenes") or bool(colon) != (mode in ("uniform", "slide")):
+            raise ColumnError(f"`clips` must be head, uniform:N, slide:STRIDE, all or scenes, got {text!r}.")
+        if colon and not (number.isascii() and number.isdigit() and int(number) >= 1):
+            raise ColumnError(f"`clips` {mode} needs a whole number of 1 or more behind the colon, got {text!r}.")
+        return cls(mode=mode, frames=None if mode == "scenes" else frames, number=int(number or 1))  # type: ignore[arg-type]
+
+
+class Clips(NamedTuple):
+    """The clips of some rows, those of the first row first; all arrays of shape `(m,)`.
+
+    Attributes:
+        source: Row of each clip; every row has at least one.
+        start: Second of the file at which it begins.
+        end: Second at which it ends.
+        num_frames: Its frames; as given for a row without a usable size.
+        wrong: Whether its times are impossible.
+    """
+
+    source: IntArray
+    start: FloatArray
+    end: FloatArray
+    num_frames: IntArray
+    wrong: BoolArray
+
+
+def spaced_clips(rule: ClipRule, num_frames: npt.ArrayLike, fps: npt.ArrayLike) -> Clips:
+    """Return the clips of each video by a rule whose mode is not `"scenes"`.
+
+    Args:
+        rule ([`ClipRule`]): Mode and length.
+        num_frames (array of `int`, shape `(n,)`): Frames of each file; below 1 for rows that are rejected.
+        fps (array of `float`, shape `(n,)`): Frames per second; 0 for images.
+
+    Example:
+        >>> clips = spaced_clips(ClipRule(mode="all", frames=4), [10, 1], [2.0, 0.0])
+        >>> clips.source.tolist(), clips.start.tolist(), clips.num_frames.tolist()
+        ([0, 0, 0, 1], [0.0, 2.0, 4.0, 0.0], [4, 4, 2, 1])
+    """
+    frames, rate = np.asarray(num_frames, np.int64), np.asarray(fps, np.float64)
+    assert rule.frames is not None, "ClipRule checks it"
+    spare = np.maximum(frames - rule.frames, 0)
+    if rule.mode == "all":
+        left = frames % rule.frames
+        counts = np.where(spare > 0, frames // rule.frames + (left > 1), 1)
+    else:
+        many = {"head": 1, "uniform": np.minimum(rule.number, spare + 1), "slide": spare // rule.number + 1}
+        counts = np.broadcast_to(many[rule.mode], frames.shape)
+    source, position = _repeated(counts)
+    if rule.mode == "uniform":
+        first = position * spare[source] // np.maximum(counts[source] - 1, 1)
+    else:
+        first = position * (rule.frames if rule.mode == "all" else rule.number)
+    length = np.minimum(frames[source], rule.frames)
+    if rule.mode == "all":
+        is_last = position == counts[source] - 1
+        length = np.where(is_last & (spare[source] > 0), frames[source] - first, length)
+    rate = rate[source]
+    divisor = np.where(rate > 0, rate, 1.0)
+    start = np.where(rate > 0, first / divisor, 0.0)
+    end = np.where(rate > 0, start + np.maximum(length, 0) / divisor, 0.0)
+    return Clips(source, start, end, length, np.zeros(len(source), bool))
+
+
+def scene_clips(start: Sequence[Any], end: Sequence[Any], num_frames: npt.ArrayLike, fps: npt.ArrayLike) -> Clips:
+    """Return the clips that scene lists describe; a row without a scene is one clip, the whole file.
+
+    A scene ends before its end: its frames are those at `start + i / fps` below `end`. An end may lie one frame beyond
+    the end of the file, because data sets round it; the clip then has the frames that the file has.
+
+    Args:
+        start (sequence of numbers, lists or None, length `n`): Seconds at which scenes begin.
+        end (sequence of numbers, lists or None, length `n`): Seconds at which they end.
+        num_frames (array of `int`, shape `(n,)`): Frames of each file; below 1 for rows that are rejected.
+        fps (array of `float`, shape `(n,)`): Frames per second; 0 for images, which have no scenes.
+
+    Returns:
+        [`Clips`]: `wrong` are those whose times are negative, not finite, no numbers, as many starts as ends, or do
+        not lie in the file.
+    """
+    begins, counts = _flat(start)
+    ends, end_counts = _flat(end)
+    frames, rate = np.asarray(num_frames, np.int64), np.asarray(fps, np.float64)
+    uneven = counts != end_counts
+    if uneven.any():  # such rows get one clip that is wrong
+        keep, keep_ends = np.repeat(~uneven, counts), np.repeat(~uneven, end_counts)
+        begins, ends = _filled(begins[keep], counts, uneven), _filled(ends[keep_ends], end_counts, uneven)
+        counts = np.where(uneven, 1, counts)
+    whole = counts == 0
+    begins, ends = _filled(begins, counts, whole, value=0.0), _filled(ends, counts, whole, value=0.0)
+    source, _ = _repeated(np.maximum(counts, 1))
+    own, rate = frames[source], rate[source]
+    is_whole, usable = whole[source], own >= 1
+    with np.errstate(invalid="ignore"):
+        wrong = ~((begins >= 0) & (ends > begins) & (ends * rate <= own + 1 + _ROUNDING) & np.isfinite(ends))
+        wrong |= ~(begins * rate <= own - 1 + _ROUNDING) | (rate <= 0)
+    wrong &= usable & ~is_whole
+    cut = usable & ~is_whole & ~wrong
+    begins, ends = np.where(cut, begins, 0.0), np.where(cut, ends, 0.0)
+    in_scene = np.ceil((ends - begins) * rate - _ROUNDING).astype(np.int64)
+    in_file = np.floor(own - 1 - begins * rate + _ROUNDING).astype(np.int64) + 1
+    length = np.where(cut, np.maximum(np.minimum(in_scene, in_file), 1), own)
+    file_end = np.where(usable & (rate > 0), own / np.where(rate > 0, rate, 1.0), 0.0)
+    return Clips(source, begins, np.where(cut, ends, file_end), length, wrong)
+
+
+class ClippedDataset(NamedTuple):
+    """Rows that are clips, and a sentence on how many there are.
+
+    Attributes:
+        dataset (`Dataset`): Rows with `CLIP_START`, `CLIP_END`, and `num_frames` of the clip.
+        summary (`str`): Sentence on the files and the clips, and on those that are rejected.
+    """
+
+    dataset: Dataset
+    summary: str
+
+
+def cut_clips(
+    dataset: Dataset,
+    rule: ClipRule,
+    *,
+    on_error: Literal["raise", "reject"] = "raise",
+    media_column: str,
+    caption_column: str | None = None,
+) -> ClippedDataset:
+    """Make a row of each clip.
+
+    Bytes of files are not copied in memory, however many clips a file has. Where a row lists several scenes, a list of
+    captions has one for each of them; a single caption belongs to all.
+
+    Args:
+        dataset (`Dataset`): Rows with the columns of `MediaMetadata`.
+        rule ([`ClipRule`]): Places and length of the clips.
+        on_error (`"raise"` or `"reject"`): Whether impossible times are an error, or their rows get the sizes of the
+            rejection `CLIP`.
+        media_column (`str`): Media column, whose files messages name.
+        caption_column (`str`, *optional*): Caption column.
+
+    Raises:
+        ColumnError: If there are no columns of scenes, they hold no numbers, a row has other numbers of captions and
+            scenes, or, with `on_error="raise"`, if a clip does not lie in its file; the message names rows and files.
+    """
+    frames, fps = column_array(dataset, "num_frames"), column_array(dataset, "fps")
+    captions = None
+    if rule.mode == "scenes":
+        start, end = (_cells(dataset, name) for name in (SCENE_START, SCENE_END))
+        clips = scene_clips(start, end, frames, fps)
+        has_lists = caption_column is not None and _is_list(dataset.data.schema.field(caption_column).type)
+        if caption_column is not None and has_lists and _is_list(start.type):
+            captions = _one_each(dataset, caption_column, clips)
+    else:
+        clips = spaced_clips(rule, frames, fps)
+    count = int(clips.wrong.sum())
+    problem = f"{count} clips do not lie in their files: {_named(dataset, clips, media_column)}." if count else ""
+    if count and on_error == "raise":
+        raise ColumnError(
+            problem, advice=["correct the columns start and end", 'leave the clips out with `on_error="reject"`']
+        )
+    rows = repeat_rows(dataset, clips.source)
+    columns: dict[str, Any] = {CLIP_START: clips.start, CLIP_END: clips.end}
+    for name in _SIZES:
+        values = column_array(rows, name) if name != "num_frames" else clips.num_frames
+        columns[name] = np.where(clips.wrong, CLIP_SIZE, values)
+    if captions is not None and caption_column is not None:
+        columns[caption_column] = captions
+    if "index" in rows.column_names and len(rows) != len(dataset):
+        rows = rows.remove_columns(["index"])  # it numbers files; `PreparedDataset.save` numbers clips
+    summary = f"{len(dataset)} files make {len(rows)} clips. {problem}".strip()
+    return ClippedDataset(with_columns(rows, columns), summary)
+
+
+@dataclass(frozen=True, slots=True)
+class ClipRows:
+    """Make a row of each clip: a batch function for streams, by the rules of [`cut_clips`].
+
+    For `IterableDataset.map(batched=True)` after `MediaMetadata`; a batch may become longer.
+
+    Args:
+        rule ([`ClipRule`]): Places and length of the clips.
+        on_error (`"raise"` or `"reject"`): As in [`cut_clips`].
+        caption_column (`str`, *optional*): As in [`cut_clips`].
+
+    Raises:
+        ColumnError: If `on_error` is unknown.
+    """
+
+    rule: ClipRule
+    on_error: Literal["raise", "reject"] = field(default="raise", kw_only=True)
+    caption_column: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_literals(self, error=ColumnError)
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Return all columns of the clips of a batch of rows.
+
+        Raises:
+            ColumnError: As [`cut_clips`]; rows are counted from the first of their batch.
+        """
+        if self.rule.mode == "scenes":
+            clips = scene_clips(batch[SCENE_START], batch[SCENE_END], batch["num_frames"], batch["fps"])
+        else:
+            clips = spaced_clips(self.rule, batch["num_frames"], batch["fps"])
+        rows = clips.source.tolist()
+        if clips.wrong.any() and self.on_error == "raise":
+            row = rows[int(clips.wrong.argmax())]
+            raise ColumnError(
+                f"Row {row} of its batch has clips from {batch[SCENE_START][row]} to {batch[SCENE_END][row]} s, which "
+                f"do not lie in its {batch['num_frames'][row]} frames at {batch['fps'][row]} fps."
+            )
+        columns = {name: [cells[row] for row in rows] for name, cells in batch.items()}
+        columns |= {CLIP_START: clips.start.tolist(), CLIP_END: clips.end.tolist()}
+        columns["num_frames"] = clips.num_frames.tolist()
+        for name in _SIZES:
+            pairs = zip(columns[name], clips.wrong.tolist(), strict=True)
+            columns[name] = [CLIP_SIZE if wrong else value for value, wrong in pairs]
+        if self.caption_column is not None and self.rule.mode == "scenes":
+            captions = batch[self.caption_column]
+            # A list of captions belongs to a list of scenes; else it stays with the row's one clip.
+            listed = [
+                _is_sequence(text) and _is_sequence(start)
+                for text, start in zip(captions, batch[SCENE_START], strict=True)
+            ]
+            counts = np.array([len(text) if own else 1 for text, own in zip(captions, listed, strict=True)])
+            places = _caption_places(clips, counts, batch["num_frames"]).tolist()
+            columns[self.caption_column] = [
+                captions[row][place] if listed[row] else captions[row] for row, place in zip(rows, places, strict=True)
+            ]
+        return columns
+
+
+def repeat_rows(dataset: Dataset, source: IntArray) -> Dataset:
+    """Return rows in an order in which they may repeat, without an index mapping.
+
+    Columns of large cells, such as bytes of files, are slices of the stored ones, so that nothing of them is copied.
+    """
+    stored = source if dataset._indices is None else dataset._indices.column(0).to_numpy()[source]
+    table = dataset.with_format(None).data.table
+    columns = [_repeat(column, stored) for column in table.columns]
+    repeated = InMemoryTable(pa.table(columns, schema=table.schema))
+    fingerprint = Hasher.hash([dataset._fingerprint, source])
+    return Dataset(repeated, info=dataset.info, split=dataset.split, fingerprint=fingerprint)
+
+
+def _repeat(column: pa.ChunkedArray, rows: IntArray) -> pa.ChunkedArray:
+    if column.nbytes < _LARGE_CELL * len(column):
+        chunks: list[pa.Array] = []
+        for part in np.array_split(rows, -(-len(rows) // 100_000)):  # a chunk of strings holds 2 GiB at most
+            lowest = int(part.min())
+            near = column.slice(lowest, int(part.max()) - lowest + 1)
+            chunks += near.take(pa.array(part - lowest)).chunks
+        return pa.chunked_array(chunks, column.type)
+    begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    lengths = np.diff(np.append(begins, len(rows)))
+    runs = (column.slice(row, length) for row, length in zip(rows[begins].tolist(), lengths.tolist(), strict=True))
+    return pa.chunked_array([chunk for run in runs for chunk in run.chunks], column.type)
+
+
+def _repeated(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the row of each clip and its position among the clips of that row."""
+    source = np.repeat(np.arange(len(counts)), counts)
+    return source, np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _cells(dataset: Dataset, name: str) -> pa.ChunkedArray:
+    """Return a column of scenes, or raise if it holds neither numbers nor lists of numbers."""
+    if name not in dataset.column_names:
+        raise ColumnError(
+            f"`clips` scenes reads the columns {SCENE_START} and {SCENE_END}, in seconds, but the data set has "
+            f"{dataset.column_names}."
+        )
+    column: pa.ChunkedArray = dataset.select_columns([name]).with_format("arrow")[:][name]
+    kind = column.type.value_type if _is_list(column.type) else column.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+        raise ColumnError(f"The column {name} must hold seconds, numbers or lists of numbers; it is {column.type}.")
+    return column
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_sequence(cell: Any) -> bool:
+    return isinstance(cell, (list, tuple, np.ndarray))
+
+
+def _flat(column: Sequence[Any] | pa.ChunkedArray) -> tuple[FloatArray, IntArray]:
+    """Return the numbers of a column, those of the first row first, and how many each row has: none for null.
+
+    Other values become NaN.
+    """
+    if not isinstance(column, pa.ChunkedArray):
+        lists = [[] if cell is None else [*cell] if _is_sequence(cell) else [cell] for cell in column]
+        flat = [_number(value) for values in lists for value in values]
+        return np.array(flat, np.float64), np.array([len(values) for values in lists], np.int64)
+    cells = column.combine_chunks()
+    if isinstance(cells, pa.ChunkedArray):
+        cells = pa.concat_arrays(cells.chunks) if cells.num_chunks else pa.array([], column.type)
+    if _is_list(cells.type):
+        counts = pc.list_value_length(cells).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        cells = cells.flatten()
+    else:
+        counts = cells.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
+        cells = cells.drop_null()
+    return cells.cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False), counts
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return float(value) if is_number else np.nan
+
+
+def _filled(values: FloatArray, counts: IntArray, rows: BoolArray, *, value: float = np.nan) -> FloatArray:
+    """Return the values of all rows with one more, at the place of each of the chosen rows."""
+    kept = np.where(rows, 0, counts)
+    filled = np.full(int(kept.sum() + rows.sum()), value)
+    filled[np.repeat(~rows, np.where(rows, 1, counts))] = values
+    return filled
+
+
+def _one_each(dataset: Dataset, column: str, clips: Clips) -> pa.Array:
+    """Return the caption of each clip from the lists of captions of the rows."""
+    cells = dataset.select_columns([column]).with_format("arrow")[:][column].combine_chunks()
+    counts = pc.list_value_length(cells).to_numpy(zero_copy_only=False)
+    places = _caption_places(clips, counts, column_array(dataset, "num_frames"))
+    return cells.flatten().take(pa.array((np.cumsum(counts) - counts)[clips.source] + places))
+
+
+def _caption_places(clips: Clips, counts: IntArray, num_frames: npt.ArrayLike) -> IntArray:
+    """Return the position of each clip's caption among those of its row, or raise unless each clip has one."""
+    scenes = np.bincount(clips.source, minlength=len(counts))
+    uneven = np.flatnonzero((counts != scenes) & (counts != 1) & (np.asarray(num_frames) >= 1))
+    if len(uneven):
+        row = int(uneven[0])
+        raise ColumnError(
+            f"Row {row} has {counts[row]} captions for {scenes[row]} clips ({len(uneven)} such rows); give each scene "
+            "one caption, or the row a single one."
+        )
+    return np.minimum(_repeated(scenes)[1], counts[clips.source] - 1)
+
+
+def _named(dataset: Dataset, clips: Clips, media_column: str) -> str:
+    """Return the first rows whose clips are wrong, with their times, frames and files."""
+    rows = list(dict.fromkeys(clips.source[clips.wrong].tolist()))
+    first = rows[:_NAMED_ROWS]
+    names = [SCENE_START, SCENE_END, "num_frames", "fps", media_column]
+    shown = undecoded(dataset.select_columns(names), [media_column]).select(first)
+    texts = []
+    for row, cells in zip(first, shown, strict=True):
+        file = cells[media_column].get("path") if isinstance(cells[media_column], dict) else cells[media_column]
+        seconds = cells["num_frames"] / cells["fps"] if cells["fps"] else 0.0
+        times = f"{cells[SCENE_START]} to {cells[SCENE_END]} s of {seconds:.3f} s"
+        texts.append(f"row {row}: {times}" + (f", {file}" if isinstance(file, str) else ""))
+    return "; ".join([*texts, "…"] if len(rows) > len(first) else texts)

@@ -1,0 +1,263 @@
+"""Make one data set of the rows of several sources: columns of one name and type, and paths from one root."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import ClassLabel, Dataset, DatasetInfo, Features, List, Value, concatenate_datasets
+from datasets.fingerprint import Hasher
+from datasets.table import InMemoryTable
+
+from ..buckets.arrays import IntArray
+from ..buckets.assignment import REJECTED_BUCKET
+from ..buckets.table import BucketTable
+from ..errors import ColumnError
+from ..media.conditions import MASK
+from .apply import with_columns
+from .arrays import column_array, is_text
+from .prepared import SOURCE
+from .sources import MediaDataset
+
+_BYTES = {"bytes": Value("binary"), "path": Value("string")}
+"""Type of media of which some are bytes, as `MediaSource.from_cell` reads it; `Video` would make bytes of paths."""
+
+_NOT_RELATIVE = r"^([A-Za-z][A-Za-z0-9+.-]*://|/)"
+_GOES_UP = r"(^|/)\.\.(/|$)"
+
+
+def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], None] = print) -> MediaDataset:
+    """Return the rows of all sources, one source after the other.
+
+    Media, captions and conditions get the column names of the first source that has them. Relative paths start from
+    the folder above all sources; if some media are bytes, all become `{"bytes": …, "path": …}`. Other columns are kept
+    if their types have a common one, with nulls where a source lacks them. No file's bytes are copied.
+
+    Args:
+        sources (mapping of `str` to [`MediaDataset`]): Rows of each source by its name, with size columns.
+        say (callable): Called with a sentence about columns that are dropped.
+
+    Raises:
+        ColumnError: If the media, captions or conditions of the sources have no common type, or a source lacks a
+            condition, other than a mask, that others have.
+    """
+    parts = [_renamed(part, _roles(list(sources.values()))) for part in sources.values()]
+    first, root = parts[0], _common_root(parts)
+    needed = [first.column, *filter(None, [first.caption_column])]
+    conditions = {name: column for part in parts for name, column in part.conditions.items()}
+    for name in conditions.keys() - {MASK}:
+        if lacking := [source for source, part in zip(sources, parts, strict=True) if name not in part.conditions]:
+            raise ColumnError(
+                f"The source {lacking[0]} has no {name} column, which others have; name its own, or none."
+            )
+    names = dict.fromkeys(name for part in parts for name in part.dataset.column_names if name != "index")
+    features, dropped = Features(), []
+    for name in names:
+        own = [part.dataset.features[name] for part in parts if name in part.dataset.column_names]
+        paths = name == first.column or name in conditions.values()
+        common = _common_media(own) if paths else _common_type(own)
+        if common is not None:
+            features[name] = common
+        elif name in (*needed, *conditions.values()):
+            types = " and ".join(dict.fromkeys(map(_described, own)))
+            raise ColumnError(f"The column {name} has different types in the sources: {types}; make them alike.")
+        else:
+            dropped.append(name)
+    if dropped:
+        say(f"Columns whose types differ between the sources are dropped: {', '.join(dropped)}.")
+    paths_in = {first.column, *conditions.values()}
+    aligned = [_aligned(part, features, paths_in=paths_in, root=root) for part in parts]
+    return MediaDataset(
+        dataset=concatenate_datasets(aligned),
+        column=first.column,
+        caption_column=first.caption_column,
+        root=root,
+        layout=f"{len(parts)} sources: {', '.join(sources)}",
+        conditions=conditions,
+    )
+
+
+def _roles(parts: Sequence[MediaDataset]) -> dict[str, str]:
+    """Return the column of each role in the merged data set: `media`, `caption` and each condition."""
+    roles: dict[str, str] = {}
+    for part in parts:
+        for role, column in _columns_of(part).items():
+            roles.setdefault(role, column)
+    return roles
+
+
+def _columns_of(part: MediaDataset) -> dict[str, str]:
+    caption = {} if part.caption_column is None else {"caption": part.caption_column}
+    return {"media": part.column, **caption, **{f"condition {name}": one for name, one in part.conditions.items()}}
+
+
+def _renamed(part: MediaDataset, roles: Mapping[str, str]) -> MediaDataset:
+    """Return a source with the merged names of its columns; what has such a name and another role is dropped."""
+    columns = {own: roles[role] for role, own in _columns_of(part).items()}
+    in_the_way = [name for name in part.dataset.column_names if name in roles.values() and name not in columns]
+    dataset = part.dataset.remove_columns(in_the_way)
+    aside = {own: f"{own} of a source" for own, new in columns.items() if own != new}  # names may be exchanged
+    dataset = dataset.rename_columns(aside).rename_columns({aside[own]: columns[own] for own in aside})
+    return MediaDataset(
+        dataset=dataset,
+        column=columns[part.column],
+        caption_column=None if part.caption_column is None else columns[part.caption_column],
+        root=part.root,
+        layout=part.layout,
+        conditions={name: columns[column] for name, column in part.conditions.items()},
+    )
+
+
+def _common_root(parts: Sequence[MediaDataset]) -> str | None:
+    """Return the folder above the folders of all sources, their own if it is one, or None without any."""
+    roots = list(dict.fromkeys(part.root for part in parts if part.root is not None))
+    if len(roots) < 2:
+        return roots[0] if roots else None
+    local = [os.path.abspath(root) for root in roots if "://" not in root]
+    return os.path.commonpath(local) if local else None
+
+
+def _common_media(features: Sequence[Any]) -> Any:
+    if all(map(is_text, features)):
+        return Value("string")
+    if any(_holds_media(feature) is None for feature in features):
+        return None
+    return features[0] if all(feature == features[0] for feature in features) else _BYTES
+
+
+def _holds_media(feature: Any) -> str | None:
+    """Return whether cells are `"path"`s, `"bytes"` or dictionaries of `"both"`; None for other types."""
+    if is_text(feature):
+        return "path"
+    kind = _arrow_type(feature)
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return "bytes"
+    fields = {field.name for field in kind} if pa.types.is_struct(kind) else set()
+    return "both" if fields == {"bytes", "path"} else None
+
+
+def _common_type(features: Sequence[Any]) -> Any:
+    """Return the type that all cells of a column can have, or None."""
+    if all(feature == features[0] for feature in features):
+        return features[0]
+    if all(is_text(feature) or is_text(getattr(feature, "feature", None)) for feature in features):
+        return Value("string") if all(map(is_text, features)) else List(Value("string"))
+    kinds = {_arrow_type(feature) for feature in features if isinstance(feature, Value)} - {pa.null()}
+    if not all(isinstance(feature, Value) for feature in features) or not kinds:
+        return None
+    if len(kinds) == 1:
+        return Value(next(feature.dtype for feature in features if _arrow_type(feature) in kinds))
+    if all(pa.types.is_integer(kind) for kind in kinds):
+        return Value("int64")
+    if all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in kinds):
+        return Value("float64")
+    return Value("string") if all(is_text(Value(str(kind))) for kind in kinds) else None
+
+
+def _arrow_type(feature: Any) -> pa.DataType:
+    return Features({"column": feature}).arrow_schema.field("column").type
+
+
+def _described(feature: Any) -> str:
+    return feature.dtype if isinstance(feature, Value) else type(feature).__name__
+
+
+def _aligned(part: MediaDataset, features: Features, *, paths_in: set[str], root: str | None) -> Dataset:
+    """Return a source's rows with the merged columns, made of the stored ones without copying their bytes."""
+    dataset = part.dataset
+    stored, prefix = dataset.data.table, _prefix(part.root, root)
+    columns = []
+    for name, field in zip(features, features.arrow_schema, strict=True):
+        if name not in dataset.column_names:
+            columns.append(pa.nulls(len(stored), field.type))
+            continue
+        cells = stored[name]
+        if name in paths_in:
+            cells = _media_cells(cells, kind=_holds_media(dataset.features[name]), prefix=prefix, target=field.type)
+        elif pa.types.is_list(field.type) and not pa.types.is_list(cells.type):
+            cells = pa.chunked_array([_as_lists(chunk) for chunk in cells.chunks], pa.list_(pa.string()))
+        columns.append(cells.cast(field.type))
+    table = pa.Table.from_arrays(columns, schema=features.arrow_schema)
+    return Dataset(
+        InMemoryTable(table),
+        info=DatasetInfo(features=features),
+        indices_table=dataset._indices,
+        fingerprint=Hasher.hash([dataset._fingerprint, str(features), prefix]),
+    )
+
+
+def _prefix(own: str | None, root: str | None) -> str:
+    """Return what a relative path of a source begins with, seen from the merged root."""
+    if own is None or own == root:
+        return ""
+    if "://" in own or root is None:
+        return own.rstrip("/") + "/"
+    below = os.path.relpath(os.path.abspath(own), root)
+    return "" if below == os.curdir else below + "/"
+
+
+def _media_cells(cells: pa.ChunkedArray, *, kind: str | None, prefix: str, target: pa.DataType) -> pa.ChunkedArray:
+    """Return paths from the merged root, or dictionaries with them, where the target is a struct."""
+    if kind == "path":
+        cells = _prefixed(cells.cast(pa.string()), prefix)
+    if not pa.types.is_struct(target) or cells.type == target:
+        return cells
+    return pa.chunked_array([_as_structs(chunk, kind) for chunk in cells.chunks], pa.struct(_STORED)).cast(target)
+
+
+_STORED = [("bytes", pa.binary()), ("path", pa.string())]
+
+
+def _as_structs(chunk: pa.Array, kind: str | None) -> pa.Array:
+    fields = {name: pa.nulls(len(chunk), own) for name, own in _STORED}
+    if kind == "both":
+        fields = {name: pc.struct_field(chunk, name).cast(own) for name, own in _STORED}
+    else:
+        fields[str(kind)] = chunk.cast(dict(_STORED)[str(kind)])
+    missing = pc.is_null(chunk)
+    return pa.StructArray.from_arrays(list(fields.values()), names=list(fields), mask=missing)
+
+
+def _prefixed(cells: pa.ChunkedArray, prefix: str) -> pa.ChunkedArray:
+    """Put a prefix before relative paths, but for those that leave their root, which must stay out of reach."""
+    if not prefix:
+        return cells
+    chunks = []
+    for chunk in cells.chunks:
+        relative = pc.invert(pc.match_substring_regex(chunk, _NOT_RELATIVE))
+        longer = pc.binary_join_element_wise(prefix, chunk, "")
+        if pc.any(pc.match_substring_regex(chunk, _GOES_UP)).as_py():
+            first = (path and os.path.normpath(path).split("/")[0] for path in chunk.to_pylist())
+            relative = pc.and_(relative, pa.array([folder != os.pardir for folder in first]))
+        chunks.append(pc.if_else(relative, longer, chunk))
+    return pa.chunked_array(chunks, pa.string())
+
+
+def _as_lists(chunk: pa.Array) -> pa.Array:
+    """Return a list of one caption for each caption."""
+    offsets = pa.array(range(len(chunk) + 1), pa.int32())
+    return pa.ListArray.from_arrays(offsets, chunk.cast(pa.string()))
+
+
+def with_sources(
+    dataset: Dataset, sources: Mapping[str, MediaDataset], *, table: BucketTable, ids: Sequence[IntArray]
+) -> Dataset:
+    """Return merged rows with the name of their source, and with the buckets of one table.
+
+    Args:
+        dataset (`Dataset`): Rows that `merge_sources` made.
+        sources (mapping of `str` to [`MediaDataset`]): The sources.
+        table ([`BucketTable`]): Table of all sources.
+        ids (sequence of `int64` arrays): Ids in it of the buckets of each source's table.
+    """
+    lengths = [len(part.dataset) for part in sources.values()]
+    buckets = np.split(column_array(dataset, "bucket_id"), np.cumsum(lengths)[:-1])
+    # A rejected row's bucket, −1, is the last entry.
+    moved = [np.append(new, REJECTED_BUCKET)[old] for new, old in zip(ids, buckets, strict=True)]
+    columns = {"bucket_id": np.concatenate(moved), SOURCE: np.repeat(np.arange(len(lengths)), lengths)}
+    types = {"bucket_id": Value("int32", id=table.ids_mark), SOURCE: ClassLabel(names=list(sources))}
+    return with_columns(dataset, columns, features=Features(types))

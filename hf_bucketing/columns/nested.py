@@ -1,0 +1,83 @@
+"""Columns that lie within columns of dicts, by dotted names such as `json.caption`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, DatasetInfo, Features, concatenate_datasets
+
+from .arrays import column_batches
+
+_MEDIA_KEYS = {"bytes", "path"}
+
+
+def nested_names(dataset: Dataset, *, within: str = "") -> list[str]:
+    """Return the names of all columns; those of dicts are followed by the dotted names of what is in them.
+
+    Args:
+        dataset (`Dataset`): The data set.
+        within (`str`): Column, or dotted name; only what lies in it is returned then.
+    """
+    names = list(_names(dataset.features))
+    return [name for name in names if name.startswith(f"{within}.")] if within else names
+
+
+def has_column(dataset: Dataset, name: str) -> bool:
+    """Return whether [`nested_column`] can add a dotted name, or the data set has a column of that name.
+
+    Dicts whose keys differ by row are JSON texts (datasets 4.6 and newer); whether they have a key is not checked.
+    """
+    return name in nested_names(dataset) or ("." in name and _is_json(dataset.features.get(name.partition(".")[0])))
+
+
+def nested_column(dataset: Dataset, name: str) -> Dataset:
+    """Add the column of a dotted name, by reference: no cell is copied, however many bytes lie beside it.
+
+    What lies in JSON texts is JSON again, and null where a row lacks it.
+
+    Args:
+        dataset (`Dataset`): Rows in their stored order, as they were loaded.
+        name (`str`): A name for which [`has_column`] is true.
+    """
+    column, *keys = name.split(".")
+    feature: Any = dataset.features[column]
+    if _is_json(feature):
+        inner = _within_json(dataset, column, keys, name)
+    else:
+        table = dataset.data.select([column])
+        for key in keys:
+            feature = feature[key]
+            table = table.flatten()
+        inner = Dataset(table.select([name]), info=DatasetInfo(features=Features({name: feature})))
+    joined: Dataset = concatenate_datasets([dataset, inner], axis=1, split=dataset.split)
+    return joined
+
+
+def _within_json(dataset: Dataset, column: str, keys: Sequence[str], name: str) -> Dataset:
+    parts = []
+    for cells in column_batches(dataset, column):
+        values = [reduce(_get, keys, None if text is None else json.loads(text)) for text in cells.storage.to_pylist()]
+        texts = pa.array([None if value is None else json.dumps(value) for value in values], cells.storage.type)
+        parts.append(pa.ExtensionArray.from_storage(cells.type, texts))
+    features = Features({name: dataset.features[column]})
+    return Dataset(pa.table({name: pa.chunked_array(parts)}), info=DatasetInfo(features=features))
+
+
+def _get(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _names(features: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of features; dicts of bytes and path are media, not columns."""
+    for key, feature in features.items():
+        yield prefix + key
+        if isinstance(feature, dict) and set(feature) != _MEDIA_KEYS:
+            yield from _names(feature, f"{prefix}{key}.")
+
+
+def _is_json(feature: Any) -> bool:
+    return type(feature).__name__ == "Json"

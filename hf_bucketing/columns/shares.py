@@ -1,0 +1,95 @@
+"""Names of several sources, and how often their rows occur in an epoch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePath
+
+import numpy as np
+from datasets import Dataset
+
+from ..buckets.arrays import FloatArray
+from ..errors import BucketingError, ColumnError
+from .arrays import column_array
+from .prepared import ROW_WEIGHT
+
+
+def name_sources(sources: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Return the name of each source: its own, or the last part of its path, or the whole path if several end alike.
+
+    Args:
+        sources (sequence of pairs): Path or name on the hub, and given name or None.
+
+    Raises:
+        BucketingError: If there is no source, or two have one name, such as the same folder twice.
+
+    Example:
+        >>> name_sources([("data/clips", None), ("data/faces.jsonl", None), ("old/clips", None), ("data/clips", "x")])
+        ['data/clips', 'faces', 'old/clips', 'x']
+    """
+    if not sources:
+        raise BucketingError("Name at least one source of data as `dataset`.")
+    short = [name or PurePath(path).stem or path for path, name in sources]
+    paths: dict[str, set[str]] = {}
+    for stem, (path, name) in zip(short, sources, strict=True):
+        paths.setdefault(stem, set()).update([] if name else [path])
+    names = [
+        name or (path if len(paths[stem]) > 1 else stem) for (path, name), stem in zip(sources, short, strict=True)
+    ]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise BucketingError(
+            f"Two sources are named {twice[0]}. To train rows more often, list a source once and give it `repeats`; "
+            "to read it in two ways, give each a `name` of its own."
+        )
+    return names
+
+
+def row_weights(
+    datasets: Sequence[Dataset], *, repeats: Sequence[float], shares: Sequence[float | None]
+) -> FloatArray | None:
+    """Return the occurrences of each row per epoch, source after source, or None if every row occurs once.
+
+    Rows that a source itself weighs, in a column `weight`, keep their proportions.
+
+    Args:
+        datasets (sequence of `Dataset`): Rows of each source with their `bucket_id`; rejected rows do not count.
+        repeats (sequence of `float`): Occurrences per row, where there are no shares.
+        shares (sequence of `float`, *optional*): Share of each source in an epoch of as many samples as all sources
+            have by themselves; given for all sources or for none.
+
+    Raises:
+        BucketingError: If some sources alone have shares, or a source with one has no usable row.
+        ColumnError: If a column `weight` holds no numbers.
+    """
+    own = [_own_weights(dataset) for dataset in datasets]
+    factors = np.asarray(repeats, np.float64)
+    given = [share for share in shares if share is not None]
+    if given and len(given) < len(shares):
+        raise BucketingError("Give all sources a `weight`, or none: it is a share among them.")
+    if given:
+        kept = [column_array(dataset, "bucket_id") >= 0 for dataset in datasets]
+        usable = np.array([weights[rows].sum() for weights, rows in zip(own, kept, strict=True)])
+        if not usable.all():
+            raise BucketingError(
+                f"All rows of source {int(usable.argmin())} are rejected, so it cannot have a `weight`; look at why, "
+                "or remove it."
+            )
+        wanted = np.asarray(given, np.float64)
+        factors = wanted / wanted.sum() * usable.sum() / usable
+    if np.all(factors == 1) and all(ROW_WEIGHT not in dataset.column_names for dataset in datasets):
+        return None
+    return np.concatenate([weights * factor for weights, factor in zip(own, factors, strict=True)])
+
+
+def _own_weights(dataset: Dataset) -> FloatArray:
+    if ROW_WEIGHT not in dataset.column_names:
+        return np.ones(len(dataset))
+    weights = column_array(dataset, ROW_WEIGHT)
+    if weights.dtype.kind not in "iuf":
+        raise ColumnError(
+            f"The column {ROW_WEIGHT} holds the occurrences of each row per epoch, but it is of type {weights.dtype}; "
+            "rename it if it means something else."
+        )
+    return weights.astype(np.float64)

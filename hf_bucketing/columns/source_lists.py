@@ -1,0 +1,103 @@
+"""The sources of a run: from flags, from a list in its YAML file, or from another trainer's file that lists some."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..command_line.config_file import SOURCES, ConfigFile, Entry
+from ..command_line.flags import FlagParser
+from ..errors import FlagError
+from ..settings import build, flatten, names_of
+from .preparation import SourceConfig
+from .shares import name_sources
+from .trainer_toml import load_toml
+
+NOT_FLAGS = ("name", "repeats", "weight", "metric")
+"""Settings of a source that are no flags: what tells several sources apart, and the metric of assignment."""
+
+_TABLES = ("bucket_tokens", "buckets", "table")
+
+
+def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
+    """Return the sources that a script's flags name, or its YAML file lists; `--dataset` comes before the file.
+
+    What a source of the file does not give is taken from the flags, then from the top of the file.
+
+    Args:
+        args (`Namespace`): Parsed flags: `dataset`, a list of names, the other settings of [`SourceConfig`], and
+            `config`, the [`ConfigFile`] or None.
+
+    Raises:
+        FlagError: If no source is named, or the list in the file is none, or has a wrong setting.
+        BucketingError: If a source cannot be as its settings say.
+    """
+    common = {name: value for name, value in vars(args).items() if name in names_of(SourceConfig)}
+    datasets = common.pop("dataset")
+    file: ConfigFile | None = args.config
+    entry = None if file is None else file.entries.get(SOURCES)
+    if entry is None or file is None:
+        if not datasets:
+            raise FlagError("Give --dataset, or a file with `sources` as --config.")
+        return make_sources(common, [{"dataset": dataset} for dataset in datasets])
+    if datasets and _names_dataset(file):
+        raise FlagError(f"{file.where(entry)}: the file names both a dataset and {SOURCES}; keep one of them.")
+    if datasets:
+        return make_sources(common, [{"dataset": dataset} for dataset in datasets])
+    if not isinstance(entry.value, list) or not all(isinstance(one, dict) for one in entry.value) or not entry.value:
+        raise FlagError(f"{file.where(entry)}: {SOURCES} must be a list of mappings, each with a dataset.")
+    parser = FlagParser(None)
+    parser.add_settings(SourceConfig, skip=["metric"])
+    given = []
+    for one in entry.value:
+        given.append(parser.read_settings(file, one))
+        if given[-1].get("dataset") is None:
+            line = min((inner.line for inner in one.values()), default=entry.line)
+            raise FlagError(f"{file.path}, line {line}: this source has no dataset.")
+    return make_sources(common, given)
+
+
+def make_sources(
+    common: Mapping[str, Any], given: Sequence[Mapping[str, Any]], *, say: Callable[[str], None] = print
+) -> list[SourceConfig]:
+    """Build sources from their settings by name; those that one does not give are taken from `common`.
+
+    A source with a bucket table of its own takes none from `common`. A TOML file of another trainer stands for the
+    sources that it lists; `say` is called with a sentence about each of its keys that has no effect.
+    """
+    return [build(SourceConfig, {**_inherited(common, own), **own}) for one in given for own in _listed(one, say)]
+
+
+def settings_of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
+    """Return all settings of sources by name, complete, as a YAML file lists them; those that are None have none."""
+    names = name_sources([(source.dataset, source.name) for source in sources])
+    return [
+        {
+            name: value
+            for name, value in {**flatten(source), "name": own}.items()
+            if value is not None and name != "metric"
+        }
+        for own, source in zip(names, sources, strict=True)
+    ]
+
+
+def _inherited(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    has_table = any(own.get(name) is not None for name in _TABLES)
+    return {name: value for name, value in common.items() if not (has_table and name in _TABLES)}
+
+
+def _listed(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Mapping[str, Any]]:
+    if Path(given["dataset"]).suffix.lower() != ".toml":
+        yield given
+        return
+    found = load_toml(given["dataset"])
+    for sentence in found.ignored:
+        say(f"{given['dataset']}: {sentence}")
+    yield from ({**given, **one} for one in found.sources)
+
+
+def _names_dataset(file: ConfigFile) -> bool:
+    section = file.entries.get("prepare_dataset", Entry({}, 0)).value
+    return "dataset" in file.entries or "dataset" in section

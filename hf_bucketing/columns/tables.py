@@ -1,0 +1,257 @@
+"""Layouts with a list of samples: tables, folders that hold one, tars, and lists of lines."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from ..errors import MediaError
+from ..media.remote import is_url
+from .beside import files_below, files_in, read_bytes, text_column
+from .layouts import (
+    CAPTION_COLUMNS,
+    MEDIA_COLUMNS,
+    MEDIA_FILES,
+    SourceRequest,
+    SourceRows,
+    data_files,
+    load,
+    part,
+)
+
+_TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+"""Builder of datasets, and its options, for each ending of a table."""
+
+_CSV_ROWS_PER_CHUNK = 1_000_000
+"""Column types are inferred chunk by chunk, and chunks whose types differ (fps 30, then 29.97) are an error."""
+
+_FASTVIDEO = "videos2caption.json"
+_MAPPING = "captions.json"
+_MEDIA_LINES = ("videos.txt", "video.txt", "images.txt", "image.txt")
+_CAPTION_LINES = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
+
+
+def named_file(request: SourceRequest) -> SourceRows | None:
+    """Read a table, or a list of media, whose path or URL was given."""
+    name, path = request.path_or_name, request.path
+    if is_url(name):
+        return _read_table(name, request) if request.ending in _TABLES else None
+    if not path.is_file():
+        if request.ending in {*_TABLES, ".toml"} and not path.is_dir():
+            raise MediaError(f"The file {path} does not exist; correct the path.")
+        return None
+    if request.ending == ".tar":
+        return None
+    if path.name in _MEDIA_LINES:
+        return _read_lines(path, request)
+    if path.name == _MAPPING and (rows := _read_mapping(path, request)) is not None:
+        return rows
+    if request.ending == ".toml":
+        raise MediaError(f"{path} lists sources of data, and here one source is read; read the list with `load_toml`.")
+    if request.ending not in _TABLES:
+        raise MediaError(
+            f"{path} is not a table of samples: name a {', '.join(_TABLES)} file, a .tar, a folder, or a data set on "
+            "the hub."
+        )
+    return _read_table(path, request)
+
+
+def tars(request: SourceRequest) -> SourceRows | None:
+    """Read tars of webdataset: one file or URL, a pattern such as `shards/*.tar`, or a folder whose files are tars."""
+    name, path = request.path_or_name, request.path
+    if path.is_dir():
+        if any(map(_is_media, files_in(path))):
+            return None
+        pattern = os.path.join(glob.escape(name), "*.tar")
+    elif request.ending == ".tar":
+        pattern = glob.escape(name) if path.is_file() else name
+    else:
+        return None
+    found = [name] if is_url(name) else sorted(glob.glob(pattern))
+    if not found:
+        if path.is_dir():
+            return None
+        raise MediaError(f"No file is named {name}; correct the path or the pattern.")
+    dataset = load("webdataset", data_files={"train": pattern}, split=request.split)
+    count = f"{len(found)} tars" if len(found) > 1 else os.path.basename(found[0])
+    return SourceRows(dataset=dataset, layout=f"{len(dataset)} rows of {count}", choose=f"name {found[0]}")
+
+
+def listed_folder(request: SourceRequest) -> SourceRows | None:
+    """Read a folder's table: `metadata.csv` or its like, FastVideo's json, or the only table that names its files."""
+    folder = request.path
+    if not folder.is_dir() or request.beside:
+        return None
+    tables = [name for name in files_in(folder) if Path(name).suffix.lower() in _TABLES]
+    metadata = [name for name in tables if Path(name).stem in ("metadata", Path(_FASTVIDEO).stem)]
+    chosen = metadata or [name for name in tables if _lists_media(folder / name, request)]
+    if not chosen or (not metadata and not _holds_media(folder)):
+        return None
+    if len(chosen) > 1:
+        both = " and ".join(str(folder / name) for name in chosen)
+        raise MediaError(f"{both} could both be meant; name one of them instead of the folder.")
+    return _read_table(folder / chosen[0], request, media_column="file_name" if metadata else None)
+
+
+def lines_folder(request: SourceRequest) -> SourceRows | None:
+    """Read a folder with a file of paths and a file of captions, one per line, such as `videos.txt`, `prompts.txt`."""
+    folder = request.path
+    if not folder.is_dir() or request.beside:
+        return None
+    media = [name for name in _MEDIA_LINES if (folder / name).is_file()]
+    captions = [name for name in _CAPTION_LINES if (folder / name).is_file()]
+    if not media or not captions:
+        return None
+    if len(media) > 1:
+        raise MediaError(
+            f"{' and '.join(str(folder / name) for name in media)} could both be meant; name one of them instead of "
+            "the folder."
+        )
+    return _read_lines(folder / media[0], request)
+
+
+def mapped_folder(request: SourceRequest) -> SourceRows | None:
+    """Read a folder whose `captions.json` maps the name of each file to its captions, as in diffusion-pipe."""
+    path = request.path / _MAPPING
+    return _read_mapping(path, request) if path.is_file() and not request.beside else None
+
+
+def _read_mapping(path: Path, request: SourceRequest) -> SourceRows | None:
+    """Return a row for each key of a json object of captions; None for other jsons."""
+    try:
+        captions = json.loads(read_bytes(path))
+    except ValueError:
+        return None
+    if not isinstance(captions, dict) or "caption" in captions:
+        return None
+    wrong = next((key for key, value in captions.items() if not _is_captions(value)), None)
+    if wrong is not None or not captions:
+        got = f"{wrong} has {captions[wrong]!r}" if wrong is not None else "it is empty"
+        raise MediaError(f"{path} must map names of files to a caption or a list of captions, but {got}.")
+    several = any(isinstance(value, list) for value in captions.values())
+    texts = [[value] if several and isinstance(value, str) else value for value in captions.values()]
+    dataset = Dataset(pa.table({"file_name": list(captions), "caption": texts}))
+    return SourceRows(
+        dataset=part(dataset, request.split),
+        layout=f"{len(captions)} files of {path.name}",
+        choose=f"name {path}",
+        root=str(path.parent),
+    )
+
+
+def _is_captions(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+
+
+def _read_lines(path: Path, request: SourceRequest) -> SourceRows:
+    """Read the paths of a file and the captions of the file beside it, line by line."""
+    found = [one for name in _CAPTION_LINES if (one := path.parent / name).is_file()]
+    if len(found) != 1:
+        which = f"{' and '.join(map(str, found))} could both be meant; keep" if found else f"{path} needs"
+        raise MediaError(f"{which} one file of captions beside it: {', '.join(_CAPTION_LINES)}.")
+    files, captions = _lines(path), _lines(found[0])
+    if len(files) != len(captions):
+        raise MediaError(
+            f"{path} has {len(files)} lines and {found[0]} {len(captions)}; each line of one must belong to the same "
+            "line of the other."
+        )
+    try:
+        paths = pa.array([line.decode() for line in files], pa.string())
+    except UnicodeDecodeError as error:
+        raise MediaError(f"{path} is not UTF-8 text ({error}); write it again.") from error
+    dataset = Dataset(pa.table({"file_name": paths, "caption": text_column(captions)}))
+    return SourceRows(
+        dataset=part(dataset, request.split),
+        layout=f"{len(files)} lines of {path.name} with the captions of {found[0].name}",
+        choose=f"name {path}",
+        root=_root(path.parent, files[0].decode() if files else ""),
+    )
+
+
+def _lines(path: Path) -> list[bytes]:
+    """Return the lines of a file without white space at their ends, and without empty lines at its end."""
+    lines = [line.strip() for line in read_bytes(path).split(b"\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise MediaError(f"{path} is empty; write one line per sample.")
+    return lines
+
+
+def _root(folder: Path, first: str) -> str:
+    """Return the folder of a list, or its folder `videos` or `images` if the first file is there alone (FastVideo)."""
+    if not os.path.isabs(first) and not (folder / first).exists():
+        for inner in (folder / "videos", folder / "images"):
+            if (inner / first).is_file():
+                return str(inner)
+    return str(folder)
+
+
+def _read_table(path: Path | str, request: SourceRequest, *, media_column: str | None = None) -> SourceRows:
+    url = is_url(str(path))
+    if not url and not read_bytes(Path(path), 4096).strip():
+        raise MediaError(f"{path} is empty; write one row per sample, with a file_name and a caption.")
+    builder, options = _TABLES[request.ending if url else Path(path).suffix.lower()]
+    if builder == "csv":
+        options = {**options, "chunksize": _CSV_ROWS_PER_CHUNK}
+    dataset = load(builder, data_files=data_files(path), split=request.split, **options)
+    root = str(path).partition("?")[0].rpartition("/")[0] if url else str(Path(path).parent)
+    name = str(path).rpartition("/")[2]
+    if name == _FASTVIDEO and "path" in dataset.column_names and len(dataset):
+        root = _root(Path(path).parent, str(dataset[0]["path"]))
+    return SourceRows(
+        dataset=dataset,
+        layout=f"{len(dataset)} rows of {name}",
+        choose=f"name {path}",
+        root=root,
+        media_column=media_column,
+    )
+
+
+def _lists_media(table: Path, request: SourceRequest) -> bool:
+    """Return whether a table has a media and a caption column, by the beginning of the file alone."""
+    columns = column_names(table)
+    media = {request.media_column} if request.media_column else set(MEDIA_COLUMNS)
+    captions = {request.caption_column} if request.caption_column else set(CAPTION_COLUMNS)
+    return bool(columns & media and columns & captions)
+
+
+def column_names(table: Path) -> set[str]:
+    """Return the names of a table's columns by the beginning of the file; none where that is unreadable.
+
+    Of a json these are the keys of all dicts at its beginning.
+    """
+    if table.suffix.lower() == ".parquet":
+        try:
+            return set(pq.read_schema(table).names)
+        except pa.ArrowInvalid:
+            return set()
+    head = read_bytes(table, 65536).decode(errors="replace")
+    builder, options = _TABLES[table.suffix.lower()]
+    if builder == "json":
+        return set(re.findall(r'"(\w+)"\s*:', head))
+    return set(next(csv.reader(head.splitlines()[:1], delimiter=options.get("sep", ",")), []))
+
+
+def _holds_media(folder: Path) -> bool:
+    return any(_is_media(path) for path in files_below(str(folder), Counter()))
+
+
+def _is_media(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in MEDIA_FILES

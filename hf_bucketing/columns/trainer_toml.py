@@ -1,0 +1,192 @@
+"""Lists of sources in the TOML files of sd-scripts, musubi-tuner and diffusion-pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import MediaError
+from .tables import column_names
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_VIDEOS = ("video_directory", "video_jsonl_file")
+_TABLES = ("image_jsonl_file", "video_jsonl_file")
+_PATHS = ("image_directory", "video_directory", "image_dir", "path", *_TABLES)
+"""Keys that hold the path of a source: of musubi-tuner, sd-scripts, diffusion-pipe, musubi-tuner."""
+
+_FOLDERS = {"control_directory": "control", "control_path": "control", "mask_path": "mask"}
+"""Keys of folders with files that have the stems of the media."""
+
+_SD_SCRIPTS_EXTENSION = ".caption"
+"""Ending of caption files in sd-scripts, where its TOML names none."""
+
+_CAPTION = "{caption}"
+"""Place of the caption in a template."""
+
+_CLIPS = ("frame_extraction", "frame_stride", "frame_sample")
+_CAPTIONS = ("caption_prefix", "caption_suffix")
+_READ = {*_PATHS, *_FOLDERS, *_CLIPS, *_CAPTIONS}
+_READ |= {"num_repeats", "caption_extension", "class_tokens", "target_frames", "frame_buckets"}
+
+_BUCKETS = "sizes come from the bucket table: give `bucket_tokens`, `buckets` or `table`"
+_ADVICE: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("resolution", "resolutions", "size_buckets"), (None, _BUCKETS)),
+    **dict.fromkeys(("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"), (None, _BUCKETS)),
+    **dict.fromkeys(("enable_bucket", "enable_ar_bucket"), (True, f"there are always buckets; {_BUCKETS}")),
+    **dict.fromkeys(("min_ar", "max_ar"), (None, "give `max_aspect_ratio`")),
+    **dict.fromkeys(("num_ar_buckets", "ar_buckets"), (None, "give `aspect_step`")),
+    "bucket_no_upscale": (True, "give `max_upscale`"),
+    "batch_size": (None, "give `train_batch_size` or `max_tokens` when training"),
+    "source_fps": (None, "the frame rate of each file is read from its header; give `target_fps` to train at another"),
+    "max_frames": (None, "the longest of `bucket_frames` decides"),
+    **dict.fromkeys(("cache_directory", "cache_info"), (None, "latents are cached by cache_latents.py")),
+    **dict.fromkeys(
+        ("caption_dropout_rate", "caption_dropout_every_n_epochs"), (0, "give `caption_dropout` in training")
+    ),
+    **dict.fromkeys(
+        ("shuffle_caption", "shuffle_tags", "cache_shuffle_num"), (False, "give `shuffle_tags` when training")
+    ),
+    "keep_tokens": (0, "give `keep_tags` when training"),
+    **dict.fromkeys(("caption_separator", "cache_shuffle_delimiter"), (None, "give `tag_separator` when training")),
+    "skip_empty_caption": (None, 'give `on_error="reject"` or `on_error="empty"`'),
+    "is_reg": (False, "there are no regularisation images: these are trained as all others; remove them"),
+    "flip_aug": (False, "give `flip_probability` when training"),
+    "random_crop": (None, "give `random_crop` when training"),
+    "color_aug": (False, "there is no counterpart"),
+    "multiple_target": (False, "there is no counterpart"),
+}
+"""For each key without effect: the value that asks for what happens anyway, and what to give for others."""
+
+_UNKNOWN = (None, "there is no counterpart")
+
+
+class TomlSources(NamedTuple):
+    """Sources that a TOML file lists.
+
+    Attributes:
+        sources (list of `dict`): For each source the values of settings by name, such as `dataset` and `repeats`.
+        ignored (list of `str`): Sentences, one for each key without effect, with what to give instead.
+    """
+
+    sources: list[dict[str, Any]]
+    ignored: list[str]
+
+
+def load_toml(path: str | Path) -> TomlSources:
+    """Read the sources that a TOML file of sd-scripts, musubi-tuner or diffusion-pipe lists.
+
+    Their paths may be relative to the file or to the working directory.
+
+    Args:
+        path (`str` or `Path`): File with `[[datasets]]`, which may have `[[datasets.subsets]]`, or with
+            `[[directory]]`.
+
+    Raises:
+        MediaError: If the file is not such a TOML, a source has no path or several, its path does not exist, or it
+            exists below both folders.
+    """
+    file = Path(path)
+    try:
+        content = tomllib.loads(file.read_bytes().decode())
+    except OSError as error:
+        raise MediaError(f"{file} cannot be read ({error.strerror}); correct the path.") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise MediaError(f"{file} is no TOML ({error}); correct it.") from error
+    tables = list(_tables(content))
+    if not tables:
+        raise MediaError(f"{file} lists no sources; write [[datasets]] as musubi-tuner, or [[directory]].")
+    names = [f"source {number} of {file}" for number in range(1, len(tables) + 1)]
+    sources = [_source(table, file.parent, name) for table, name in zip(tables, names, strict=True)]
+    return TomlSources(sources, _ignored(tables))
+
+
+def _tables(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the keys of each source, those of the tables around it included."""
+    general = content.get("general", {})
+    for dataset in content.get("datasets", []):
+        shared = {**general, **{key: value for key, value in dataset.items() if key != "subsets"}}
+        yield from ({**shared, **subset} for subset in dataset.get("subsets", [{}]))
+    shared = {key: value for key, value in content.items() if not _is_table(value)}
+    yield from ({**shared, **directory} for directory in content.get("directory", []))
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value))
+
+
+def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    """Return the settings of one source."""
+    keys = [key for key in _PATHS if key in table]
+    if len(keys) != 1 or "metadata_file" in table:
+        found = " and ".join([*keys, *(["metadata_file"] if "metadata_file" in table else [])]) or "none"
+        raise MediaError(f"{name} needs one of {', '.join(_PATHS)}; got {found}.")
+    key = keys[0]
+    values: dict[str, Any] = {"dataset": _existing(table[key], folder, name)}
+    if "num_repeats" in table:
+        values["repeats"] = float(table["num_repeats"])
+    if key not in _TABLES:
+        extension = table.get("caption_extension", _SD_SCRIPTS_EXTENSION if key == "image_dir" else None)
+        values |= {"caption_extension": extension} if extension else {}
+        values |= {"missing_caption": table["class_tokens"]} if table.get("class_tokens") else {}
+    elif "control_path" in column_names(Path(values["dataset"])):
+        values["control_column"] = "control_path"
+    for folder_key, column in _FOLDERS.items():
+        if folder_key in table:
+            values[f"{column}_folder"] = _existing(table[folder_key], folder, name)
+            values[f"{column}_column"] = column
+    template = table.get("caption_prefix", "") + _CAPTION + table.get("caption_suffix", "")
+    values |= {"caption_template": template} if template != _CAPTION else {}
+    frames = table.get("target_frames", table.get("frame_buckets"))
+    values |= {"bucket_frames": list(frames)} if frames else {}
+    if key in _VIDEOS and (clips := _clips(table, name)):
+        values["clips"] = clips
+    return values
+
+
+def _clips(table: Mapping[str, Any], name: str) -> str | None:
+    """Return the clips that musubi-tuner takes of a video; None for the whole video."""
+    extraction = table.get("frame_extraction", "head")
+    clips = {
+        "head": "head",
+        "chunk": "all",
+        "slide": f"slide:{table.get('frame_stride', 1)}",
+        "uniform": f"uniform:{table.get('frame_sample', 1)}",
+        "full": None,
+    }
+    if extraction not in clips:
+        raise MediaError(f"{name} has frame_extraction {extraction!r}; expected one of {', '.join(clips)}.")
+    return clips[extraction]
+
+
+def _existing(path: Any, folder: Path, name: str) -> str:
+    """Return a path that the file names; relative ones begin at its folder, or at the working directory."""
+    if not isinstance(path, str):
+        raise MediaError(f"{name} has {path!r} where a path is needed.")
+    places = dict.fromkeys(os.path.abspath(place) for place in (folder / path, path))
+    found = [place for place in places if os.path.exists(place)]
+    if len(found) != 1:
+        which = "are both there" if found else "do not exist" if len(places) > 1 else "does not exist"
+        raise MediaError(f"{name}: {' and '.join(places)} {which}; write the whole path.")
+    return found[0]
+
+
+def _ignored(tables: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each key without effect, with its values."""
+    values: dict[str, list[Any]] = {}
+    for table in tables:
+        for key in sorted(table.keys() - _READ):
+            fulfilled, _ = _ADVICE.get(key, _UNKNOWN)
+            if table[key] != fulfilled and table[key] not in values.setdefault(key, []):
+                values[key].append(table[key])
+    return [
+        f"{key} = {' and '.join(map(str, found))} has no effect: {_ADVICE.get(key, _UNKNOWN)[1]}."
+        for key, found in values.items()
+        if found
+    ]

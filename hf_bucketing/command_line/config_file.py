@@ -1,0 +1,148 @@
+"""Settings in a YAML file: read as the texts that flags would have, each with its line, and written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from ..errors import FlagError
+
+CONFIG_FILE = "config.yaml"
+"""File in a folder that a script wrote with the settings by which it did."""
+
+SOURCES = "sources"
+"""Name in a file under which sources of data are listed, each with settings of its own."""
+
+CACHED_DIR = "cached_dir"
+"""Name in a file of the folder that scripts/cache_latents.py writes, and that training then reads."""
+
+_NULLS = ("", "~", "null", "Null", "NULL")
+
+
+class Entry(NamedTuple):
+    """A setting in a file, and the line where it stands."""
+
+    value: Any
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """Settings that a YAML file holds.
+
+    Numbers and words stay texts: the type of a setting decides what they mean, as on the command line, so that `1e-4`
+    is a number and `no` a precision.
+
+    Attributes:
+        path (`str`): The file.
+        entries (mapping of `str` to [`Entry`]): Its settings. The value is a text, None, a list of values, or a
+            mapping of names to further entries.
+    """
+
+    path: str
+    entries: Mapping[str, Entry]
+
+    def where(self, entry: Entry) -> str:
+        """Return the place of a setting for messages."""
+        return f"{self.path}, line {entry.line}"
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings without their lines: texts and None, and lists and mappings of these."""
+        return {name: _plain(entry) for name, entry in self.entries.items()}
+
+
+def read_config_file(path: str) -> ConfigFile:
+    """Read a file of settings.
+
+    Raises:
+        FlagError: If the file does not exist, is empty, is not YAML, is not a mapping of names, or names a setting
+            twice.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise FlagError(f"--config {path} cannot be read: {reason}.") from error
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}, line {mark.line + 1}" if mark is not None else path
+        raise FlagError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}.") from error
+    if node is None:
+        raise FlagError(f"{path} is empty; write settings as `name: value`, one per line.")
+    if not isinstance(node, yaml.MappingNode):
+        raise FlagError(f"{path} must be a mapping of settings, `name: value` on each line, not a {_kind(node)}.")
+    return ConfigFile(path, _read(node, path, ()))
+
+
+def write_config(values: Mapping[str, Any], *, comment: str = "") -> str:
+    """Return settings as YAML that [`read_config_file`] reads back as they are.
+
+    Args:
+        values (mapping of `str` to any): Numbers, texts, None, booleans, paths, and lists and mappings of these.
+        comment (`str`): Lines above them.
+    """
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    text: str = yaml.dump(_as_texts(values), Dumper=_Writer, sort_keys=False, allow_unicode=True, width=110)
+    return head + text
+
+
+class _Writer(yaml.SafeDumper):
+    """Write texts without quotes where YAML allows it, also those that look like numbers; quote only `null`."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own declaration)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Writer.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+
+
+def _as_texts(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _as_texts(one) for name, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_as_texts(one) for one in value]
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return None if value is None else str(value)
+
+
+def _read(node: yaml.Node, path: str, above: tuple[int, ...]) -> Any:
+    if id(node) in above:
+        raise FlagError(f"{path}, line {node.start_mark.line + 1}: a value contains itself.")
+    above = (*above, id(node))
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.style is None and node.value in _NULLS else node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [_read(one, path, above) for one in node.value]
+    entries: dict[str, Entry] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise FlagError(f"{path}, line {line}: the name of a setting must be a word, not a {_kind(key)}.")
+        if key.value in entries:
+            raise FlagError(
+                f"{path}, line {line}: {key.value} is given twice, before on line {entries[key.value].line}; keep one."
+            )
+        entries[key.value] = Entry(_read(value, path, above), line)
+    return entries
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Entry):
+        return _plain(value.value)
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def _kind(node: yaml.Node) -> str:
+    return {"sequence": "list", "scalar": "single value", "mapping": "mapping"}[node.id]

@@ -1,0 +1,76 @@
+"""What a sample is shown beside its pixels and text: the names of such conditions, and which files fit a sample."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, get_args
+
+from ..errors import MediaError
+
+ConditionName: TypeAlias = Literal["first_frame", "last_frame", "control", "mask", "reference"]
+"""An image (`first_frame`, `last_frame`, `reference`), or an image or video (`control`, `mask`), in a column."""
+
+CONDITIONS: tuple[ConditionName, ...] = get_args(ConditionName)
+
+MASK: ConditionName = "mask"
+"""The condition that every model takes, because it weighs the loss: white is learned. A sample may lack it."""
+
+REFERENCE: ConditionName = "reference"
+"""The condition that keeps its own size; all others lie over the sample, pixel by pixel."""
+
+FRAME_BY_FRAME: tuple[ConditionName, ...] = ("control", "mask")
+"""Conditions that have all frames of the sample; an image serves every frame."""
+
+_LATEST = 0.5
+"""How long the last frame of a video is certainly shown, in frames, see `media.decode`."""
+
+
+def is_missing(cell: Any) -> bool:
+    """Return whether a cell holds no file: None, or what datasets makes of it in an image or video column."""
+    return cell is None or (isinstance(cell, dict) and cell.get("path") is None and cell.get("bytes") is None)
+
+
+def check_kind(name: str, path: str, *, still: bool, sample_is_image: bool) -> None:
+    """Raise MediaError for a video where an image is needed."""
+    if still or (name in FRAME_BY_FRAME and not sample_is_image):
+        return
+    needed = "an image too, as its sample is one" if name in FRAME_BY_FRAME else "an image"
+    raise MediaError(f"The {name} {path} is a video, but it must be {needed}.")
+
+
+def check_shape(name: str, path: str, *, size: tuple[int, int], sample: tuple[int, int]) -> None:
+    """Raise MediaError if a condition has another aspect ratio than its sample, but for rounding sides by a pixel.
+
+    Args:
+        name (`str`): Name of the condition.
+        path (`str`): Its file.
+        size (`tuple[int, int]`): Height and width of the condition in pixels.
+        sample (`tuple[int, int]`): Height and width of the sample's file.
+    """
+    (height, width), (sample_height, sample_width) = size, sample
+    if name != REFERENCE and abs(width * sample_height - height * sample_width) > sample_height + sample_width:
+        raise MediaError(
+            f"The {name} {path} has {width}×{height} pixels, but its sample {sample_width}×{sample_height}: it would "
+            "be distorted, as it must lie over the sample. Write it with the sample's aspect ratio."
+        )
+
+
+def check_length(
+    name: str, path: str, *, num_frames: int, fps: float, first: float, seconds: float, step: float, is_clip: bool
+) -> None:
+    """Raise MediaError if a video of a condition ends before its sample, or goes further than it.
+
+    Args:
+        name (`str`): Name of the condition.
+        path (`str`): Its file.
+        num_frames (`int`): Frames of the condition's file.
+        fps (`float`): Frames per second of the condition's file.
+        first (`float`): Second of the file at which the sample begins.
+        seconds (`float`): Seconds from the sample's first frame to its last.
+        step (`float`): Seconds per frame of the sample.
+        is_clip (`bool`): Whether the sample is a clip of a longer video, which the condition may show whole.
+    """
+    own = f"The {name} {path} has {num_frames} frames at {fps:g} fps"
+    if (num_frames - _LATEST) / fps <= first + seconds:
+        raise MediaError(f"{own}, but the last frame of its sample is shown at {first + seconds:.3f} s.")
+    if not is_clip and (num_frames - 1) / fps >= seconds + 2 * step:
+        raise MediaError(f"{own}, but its sample ends at {seconds + step:.3f} s; a condition has its sample's length.")

@@ -1,0 +1,165 @@
+"""Files at URLs (`https://`, `hf://`, `s3://`, …), opened by fsspec and read in blocks, only where they are needed."""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, BinaryIO
+
+from fsspec.core import url_to_fs
+
+from ..errors import MediaError
+
+HEADER_BLOCK = 2**16
+"""Bytes per request for headers, which lie at the beginning or the end of a file."""
+
+WHOLE_BLOCK = 2**20
+"""Bytes per request for decoding."""
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+_VERSIONS = (
+    *("ETag", "etag", "Content-MD5", "Digest", "md5Hash", "blob_id"),
+    *("Last-Modified", "LastModified", "last_modified", "mtime", "created"),
+)
+"""Names under which the file systems of fsspec tell the version of a file, in order of preference."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a URL, which fsspec opens."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+def below(root: str, path: str) -> str:
+    """Return the path or URL of a file below a root, which is a folder or a URL.
+
+    Raises:
+        MediaError: If the path leaves the root.
+    """
+    join, normal = (posixpath.join, posixpath.normpath) if is_url(root) else (os.path.join, os.path.normpath)
+    inner = normal(path)
+    if inner == os.pardir or inner.startswith((os.pardir + os.sep, os.pardir + posixpath.sep)):
+        raise MediaError(f"The relative path {path} leaves its root {root}; only files below the root are read.")
+    return join(root, inner)
+
+
+def version(url: str) -> list[Any]:
+    """Return the size of a file and what its server tells of its version, such as an ETag.
+
+    Raises:
+        MediaError: If the file cannot be reached.
+    """
+    with _reaching(url):
+        file_system, path = url_to_fs(url)
+        info = file_system.info(path)
+    told = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+    return [info.get("size"), told]
+
+
+class RemoteFile:
+    """A file at a URL, opened once for any number of readers.
+
+    Blocks that were read last are kept. From a server that sends only whole files, the whole file is kept.
+
+    Args:
+        url (`str`): URL of a protocol that fsspec knows; some need a package, such as `s3fs`.
+        block_size (`int`): Bytes per request.
+
+    Raises:
+        MediaError: If the file cannot be reached, or no package for its protocol is installed.
+    """
+
+    def __init__(self, url: str, *, block_size: int) -> None:
+        self.url = url
+        self._lock = Lock()
+        with _reaching(url):
+            self._file_system, self._path = url_to_fs(url)
+            self._file: Any = self._file_system.open(self._path, "rb", block_size=block_size, cache_type="blockcache")
+        self.size = self._whenever_whole(lambda: self._file.seek(0, io.SEEK_END))
+        if not self.size:
+            raise MediaError(f"{url} is empty (0 bytes); remove the row or write the file again.")
+
+    def reader(self) -> BinaryIO:
+        """Return a file object with a position of its own, at the beginning."""
+        return io.BufferedReader(_Reader(self))
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return at most `length` bytes from the byte `start` on.
+
+        Raises:
+            MediaError: If the server fails.
+        """
+
+        def read() -> bytes:
+            self._file.seek(start)
+            return bytes(self._file.read(max(0, min(length, self.size - start))))
+
+        with self._lock:
+            return self._whenever_whole(read)
+
+    def _whenever_whole(self, call: Any) -> Any:
+        """Call a function of the open file; read the whole file first if its server cannot send parts."""
+        with _reaching(self.url):
+            try:
+                return call()
+            except ValueError:
+                if isinstance(self._file, io.BytesIO):
+                    raise
+            self._file = io.BytesIO(self._file_system.cat_file(self._path))
+            return call()
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, file: RemoteFile) -> None:
+        self._remote = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._remote.read(self._position, len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._remote.size}[whence]
+        if start + offset < 0:
+            raise OSError(22, "Seek before the beginning of the file")
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+
+@contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    """Turn every error of a file system into a `MediaError`: their types depend on the protocol and its package."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except ImportError as error:
+        raise MediaError(f"{url} cannot be opened: {error}; install that package, or download the file.") from error
+    except Exception as error:
+        raise MediaError(
+            f"{url} cannot be read ({_reason(error)}); correct the URL, or remove the row if the file is gone."
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first cause of an error in one line; file systems of fsspec wrap those of their clients."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -1,0 +1,60 @@
+"""Models that take the latents of a control image or video as further channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..buckets.sizes import Size
+from .recipe import Conditions, ModelInputs, Recipe, Samples, Shown
+
+CONTROL_LATENTS = "control_latents"
+"""Encoded condition: the latents of a sample's control, `(C, f, h, w)`."""
+
+
+class ControlRecipe(Recipe):
+    """Base of recipes of pipelines that put the latents of a control behind those of a sample, as further channels.
+
+    Each sample has a `control` of its own size, such as its depth, pose or edges.
+    """
+
+    shown = ("control",)
+    required = ("control",)
+
+    @classmethod
+    def num_images(cls, config: Mapping[str, Any]) -> int:
+        """Return 1: rendered samples have an image as their control."""
+        return 1
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents: half of those that the transformer takes."""
+        return self.family.in_channels(self.transformer) // 2
+
+    @torch.no_grad()
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
+        """Encode the controls as samples are encoded."""
+        return {CONTROL_LATENTS: self.encode_latents(torch.stack(list(shown["control"])).to(pixel_values))}
+
+    def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return zeros of the shape of [`encode_conditions`]."""
+        return {CONTROL_LATENTS: torch.zeros_like(latent)}
+
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Put the latents of the controls behind the noisy ones."""
+        inputs = super().model_inputs(samples)
+        pairs = zip(inputs.latents, samples.conditions[CONTROL_LATENTS], strict=True)
+        return replace(inputs, latents=[torch.cat([noisy, control.to(noisy)]) for noisy, control in pairs])
+
+    def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
+        """Call the pipeline with an image as the control of every frame; see [`Recipe.render`]."""
+        if image is not None:
+            options[self.shown_as["control"]] = image if self.family.images_only else [image] * size.frames
+        return super().render(prompt, size, **options)

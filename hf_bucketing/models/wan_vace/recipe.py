@@ -1,0 +1,110 @@
+"""How Wan VACE is trained: as Wan, with a control video, a mask of what is generated, and a reference image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..first_frame import pictures
+from ..loss_mask import LOSS_MASK
+from ..recipe import Conditions, Samples, Shown
+from ..wan.recipe import WanRecipe
+from .packing import CONTROL, FAMILY, SCALE
+
+
+class WanVACERecipe(WanRecipe):
+    """Recipe of `WanVACEPipeline`, whose models are shown control videos, masks and reference images; see [`Recipe`].
+
+    Whatever a sample has of these becomes the control channels that the pipeline makes of it:
+
+    - `control` is a video of the sample's size, such as its depth, pose or edges; without one, all is grey.
+    - `mask` is white where the video is generated, and black where the control's own pixels stay. The loss counts
+      where it is white. Without a mask, all is generated. A mask without a control is for inpainting: the control is
+      the sample itself, grey where the mask is white.
+    - `reference` is an image of any size, fitted onto white and encoded as a latent frame in front of the video. The
+      noisy latents have it too, as the pipeline generates it again and drops it; it does not enter the loss.
+      (DiffSynth-Studio and VideoX-Fun count it as any frame.) Its tokens come on top of `max_tokens`.
+    """
+
+    pipeline_class = "WanVACEPipeline"
+    family = FAMILY
+    shown = ("control", "reference")
+    shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
+
+    @property
+    def media_rule(self) -> str:
+        """What distinguishes entries of a cache from those of Wan's other pipelines, which have the same VAE."""
+        return "control channels"
+
+    def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
+        """Encode a stack of samples, see [`Recipe.encode_media`].
+
+        Returns:
+            `dict`: `latents`, the control channels and, where samples have a mask or a reference, `loss_mask`,
+            `(B, …, f, h, w)`; references add a latent frame in front of each.
+        """
+        encoded = super().encode_media(pixel_values, shown)
+        if "reference" not in shown:
+            return encoded
+        reference, (first, *_) = self._reference(pixel_values, shown["reference"]), encoded["latents"]
+        weights = encoded.get(LOSS_MASK, first.new_ones(len(reference), 1, *first.shape[1:]))
+        return {
+            "latents": _in_front(reference, encoded["latents"]),
+            CONTROL: _in_front(reference, encoded[CONTROL]),
+            LOSS_MASK: _in_front(reference[:, :0], weights),
+        }
+
+    @torch.no_grad()
+    def encode_conditions(
+        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
+    ) -> Conditions:
+        """Return the control channels: latents of what stays and of what is generated, and the mask's own pixels."""
+        masks, controls = shown.get("mask"), shown.get("control")
+        mask = torch.ones_like(pixel_values[:, :1]) if masks is None else torch.stack(list(masks)).to(pixel_values)
+        generated = (mask > 0.5).to(pixel_values)
+        video = pixel_values * (1 - generated) if controls is None else torch.stack(list(controls)).to(pixel_values)
+        parts = [self.encode_latents(video * share) for share in (1 - generated, generated)]
+        return {CONTROL: torch.cat([*parts, self._mask_channels(mask, latents)], 1)}
+
+    def _mask_channels(self, mask: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        """Return the mask's pixels of each latent pixel, `(B, stride², f, h, w)`, of the frame nearest to it."""
+        stride = self.spec.spatial_stride
+        pixels = mask[:, 0].unflatten(3, (-1, stride)).unflatten(2, (-1, stride))  # (B, F, h, stride, w, stride)
+        channels = pixels.permute(0, 3, 5, 1, 2, 4).flatten(1, 2)
+        return F.interpolate(channels, size=latents.shape[2:], mode="nearest-exact")
+
+    @torch.no_grad()
+    def _reference(self, pixel_values: torch.Tensor, references: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the latents of each sample's reference `(3, 1, h, w)` on white, `(B, C, 1, h, w)`."""
+        images = [pictures(one.transpose(0, 1)) for one in references]
+        (height, width), device = pixel_values.shape[-2:], pixel_values.device
+        *_, canvases = self.pipeline.preprocess_conditions(
+            reference_images=images, batch_size=len(images), height=height, width=width, num_frames=1, device=device
+        )
+        return self.encode_latents(torch.stack([canvas for (canvas,) in canvases])[:, :, None].to(pixel_values))
+
+    def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return zeros of the shapes of [`encode_conditions`]."""
+        return {CONTROL: latent.new_zeros(self.config["vace_in_channels"], *latent.shape[1:])}
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the control channels, and their scale, which is 1 in training."""
+        latents = samples.noised.latents
+        controls = zip(samples.conditions[CONTROL], latents, strict=True)
+        return {
+            CONTROL: [control.to(latent) for control, latent in controls],
+            SCALE: latents[0].new_ones(len(latents), len(self.config["vace_layers"])),
+        }
+
+
+def _in_front(first: torch.Tensor, values: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put a latent frame `(B, C, 1, h, w)`, with zeros for further channels, in front of each sample's values."""
+    stack = torch.stack(list(values))
+    return torch.cat([F.pad(first, (0,) * 7 + (stack.shape[1] - first.shape[1],)), stack], 2)
+
+
+RECIPES = (WanVACERecipe,)

@@ -1,0 +1,87 @@
+"""What each of several sources adds to an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..buckets.arrays import whole_column
+from ..buckets.assignment import count_rejections
+from .text import align, percent, short_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceUse:
+    """Rows of one source, and what they add to an epoch.
+
+    Attributes:
+        name (`str`): Name of the source.
+        rows (`int`): All its rows.
+        rejections (mapping of `str` to `int`): Rejected rows by reason.
+        buckets (`int`): Number of buckets that its rows are in.
+        samples (`float`): Samples per epoch, on average over epochs.
+        tokens (`float`): Tokens of these samples.
+    """
+
+    name: str
+    rows: int
+    rejections: Mapping[str, int]
+    buckets: int
+    samples: float
+    tokens: float
+
+
+def count_sources(
+    sources: npt.ArrayLike,
+    names: Sequence[str],
+    *,
+    columns: Mapping[str, npt.ArrayLike],
+    weights: npt.ArrayLike | None = None,
+) -> list[SourceUse]:
+    """Count the rows of each source.
+
+    Args:
+        sources (array of `int`, shape `(n,)`): Source of each row, a position in `names`.
+        names (sequence of `str`): Name of each source.
+        columns (mapping of `str` to array, shape `(n,)`): The columns `bucket_id`, `num_tokens` and `rejection`.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default one.
+    """
+    ids, tokens = whole_column(columns["bucket_id"], np.int64), whole_column(columns["num_tokens"], np.int64)
+    rejection, source = whole_column(columns["rejection"]), whole_column(sources, np.int64)
+    often = np.ones(len(ids)) if weights is None else whole_column(weights, np.float64)
+    often = np.where(ids >= 0, often, 0.0)
+    counts = []
+    for number, name in enumerate(names):
+        own = source == number
+        counts.append(
+            SourceUse(
+                name=name,
+                rows=int(own.sum()),
+                rejections=dict(count_rejections(rejection[own])),
+                buckets=len(np.unique(ids[own & (ids >= 0)])),
+                samples=float(often[own].sum()),
+                tokens=float((often * tokens)[own].sum()),
+            )
+        )
+    return counts
+
+
+def describe_sources(counts: Sequence[SourceUse]) -> str:
+    """Return a table with a line per source."""
+    samples, tokens = (max(sum(getattr(one, name) for one in counts), 1.0) for name in ("samples", "tokens"))
+    lines: list[Any] = [("source", "rows", "rejected", "buckets", "samples per epoch", "of all", "of all tokens")]
+    for one in counts:
+        lines.append((
+            one.name,
+            f"{one.rows:,}",
+            f"{sum(one.rejections.values()):,}",
+            f"{one.buckets:,}",
+            short_number(one.samples),
+            percent(one.samples / samples),
+            percent(one.tokens / tokens),
+        ))  # fmt: skip
+    return align(lines)

@@ -1,0 +1,257 @@
+"""The model card of a run, README.md in its output folder: settings, buckets, counts, losses, samples, how to load."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.constants import REPOCARD_NAME
+
+from ..buckets.assignment import count_rejections
+from ..buckets.sizes import Size
+from ..columns.arrays import column_array
+from ..files import complete_file
+from ..models.recipe import IMAGES, Recipe, dtypes
+from ..settings import names_of, settings_in
+from .config import TrainingConfig
+from .data import UNREADABLE, TrainingData
+from .hub import HubConfig
+from .review import draw_losses, plans_of
+from .run_log import read_log
+from .streamed import StreamedData
+
+LOSSES = "loss.png"
+"""File of the loss figure in the output folder."""
+
+_OURS = "<!-- Written by hf_bucketing; the next run in this folder replaces it, unless this line is removed. -->"
+_SHOWN_BUCKETS = 30
+_FEWEST_STEPS = 10
+"""Fewest optimizer steps whose losses are drawn."""
+
+_VERSIONS = ("hf_bucketing", "diffusers", "torch", "accelerate")
+
+
+class Run(NamedTuple):
+    """A finished run, as far as its card is about it.
+
+    Attributes:
+        config ([`TrainingConfig`]): Settings that the run ended with.
+        recipe ([`Recipe`][hf_bucketing.models.recipe.Recipe]): Recipe of its pipeline.
+        data ([`TrainingData`] or [`StreamedData`]): Its data.
+        repository (`str`, *optional*): Repository on the hub that receives the result, if there is one.
+        samples (mapping of `Path` to `str`): Files of its last renderings, and the prompt of each.
+    """
+
+    config: TrainingConfig
+    recipe: Recipe
+    data: TrainingData | StreamedData
+    repository: str | None
+    samples: Mapping[Path, str]
+
+
+def write_card(folder: Path, run: Run) -> tuple[list[str], str]:
+    """Draw the losses and write the card of a run, unless its folder holds a README.md that someone else wrote.
+
+    The card names no folder of this machine: paths are shown by their last part alone.
+
+    Args:
+        folder (`Path`): Output folder, which holds the logs.
+        run ([`Run`]): The run.
+
+    Returns:
+        `tuple`: The files of the card relative to the output folder, and a message about it.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    path = folder / REPOCARD_NAME
+    if path.is_file() and _OURS.encode() not in path.read_bytes():
+        return [REPOCARD_NAME], f"Kept {path}, which is not a card of hf_bucketing"
+    figure = None
+    if len(read_log(folder, "losses")) >= _FEWEST_STEPS:
+        draw_losses([folder], folder / LOSSES)
+        figure = LOSSES
+    with complete_file(path) as partial:
+        partial.write_text(str(ModelCard(_content(folder, run, figure=figure))), encoding="utf-8")
+    files = [file.relative_to(folder).as_posix() for file in run.samples]
+    return [REPOCARD_NAME, *([] if figure is None else [figure]), *files], f"Model card: {path}"
+
+
+def _content(folder: Path, run: Run, *, figure: str | None) -> str:
+    config, recipe = run.config, run.recipe
+    adapted, base = config.adapters.lora_rank is not None, shown(config.pretrained_model_name_or_path)
+    task = f"{'image' if recipe.takes_image else 'text'}-to-{'image' if _makes_images(recipe) else 'video'}"
+    on_hub = not Path(config.pretrained_model_name_or_path).exists()
+    data = ModelCardData(
+        base_model=base if on_hub else None,
+        base_model_relation=("adapter" if adapted else "finetune") if on_hub else None,
+        library_name="diffusers",
+        pipeline_tag=task,
+        tags=[task, "diffusers", "diffusers-training", *(["lora"] if adapted else []), "hf_bucketing"],
+        widget=[
+            {"text": prompt, "output": {"url": file.relative_to(folder).as_posix()}}
+            for file, prompt in run.samples.items()
+        ]
+        or None,
+    )
+    name = run.repository or folder.resolve().name
+    what = f"LoRA adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
+    parts = [
+        f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
+        f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
+        "of the base model applies.\n",
+        *(["<Gallery />\n"] if run.samples else []),
+        f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
+        f"```python\n{_code(run, name=name, base=base)}\n```\n",
+        f"## Data\n\n{_table(('rows', 'count'), _counts(folder, run.data))}\n",
+        f"{_buckets(run)}\n",
+        f"## Training\n\n{_progress(folder)}\n",
+        *([f"![Training loss]({figure})\n"] if figure else []),
+        f"Settings that differ from their defaults:\n\n```yaml\n{_settings(config)}```\n",
+        f"Versions: {', '.join(f'{name} {_version(name)}' for name in _VERSIONS)}.\n",
+    ]
+    return "\n".join(parts)
+
+
+def _makes_images(recipe: Recipe) -> bool:
+    """Return whether the pipeline makes images; some models of videos have one that does."""
+    return recipe.family.images_only or "ToImage" in recipe.pipeline_class
+
+
+def _packages(recipe: Recipe, *, adapted: bool) -> list[str]:
+    """Return the packages that the code of a card needs; diffusers writes videos with the last two."""
+    videos = [] if _makes_images(recipe) else ["imageio", "imageio-ffmpeg"]
+    return ["diffusers", "transformers", "accelerate", *(["peft"] if adapted else []), *videos]
+
+
+def _code(run: Run, *, name: str, base: str) -> str:
+    """Return lines of Python that load the result and call it once at the size of most samples."""
+    config, recipe = run.config, run.recipe
+    size = _sizes(run.data)[0][0]
+    images = IMAGES[: recipe.num_images(recipe.config)]
+    tools = [*(["load_image"] if images else []), *([] if _makes_images(recipe) else ["export_to_video"])]
+    adapted = config.adapters.lora_rank is not None
+    lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
+    if tools:
+        lines.append(f"from diffusers.utils import {', '.join(sorted(tools))}")
+    source = base if adapted else name
+    (dtype,) = dtypes(torch.bfloat16)
+    lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {dtype}=torch.bfloat16)']
+    if adapted:
+        second = ", load_into_transformer_2=True" if config.trained_component == "transformer_2" else ""
+        lines.append(f'pipeline.load_lora_weights("{name}"{second})')
+    prompt = next(iter(run.samples.values()), "what it shows")
+    call = {
+        "prompt": json.dumps(prompt, ensure_ascii=False),
+        **{image: f'load_image("{image}.png")' for image in images},
+        **{"height": size.height, "width": size.width},
+        **recipe.duration(size.frames),
+    }
+    taken = inspect.signature(recipe.pipeline_type().__call__).parameters  # some take their size from the image
+    arguments = ", ".join(f"{argument}={value}" for argument, value in call.items() if argument in taken)
+    lines += ['pipeline.to("cuda")', f"result = pipeline({arguments})"]
+    if _makes_images(recipe):
+        return "\n".join([*lines, 'result.images[0].save("image.png")'])
+    return "\n".join([*lines, f'export_to_video(result.frames[0], "video.mp4", fps={_fps(run.data)})'])
+
+
+def _sizes(data: TrainingData | StreamedData) -> list[tuple[Size, int]]:
+    """Return the sizes at which samples are trained, and how many there are of each; the most frequent first."""
+    counts = sorted(data.bucket_counts().items(), key=lambda item: -item[1])
+    return [(data.table.size(bucket), count) for bucket, count in counts]
+
+
+def _fps(data: TrainingData | StreamedData) -> int:
+    """Return the median frame rate of the videos that are trained, or 16 if there is none or they come as a stream."""
+    if isinstance(data, StreamedData):
+        return 16
+    rates = column_array(data.loader.dataset, "fps")[data.num_tokens > 0]
+    return round(float(np.median(rates[rates > 0]))) if (rates > 0).any() else 16
+
+
+def _counts(folder: Path, data: TrainingData | StreamedData) -> list[tuple[str, int]]:
+    """Return the rows of the last whole epoch by what became of them; of a stream, the samples that were trained."""
+    if isinstance(data, StreamedData):
+        return [("trained, of a stream", sum(line.get("samples", 0) for line in read_log(folder, "losses")))]
+    plans = list(plans_of(folder).values())
+    plan = next((plan for plan in reversed(plans) if not plan["consumed"]), plans[-1])
+    rejection = column_array(data.loader.dataset, "rejection")
+    unreadable = folder / "logs" / UNREADABLE
+    replaced = len(unreadable.read_text().splitlines()) if unreadable.is_file() else 0
+    return [
+        ("in the data set", len(rejection)),
+        *((f"rejected: {reason}", count) for reason, count in count_rejections(rejection).items()),
+        *((f"dropped: {reason}", count) for reason, count in plan["dropped"].items() if reason != "rejected"),
+        ("kept, per epoch", plan["kept"]),
+        *((f"kept of {name}, per epoch", own["kept"]) for name, own in plan.get("sources", {}).items()),
+        ("repeated to fill steps, per epoch", plan["repeated"]),
+        *([("unreadable and replaced, in all epochs", replaced)] if replaced else []),
+    ]
+
+
+def _buckets(run: Run) -> str:
+    sizes, spec = _sizes(run.data), run.recipe.spec
+    title = "bucket" if run.config.batches.batching == "bucket" else "size in packs"
+    whose = "samples of its beginning" if isinstance(run.data, StreamedData) else "samples"
+    lines: list[tuple[object, ...]] = [
+        (f"{size.frames}×{size.height}×{size.width}", count, spec.num_tokens(size))
+        for size, count in sizes[:_SHOWN_BUCKETS]
+    ]
+    if rest := sizes[_SHOWN_BUCKETS:]:
+        lines.append((f"{len(rest)} others", sum(count for _, count in rest), "–"))
+    return _table((f"{title} (frames×height×width)", whose, "tokens"), lines)
+
+
+def _progress(folder: Path) -> str:
+    losses = read_log(folder, "losses")
+    samples, epochs = sum(line.get("samples", 0) for line in losses), len({line["epoch"] for line in losses})
+    return f"{len(losses):,} optimizer steps with {samples:,} samples, in {epochs} epochs."
+
+
+def _settings(config: TrainingConfig) -> str:
+    hidden = {*names_of(HubConfig), "output_dir", "resume_from_checkpoint"}
+    values, defaults = config.flat(), {setting.name: setting.default for setting in settings_in(TrainingConfig)}
+    given = {
+        name: shown(value) for name, value in values.items() if name not in hidden and value != defaults.get(name)
+    }
+    text: str = yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=1000)
+    return text
+
+
+def shown(value: Any) -> Any:
+    """Return a setting with the last part of each path in it, instead of folders of this machine.
+
+    Example:
+        >>> shown(["/home/me/clips/a.png", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 3])
+        ['a.png', 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers', 3]
+    """
+    if isinstance(value, (list, tuple)):
+        return [shown(one) for one in value]
+    if isinstance(value, dict):
+        return {name: shown(one) for name, one in value.items()}
+    if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~") or os.path.exists(value)):
+        return Path(value).resolve().name
+    return value
+
+
+def _table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    cells = (f"{cell:,}" if isinstance(cell, int) else str(cell) for line in lines for cell in line)
+    rows = zip(*[cells] * len(titles), strict=True)
+    head = [f"| {' | '.join(titles)} |", f"|---{'|---:' * (len(titles) - 1)}|"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "from source"

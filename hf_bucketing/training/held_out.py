@@ -1,0 +1,197 @@
+"""Samples held out of training: their settings, and which rows of a data set they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+
+from ..buckets.arrays import IntArray
+from ..columns.arrays import column_array
+from ..columns.prepared import CacheInfo, PreparedDataset
+from ..errors import BucketingError, quoted
+from ..randomness import Purpose, generator
+from ..settings import check_at_least, not_default
+
+_NAMED = 3
+"""Files that a message names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutConfig:
+    """Samples held out of training, and how often their loss is computed.
+
+    They are taken without augmentation, each with its own caption, and with the same noise every time. One that cannot
+    be read ends the run; with `on_error="replace"` it does not count, and is named.
+
+    Args:
+        validation_dataset_dir (`str`, *optional*): Prepared folder of samples whose loss is computed while training,
+            made as that of `dataset_dir`, and cached if that is. By default there is none.
+        validation_split (`float`, *optional*): Share of the rows of `dataset_dir`, above 0 and below 1, held out of
+            training for that loss, in place of a folder. Whole files are held out, of images and of videos the same
+            share, and the same files whatever the seed.
+        validation_loss_steps (`int`): Optimizer steps between two computations of the held-out loss; the last step is
+            followed by one too.
+        validation_noise_levels (`int`): Noise levels of each held-out sample, one of each of as many equally likely
+            ranges of those that training draws.
+
+    Raises:
+        BucketingError: On an impossible value, both a folder and a share, or settings without effect.
+    """
+
+    validation_dataset_dir: str | None = None
+    validation_split: float | None = None
+    validation_loss_steps: int = 500
+    validation_noise_levels: int = 4
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "validation_loss_steps", "validation_noise_levels")
+        share = self.validation_split
+        if share is not None and not 0 < share < 1:
+            raise BucketingError(f"`validation_split` must be above 0 and below 1, got {share}.")
+        if share is not None and self.validation_dataset_dir is not None:
+            raise BucketingError(
+                "`validation_dataset_dir` names the held-out samples, and `validation_split` takes them from "
+                "`dataset_dir`; give one of them."
+            )
+        if not self.given and (unused := not_default(self, "validation_loss_steps", "validation_noise_levels")):
+            raise BucketingError(
+                f"Omit {quoted(unused)}: no effect without `validation_dataset_dir` or `validation_split`."
+            )
+
+    @property
+    def given(self) -> bool:
+        """Whether samples are held out."""
+        return self.validation_split is not None or self.validation_dataset_dir is not None
+
+
+class Files(NamedTuple):
+    """The files of a data set's rows.
+
+    Attributes:
+        of_row (array of `int`, shape `(n,)`): Number of the file of each row, from 0. Rows of one path have one file;
+            bytes without a path are a file of their own.
+        paths (list of `str`): Paths of the first files; the others are bytes without a path.
+    """
+
+    of_row: IntArray
+    paths: list[str]
+
+    @property
+    def number(self) -> int:
+        """Number of files."""
+        return int(self.of_row.max(initial=-1)) + 1
+
+
+def files_of(prepared: PreparedDataset) -> Files:
+    """Return the files of the rows of a prepared data set, without reading their bytes."""
+    paths = _paths(prepared.dataset, prepared.column)
+    root = "" if prepared.root is None else os.path.abspath(prepared.root)
+    encoded = paths.dictionary_encode().combine_chunks()
+    numbers: dict[str, int] = {}
+    spelled = (os.path.normpath(os.path.join(root, path)) for path in encoded.dictionary.to_pylist())
+    number = np.array([numbers.setdefault(path, len(numbers)) for path in spelled], np.int64)
+    named = paths.is_valid().to_numpy()
+    of_row = np.empty(len(paths), np.int64)
+    of_row[named] = number[encoded.indices.drop_null().to_numpy()]
+    of_row[~named] = len(numbers) + np.arange(np.count_nonzero(~named))
+    return Files(of_row, list(numbers))
+
+
+def split_rows(prepared: PreparedDataset, share: float) -> tuple[PreparedDataset, PreparedDataset]:
+    """Split a data set by files into the rows to train on and those held out.
+
+    Of images and of videos, as few files are held out as hold the share of the usable rows. They are taken in an order
+    that depends on the number of files alone: neither on the seed nor on the process.
+
+    Args:
+        prepared ([`PreparedDataset`][hf_bucketing.columns.PreparedDataset]): Rows with `num_tokens`, 0 where they are
+            rejected, and `fps`, 0 for images.
+        share (`float`): Share of the usable rows to hold out, above 0 and below 1.
+
+    Raises:
+        BucketingError: If no usable row would be held out, or none be left to train on.
+    """
+    dataset, files = prepared.dataset, files_of(prepared)
+    usable, image = column_array(dataset, "num_tokens") > 0, column_array(dataset, "fps") == 0
+    order = generator(Purpose.HELD_OUT_ROWS, files.number).permutation(files.number)
+    held_out = np.zeros(files.number, bool)
+    images, rows_in_all = (int(share * np.count_nonzero(rows) + 0.5) for rows in (usable & image, usable))
+    for kind, wanted in ((usable & image, images), (usable & ~image, rows_in_all - images)):
+        rows = np.bincount(files.of_row[kind], minlength=files.number)[order]
+        held_out[order[(rows > 0) & (np.cumsum(rows) - rows < wanted)]] = True
+    chosen = held_out[files.of_row]
+    together = "leaves none to train on, as all rows of one file are on the same side"
+    for side, what in ((usable & chosen, "holds out none"), (usable & ~chosen, together)):
+        if not side.any():
+            counts = f"{np.count_nonzero(usable)} usable rows in {files.number} files"
+            raise BucketingError(
+                f"`validation_split={share}` of {counts} {what}.",
+                advice=["choose another share", "name other samples as `validation_dataset_dir`"],
+            )
+    training, validation = (
+        dataclasses.replace(prepared, dataset=dataset.select(np.flatnonzero(rows))) for rows in (~chosen, chosen)
+    )
+    return training, validation
+
+
+def check_apart(training: PreparedDataset, validation: PreparedDataset) -> None:
+    """Refuse held-out samples of another folder that are also trained on, or that another model encoded.
+
+    Raises:
+        BucketingError: If both folders hold a file, or their caches do not go together.
+    """
+    _check_caches(training.cache, validation.cache)
+    shared = sorted(_on_disk(training) & _on_disk(validation))
+    if shared:
+        more = f" and {len(shared) - _NAMED} more" if len(shared) > _NAMED else ""
+        raise BucketingError(
+            f"`validation_dataset_dir` holds files that are also trained on: {', '.join(shared[:_NAMED])}{more}. "
+            "Remove them from one of the data sets, or hold rows of `dataset_dir` out with `validation_split`."
+        )
+
+
+def _check_caches(training: CacheInfo | None, validation: CacheInfo | None) -> None:
+    if training is None and validation is None:
+        return
+    if training is None or validation is None:
+        cached, plain = ("dataset_dir", "validation_dataset_dir")[:: 1 if validation is None else -1]
+        raise BucketingError(
+            f"`{cached}` holds encoded samples and `{plain}` does not; give both as scripts/prepare_dataset.py wrote "
+            "them, or both as scripts/cache_latents.py did."
+        )
+    for what in ("latents_model", "text_model"):
+        if getattr(training, what) != getattr(validation, what):
+            models = f"{what} {getattr(training, what)} and {getattr(validation, what)}"
+            raise BucketingError(
+                f"The caches of `dataset_dir` and `validation_dataset_dir` were made by different models ({models}); "
+                "run scripts/cache_latents.py on both with one pipeline."
+            )
+
+
+def _on_disk(prepared: PreparedDataset) -> set[str]:
+    """Return the paths of the files that are not part of the data set: names of bytes say nothing about others."""
+    cells = _cells(prepared.dataset, prepared.column)
+    if pa.types.is_struct(cells.type):
+        alone = np.flatnonzero(pc.struct_field(cells, "bytes").is_null().to_numpy())
+        prepared = dataclasses.replace(prepared, dataset=prepared.dataset.select(alone))
+    return set(files_of(prepared).paths)
+
+
+def _paths(dataset: Dataset, column: str) -> pa.ChunkedArray:
+    """Return the paths of a media column, null for bytes without one."""
+    cells = _cells(dataset, column)
+    if pa.types.is_struct(cells.type):
+        cells = pc.struct_field(cells, "path")
+    text = pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
+    return cells if text else pa.chunked_array([pa.nulls(len(cells), pa.string())])
+
+
+def _cells(dataset: Dataset, column: str) -> pa.ChunkedArray:
+    return dataset.select_columns([column]).with_format("arrow")[:][column]

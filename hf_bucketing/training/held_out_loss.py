@@ -1,0 +1,224 @@
+"""The loss of held-out samples: each counts once over all processes, with the same noise whenever it is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
+
+from ..buckets.arrays import FloatArray, IntArray
+from ..columns.arrays import column_array
+from ..errors import BucketingError, MediaError
+from ..loaders.collators import Row
+from ..loaders.faults import OnFault
+from ..loaders.workers import worker_options
+from .config import LoaderConfig
+from .data import TrainingData
+from .held_out import HeldOutConfig
+from .steps import Step
+
+logger = get_logger(__name__)
+
+_NAMED = 5
+"""Rows that a message names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """Compute the loss of held-out samples.
+
+    No global random number is drawn, and accelerate knows nothing of the loader, so that training continues as if the
+    loss had not been computed.
+
+    Args:
+        data ([`TrainingData`][hf_bucketing.training.data.TrainingData]): Held-out rows, planned for evaluation.
+        config ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Number of noise levels.
+        workers ([`LoaderConfig`][hf_bucketing.training.config.LoaderConfig]): Worker processes, which end after each
+            computation.
+        on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or does not count and is named.
+    """
+
+    data: TrainingData
+    config: HeldOutConfig
+    workers: LoaderConfig
+    on_error: OnFault = "raise"
+
+    def describe(self) -> list[str]:
+        """Return how many samples are held out and what computing their loss costs, as lines of text."""
+        plan, config = self.data.sampler.plan(), self.config
+        levels, sizes = config.validation_noise_levels, len(np.unique(self.data.bucket_ids[plan.indices]))
+        return [
+            f"  Held out = {plan.kept} samples of {sizes} sizes, never trained on",
+            f"  Held-out loss = {levels} noise levels, {plan.num_steps * levels} forwards on each process, every "
+            f"{config.validation_loss_steps} optimizer steps and at the end",
+        ]
+
+    def compute(self, step: Step, transformer: torch.nn.Module, accelerator: Accelerator) -> dict[str, Any]:
+        """Run the held-out samples and return their losses as JSON values; call it on every process.
+
+        All processes run as many forwards; rows that only fill up the last step do not count twice.
+
+        Returns:
+            `dict`: `validation_loss`, weighted as in training; `samples`, the number that counts; `unreadable`, the
+            `index` of those that do not; `by_bucket` and `by_noise`, lists of mean losses; and `seconds`.
+
+        Raises:
+            MediaError: If a sample cannot be read, or with `on_error="replace"` none can.
+            BucketingError: If a loss is not finite.
+        """
+        start, levels = time.perf_counter(), self.config.validation_noise_levels
+        plan = self.data.sampler.plan()
+        neighbours = accelerator.num_processes // plan.num_processes  # which take the same samples
+        positions = range(accelerator.process_index // neighbours, plan.num_batches, plan.num_processes)
+        batches = [plan.batch(position) for position in positions]
+        planned, first = np.unique(plan.indices, return_index=True)
+        counts = np.zeros(len(plan.indices), bool)
+        counts[first] = True
+        index = column_array(self.data.loader.dataset, "index")
+        # Of each row: whether it counts, its loss at each noise level, and those levels.
+        found = torch.zeros(len(index), 1 + 2 * levels)
+        for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):
+            for reason in batch.pop("unreadable", ()):
+                logger.warning(reason, main_process_only=False)
+            batch = send_to_device(batch, accelerator.device)
+            losses = step.held_out(transformer, batch, num_levels=levels)
+            if accelerator.process_index % neighbours:
+                continue
+            mine = rows[counts[plan.offsets[position] : plan.offsets[position + 1]]]
+            place = {number: place for place, number in enumerate(batch["index"])}
+            read = [row for row in mine.tolist() if index[row] in place]
+            columns = [*(one.values for one in losses), *(one.noise_levels for one in losses)]
+            table = torch.stack([torch.ones_like(columns[0]), *columns], 1).float().cpu()
+            found[read] = table[[place[index[row]] for row in read]]
+        whole = accelerator.reduce(found.to(accelerator.device), "sum").double().cpu().numpy()
+        assert whole[:, 0].max() <= 1, "each row counts once over all processes"
+        (seen,) = np.nonzero(whole[:, 0])
+        return {
+            **self._summary(seen, whole[seen, 1 : 1 + levels], whole[seen, 1 + levels :], index),
+            "unreadable": index[np.setdiff1d(planned, seen)].tolist(),
+            "seconds": time.perf_counter() - start,
+        }
+
+    def _loader(self, batches: list[IntArray]) -> DataLoader[Any]:
+        """Return a loader of this process's batches; its workers get their seed from a generator of its own."""
+        workers, loader = self.workers.dataloader_num_workers, self.data.loader
+        collator: Callable[[list[Any]], Any] = loader.collate_fn
+        if self.on_error == "replace":
+            collator = ReadableRows(collator, loader.dataset)
+        return DataLoader(
+            loader.dataset,
+            batch_sampler=[rows.tolist() for rows in batches],
+            collate_fn=collator,
+            timeout=self.workers.dataloader_timeout if workers else 0,
+            generator=torch.Generator(),
+            **worker_options(workers),
+        )
+
+    def _summary(self, rows: IntArray, losses: FloatArray, noise: FloatArray, index: IntArray) -> dict[str, Any]:
+        """Return means of losses and of noise levels, `(n, levels)` each, of rows `(n,)`."""
+        if not np.isfinite(losses).all():
+            wrong = index[rows[~np.isfinite(losses).all(1)]].tolist()
+            raise BucketingError(
+                f"The loss of {len(wrong)} held-out samples is not finite (index {wrong[:_NAMED]}); lower "
+                "`learning_rate`, or check these samples."
+            )
+        weights = self.data.loss_weights(rows, epoch=0).numpy()
+        by_noise = np.average(losses, axis=0, weights=weights)
+        count = len(by_noise)
+        ids = self.data.bucket_ids[rows]
+        return {
+            "validation_loss": float(by_noise.mean()),
+            "samples": len(rows),
+            "by_bucket": [self._of_bucket(bucket, losses[ids == bucket]) for bucket in np.unique(ids).tolist()],
+            "by_noise": [
+                {
+                    "quantiles": [level / count, (level + 1) / count],
+                    "noise_level": float(noise[:, level].mean()),
+                    "samples": len(rows),
+                    "loss": float(by_noise[level]),
+                }
+                for level in range(count)
+            ],
+        }
+
+    def _of_bucket(self, bucket: int, losses: FloatArray) -> dict[str, Any]:
+        size = self.data.table.size(bucket)
+        return {"bucket_id": bucket, "size": list(size), "samples": len(losses), "loss": float(losses.mean())}
+
+
+@dataclass(frozen=True)
+class ReadableRows:
+    """Collate those rows that can be read, and say under `unreadable` why the others cannot.
+
+    If none can, the batch holds another row of the data set, since every process runs as many forwards.
+
+    Args:
+        collator (callable): Collator of the rows.
+        dataset (`Dataset`): All rows.
+    """
+
+    collator: Callable[[list[Any]], Any]
+    dataset: Any
+
+    def __call__(self, rows: list[Row]) -> dict[str, Any]:
+        """Return the batch of the readable rows.
+
+        Raises:
+            MediaError: If no row of the data set can be read.
+        """
+        try:
+            batch: dict[str, Any] = self.collator(rows)
+            return batch
+        except MediaError:
+            reasons = [self._reason(row) for row in rows]
+        readable = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
+        if not readable:
+            readable = list(islice((row for row in self.dataset if self._reason(row) is None), 1))
+        if not readable:
+            raise MediaError(f"None of the {len(self.dataset)} held-out samples can be read. {reasons[0]}")
+        return {**self.collator(readable), "unreadable": [reason for reason in reasons if reason is not None]}
+
+    def _reason(self, row: Row) -> str | None:
+        """Return why a row cannot be read; None if it can."""
+        try:
+            self.collator([row])
+        except MediaError as error:
+            return str(error)
+        return None
+
+
+@contextmanager
+def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """Set a model and its modules to evaluation inside a `with` block, and each to its own mode after it."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def unreadable_message(now: list[int], before: list[int] | None) -> str | None:
+    """Return a warning if held-out samples cannot be read, or others than when the loss was computed before.
+
+    Args:
+        now (list of `int`): The `index` of samples that cannot be read.
+        before (list of `int`, *optional*): The same when the loss was computed before, if it was.
+    """
+    if not now and not before:
+        return None
+    said = f"{len(now)} held-out samples cannot be read and do not count in this held-out loss (index {now[:_NAMED]})"
+    if before is not None and now != before:
+        said += f"; before, {len(before)} did not count, so that the two losses are means over different samples"
+    return f"{said}."

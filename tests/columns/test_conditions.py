@@ -1,0 +1,203 @@
+"""Columns of conditions: which files fit a sample, and what happens to rows whose files do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset, Image
+from PIL import Image as Pictures
+
+from hf_bucketing import ColumnError, LatentSpec, MediaError
+from hf_bucketing.buckets.assignment import CONDITION_SIZE, count_rejections
+from hf_bucketing.columns import PreparedDataset, map_columns
+from hf_bucketing.columns.conditions import ConditionColumns
+from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.media import MediaColumns, write_video
+from tests.conftest import run_script_here
+
+SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+TABLE = TableConfig(buckets="32,48", bucket_frames=[1, 9])
+
+
+def video(path: Path, *, frames: int = 17, height: int = 40, width: int = 60, fps: int = 8) -> None:
+    write_video(path, np.full((frames, height, width, 3), 128, np.uint8), fps=fps)
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A video of 17 frames at 8 fps, an image of its size, and conditions of all kinds."""
+    folder = tmp_path_factory.mktemp("conditions")
+    video(folder / "clip.mp4")
+    video(folder / "slower.mp4", frames=9, fps=4)
+    video(folder / "faster.mp4", frames=51, fps=24)
+    video(folder / "small.mp4", height=14, width=20)  # 13⅓ rows, rounded to an even number
+    video(folder / "short.mp4", frames=16)
+    video(folder / "long.mp4", frames=24)
+    video(folder / "wide.mp4", height=40, width=80)
+    for name, size in {"image": (60, 40), "large": (121, 80), "square": (50, 50)}.items():
+        Pictures.new("RGB", size).save(folder / f"{name}.png")
+    (folder / "broken.mp4").write_bytes(b"no video")
+    return folder
+
+
+def marked(media: Path, conditions: dict[str, Any], **row: Any) -> str:
+    """Return what is wrong with the conditions of a row of `clip.mp4`, by name their files."""
+    sizes = {"width": 60, "height": 40, "num_frames": 17, "fps": 8.0}
+    names = {name: name for name in conditions}
+    columns = ConditionColumns(MediaColumns(column="file", root=str(media), conditions=names), on_error="reject")
+    batch = {name: [cell] for name, cell in {"file": "clip.mp4", **sizes, **conditions, **row}.items()}
+    result = columns(batch)
+    (fault,) = result.pop("condition_fault")
+    assert all(sizes == [CONDITION_SIZE] for sizes in result.values()) == bool(fault)
+    return fault
+
+
+@pytest.mark.parametrize("name", ["control", "mask"])
+@pytest.mark.parametrize("file", ["clip.mp4", "slower.mp4", "faster.mp4", "small.mp4", "image.png", "large.png"])
+def test_files_of_the_same_shape_and_length_fit(name: str, file: str, media: Path) -> None:
+    assert marked(media, {name: file}) == ""
+
+
+@pytest.mark.parametrize("name", ["control", "mask"])
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        ("short.mp4", "has 16 frames at 8 fps, but the last frame of its sample is shown at 2.000 s"),
+        ("long.mp4", "has 24 frames at 8 fps, but its sample ends at 2.125 s"),
+        ("wide.mp4", "has 80×40 pixels, but its sample 60×40"),
+        ("square.png", "has 50×50 pixels, but its sample 60×40"),
+        ("broken.mp4", "is neither an image nor a video"),
+        ("none.mp4", "does not exist"),
+    ],
+)
+def test_files_of_another_shape_or_length_do_not(name: str, file: str, fault: str, media: Path) -> None:
+    text = marked(media, {name: file})
+    assert fault in text
+    assert file in text
+
+
+@pytest.mark.parametrize("name", ["first_frame", "last_frame", "reference"])
+def test_a_video_is_not_a_first_or_last_frame_or_reference(name: str, media: Path) -> None:
+    assert marked(media, {name: "image.png"}) == ""
+    assert "is a video, but it must be an image" in marked(media, {name: "clip.mp4"})
+    assert (marked(media, {name: "square.png"}) == "") == (name == "reference")
+
+
+def test_only_a_mask_may_be_missing(media: Path) -> None:
+    for cell in (None, {"path": None, "bytes": None}):
+        assert marked(media, {"mask": cell}) == ""
+        for name in ("first_frame", "last_frame", "control", "reference"):
+            assert f"The {name} of it is missing" in marked(media, {name: cell})
+
+
+def test_conditions_of_an_image_are_images(media: Path) -> None:
+    image = {"num_frames": 1, "fps": 0.0}
+    assert marked(media, {"mask": "image.png", "control": "large.png"}, **image) == ""
+    assert "it must be an image too, as its sample is one" in marked(media, {"mask": "clip.mp4"}, **image)
+
+
+def test_a_clip_may_have_the_condition_of_the_whole_video(media: Path) -> None:
+    clip = {"num_frames": 9, "clip_start": 1.0}
+    assert marked(media, {"mask": "clip.mp4"}, **clip) == ""
+    assert marked(media, {"mask": "long.mp4"}, **clip) == ""
+    assert "shown at 2.000 s" in marked(media, {"mask": "short.mp4"}, **clip)
+
+
+def test_rows_that_are_rejected_already_keep_their_reason(media: Path) -> None:
+    names = {"mask": "mask"}
+    columns = ConditionColumns(MediaColumns(column="file", root=str(media), conditions=names))
+    sizes = {"width": [-2], "height": [-2], "num_frames": [-2], "fps": [8.0]}
+    assert columns({"mask": ["none.mp4"], **sizes})["width"] == [-2]
+
+
+ROWS = [
+    {"file_name": "clip.mp4", "mask": "clip.mp4", "ref": "square.png"},
+    {"file_name": "clip.mp4", "mask": "short.mp4", "ref": "square.png"},
+    {"file_name": "image.png", "mask": None, "ref": "square.png"},
+    {"file_name": "clip.mp4", "mask": "wide.mp4", "ref": "square.png"},
+    {"file_name": "clip.mp4", "mask": "image.png", "ref": None},
+]
+
+
+@pytest.fixture
+def listed(media: Path) -> Path:
+    rows = [{**row, "caption": "c", "control": "clip.mp4"} for row in ROWS]
+    (media / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return media / "rows.jsonl"
+
+
+def test_faults_are_counted_and_named_by_row_and_file(listed: Path) -> None:
+    source = SourceConfig(dataset=str(listed), table=TABLE, mask_column="mask", reference_column="ref")
+    with pytest.raises(MediaError) as error:
+        prepare(source, spec=SPEC, say=lambda text: None)
+    text = str(error.value)
+    assert text.startswith("3 of 5 rows have conditions that do not fit: row 1 (clip.mp4): The mask ")
+    assert "short.mp4 has 16 frames" in text
+    assert "row 3 (clip.mp4): The mask " in text
+    assert "row 4 (clip.mp4): The reference of it is missing: the column ref holds none" in text
+
+
+def test_rows_whose_conditions_do_not_fit_are_rejected_under_a_reason(listed: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    source = SourceConfig(
+        dataset=str(listed), table=TABLE, mask_column="mask", reference_column="ref", on_error="reject"
+    )
+    prepared = prepare(source, spec=SPEC, say=said.append)
+    assert prepared.dataset["rejection"][:] == ["none", "condition", "none", "condition", "condition"]
+    assert count_rejections(prepared.open_table.assign(*(np.full(1, CONDITION_SIZE),) * 3).rejection) == {
+        "condition": 1
+    }
+    assert "Conditions: mask from column mask, reference from column ref; 1 row has no mask" in "\n".join(said)
+    assert any(line.startswith("3 of 5 rows have conditions that do not fit: row 1 ") for line in said)
+    assert any("The column control is not used; --control_column control" in line for line in said)
+    prepared.save(tmp_path / "prepared")
+    loaded = PreparedDataset.load(tmp_path / "prepared")
+    assert loaded.files == prepared.files
+    assert loaded.conditions == {"mask": "mask", "reference": "ref"}
+    assert loaded.files.reference_multiples == (16, 16)
+    assert "condition_fault" not in loaded.dataset.column_names
+
+
+def test_a_column_that_is_missing_or_holds_no_files_is_named(listed: Path) -> None:
+    for column, text in (("masks", "There is no mask column 'masks', only"), ("other", "one file per row")):
+        source = SourceConfig(dataset=str(listed), table=TABLE, mask_column=column)
+        rows = [{**json.loads(line), "other": [1]} for line in listed.read_text().splitlines()]
+        listed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(ColumnError, match=text):
+            prepare(source, spec=SPEC, say=lambda text: None)
+
+
+def test_images_of_a_hub_data_set_are_conditions_too(media: Path, tmp_path: Path) -> None:
+    names = ["image.png", "large.png"]
+    rows = Dataset.from_dict({"image": [str(media / name) for name in names], "caption": ["a", "b"]})
+    rows = rows.add_column("depth", [str(media / name) for name in reversed(names)])
+    rows = rows.cast_column("image", Image()).cast_column("depth", Image())
+    rows.to_parquet(tmp_path / "rows.parquet")
+    source = SourceConfig(dataset=str(tmp_path), table=TABLE, media_column="image", control_column="depth")
+    prepared = prepare(source, spec=SPEC, say=lambda text: None)
+    assert prepared.dataset["rejection"][:] == ["none", "none"]
+    assert prepared.dataset.features["depth"].decode is False
+
+
+def test_conditions_of_a_stream_are_checked_by_the_same_function(media: Path) -> None:
+    sizes = {"width": 60, "height": 40, "num_frames": 17, "fps": 8.0}
+    sized = Dataset.from_list([{**row, **sizes} for row in ROWS]).to_iterable_dataset()
+    files = MediaColumns(column="file_name", root=str(media), conditions={"mask": "mask"})
+    checked = list(map_columns(sized, ConditionColumns(files, on_error="reject"), overwrite=True))
+    assert [row["width"] for row in checked] == [60, CONDITION_SIZE, 60, CONDITION_SIZE, 60]
+    with pytest.raises(MediaError, match=r"short\.mp4 has 16 frames"):
+        list(map_columns(sized, ConditionColumns(files), overwrite=True))
+
+
+def test_the_flags_of_the_script(listed: Path, pipeline_dir: Path, tmp_path: Path) -> None:
+    common = ("--dataset", listed, "--pretrained_model_name_or_path", pipeline_dir, "--buckets", "32,48")
+    common = (*common, "--bucket_frames", "1,9", "--output_dir", tmp_path / "out", "--mask_column", "mask")
+    failed = run_script_here("prepare_dataset.py", *common, check=False)
+    assert failed.returncode
+    assert "row 1 (clip.mp4): The mask" in failed.stderr
+    done = run_script_here("prepare_dataset.py", *common, "--on_error", "reject")
+    assert "rejected: condition (what they would be shown is missing or does not fit)" in done.stdout

@@ -1,0 +1,229 @@
+"""TOML files of musubi-tuner, sd-scripts and diffusion-pipe: sources as settings, and keys without effect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_bucketing import MediaError
+from hf_bucketing.columns import load_source, load_toml
+from hf_bucketing.columns.preparation import SourceConfig
+from hf_bucketing.settings import build, names_of
+from tests.columns.formats import TEXTS, captions_beside, json_rows, write_media
+
+OF_OTHERS = {"repeats", "caption_template", "clips", "control_column", "mask_column"}
+"""Settings of several sources, captions, clips and conditions, which those parts add to `SourceConfig`."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of captions beside media, their control videos, and a jsonl; the working directory is another one."""
+    captions_beside(tmp_path / "clips")
+    write_media(tmp_path / "depth", "a.mp4")
+    json_rows("list.jsonl", "video_path", "caption", control_path="depth/a.mp4")(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path
+
+
+def read(folder: Path, text: str) -> tuple[list[dict], list[str]]:
+    (folder / "data.toml").write_text(text)
+    sources, ignored = load_toml(folder / "data.toml")
+    for source in sources:
+        own = {name: value for name, value in source.items() if name not in OF_OTHERS}
+        assert own.keys() <= set(names_of(SourceConfig)), "all are settings"
+        build(SourceConfig, {"bucket_tokens": [60], **own})
+    return sources, ignored
+
+
+def test_musubi_tuner(folder: Path) -> None:
+    sources, ignored = read(
+        folder,
+        """
+        [general]
+        resolution = [960, 544]
+        caption_extension = ".txt"
+        batch_size = 1
+        enable_bucket = true
+        bucket_no_upscale = false
+
+        [[datasets]]
+        video_directory = "clips"
+        control_directory = "depth"
+        cache_directory = "cache"
+        target_frames = [1, 25, 45]
+        frame_extraction = "uniform"
+        frame_sample = 4
+        num_repeats = 3
+        source_fps = 30.0
+
+        [[datasets]]
+        video_jsonl_file = "list.jsonl"
+        resolution = [640, 640]
+        frame_extraction = "full"
+        max_frames = 45
+
+        [[datasets]]
+        image_directory = "clips"
+        """,
+    )
+    assert sources == [
+        {
+            "dataset": str(folder / "clips"),
+            "repeats": 3.0,
+            "caption_extension": ".txt",
+            "control_folder": str(folder / "depth"),
+            "control_column": "control",
+            "bucket_frames": [1, 25, 45],
+            "clips": "uniform:4",
+        },
+        {"dataset": str(folder / "list.jsonl"), "control_column": "control_path"},
+        {"dataset": str(folder / "clips"), "caption_extension": ".txt"},
+    ]
+    keys = {sentence.partition(" = ")[0] for sentence in ignored}
+    assert keys == {"batch_size", "bucket_no_upscale", "resolution", "cache_directory", "source_fps", "max_frames"}
+    (resolution,) = (sentence for sentence in ignored if sentence.startswith("resolution"))
+    assert resolution.startswith("resolution = [960, 544] and [640, 640] has no effect: ")
+    assert "`bucket_tokens`" in resolution
+    first = load_source(sources[0]["dataset"], companions={"control": sources[0]["control_folder"]})
+    assert first.dataset["control"][0] == str(folder / "depth" / "a.mp4")
+    assert load_source(sources[1]["dataset"]).dataset["caption"][:] == [TEXTS["a.mp4"], TEXTS["b.mp4"]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "clips"),
+    [
+        ("", "head"),
+        ('frame_extraction = "head"', "head"),
+        ('frame_extraction = "chunk"', "all"),
+        ('frame_extraction = "slide"\nframe_stride = 10', "slide:10"),
+        ('frame_extraction = "uniform"', "uniform:1"),
+        ('frame_extraction = "full"', None),
+    ],
+)
+def test_frame_extraction_becomes_clips(folder: Path, keys: str, clips: str | None) -> None:
+    ((source,), _) = read(folder, f'[[datasets]]\nvideo_directory = "clips"\n{keys}\n')
+    assert source.get("clips") == clips
+
+
+def test_sd_scripts(folder: Path) -> None:
+    sources, ignored = read(
+        folder,
+        """
+        [general]
+        shuffle_caption = true
+        keep_tokens = 1
+        flip_aug = false
+
+        [[datasets]]
+        resolution = 512
+        keep_tokens = 2
+
+          [[datasets.subsets]]
+          image_dir = 'clips'
+          class_tokens = 'a fox'
+          num_repeats = 10
+          caption_prefix = 'TOK, '
+
+          [[datasets.subsets]]
+          image_dir = 'clips'
+          caption_extension = '.txt'
+          caption_suffix = ', film'
+          keep_tokens = 3
+        """,
+    )
+    assert sources == [
+        {
+            "dataset": str(folder / "clips"),
+            "repeats": 10.0,
+            "caption_extension": ".caption",
+            "missing_caption": "a fox",
+            "caption_template": "TOK, {caption}",
+        },
+        {"dataset": str(folder / "clips"), "caption_extension": ".txt", "caption_template": "{caption}, film"},
+    ]
+    assert "keep_tokens = 2 and 3 has no effect: give `keep_tags` when training." in ignored
+    loaded = load_source(sources[0]["dataset"], caption_extension=".caption", missing_caption="a fox")
+    assert loaded.dataset["caption"][:] == ["a fox"] * 3
+    assert not [sentence for sentence in ignored if "flip_aug" in sentence], "nothing was asked for"
+
+
+def test_diffusion_pipe(folder: Path) -> None:
+    sources, ignored = read(
+        folder,
+        """
+        resolutions = [512]
+        enable_ar_bucket = true
+        num_ar_buckets = 7
+        frame_buckets = [1, 33]
+
+        [[directory]]
+        path = 'clips'
+        mask_path = 'depth'
+        num_repeats = 0.5
+
+        [[directory]]
+        path = 'clips'
+        frame_buckets = [1]
+        some_new_key = 1
+        """,
+    )
+    assert sources == [
+        {
+            "dataset": str(folder / "clips"),
+            "repeats": 0.5,
+            "mask_folder": str(folder / "depth"),
+            "mask_column": "mask",
+            "bucket_frames": [1, 33],
+        },
+        {"dataset": str(folder / "clips"), "bucket_frames": [1]},
+    ]
+    assert [sentence.partition(" = ")[0] for sentence in ignored] == ["num_ar_buckets", "resolutions", "some_new_key"]
+    assert "some_new_key = 1 has no effect: there is no counterpart." in ignored
+
+
+def test_paths_begin_at_the_file_or_at_the_working_directory(folder: Path) -> None:
+    captions_beside(folder / "elsewhere" / "here")
+    text = "[[directory]]\npath = '{}'\n"
+    assert read(folder, text.format("here"))[0] == [{"dataset": str(folder / "elsewhere" / "here")}]
+    assert read(folder, text.format(folder / "clips"))[0] == [{"dataset": str(folder / "clips")}]
+    captions_beside(folder / "elsewhere" / "clips")
+    with pytest.raises(MediaError, match=rf"source 1 of .*: {folder}/clips and .*/elsewhere/clips are both there"):
+        read(folder, text.format("clips"))
+    with pytest.raises(MediaError, match=r"/none and .*/elsewhere/none do not exist"):
+        read(folder, text.format("none"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[general]\nresolution = 1\n", "lists no sources"),
+        ("[[datasets]\n", "is no TOML"),
+        ("[[datasets]]\nnum_repeats = 2\n", "source 1 of .* needs one of .*got none"),
+        (
+            "[[datasets]]\nimage_directory = 'clips'\nvideo_directory = 'clips'\n",
+            "image_directory and video_directory",
+        ),
+        ("[[datasets]]\nimage_dir = 'clips'\nmetadata_file = 'list.jsonl'\n", "image_dir and metadata_file"),
+        ("[[datasets]]\nvideo_directory = 3\n", "3 where a path is needed"),
+        ("[[datasets]]\nvideo_directory = 'clips'\nframe_extraction = 'tail'\n", "'tail'; expected one of head"),
+    ],
+)
+def test_mistakes_in_a_list_of_sources_are_named(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(MediaError, match=message):
+        read(folder, text)
+
+
+def test_a_list_that_is_not_there_or_not_text_is_named(folder: Path) -> None:
+    with pytest.raises(MediaError, match=r"gone\.toml cannot be read"):
+        load_toml(folder / "gone.toml")
+    (folder / "data.toml").write_bytes(b"\xff")
+    with pytest.raises(MediaError, match="is no TOML"):
+        load_toml(folder / "data.toml")
+
+
+def test_sources_are_values_of_json_and_yaml(folder: Path) -> None:
+    sources, _ = read(folder, "[[directory]]\npath = 'clips'\nmask_path = 'depth'\nnum_repeats = 2\n")
+    assert json.loads(json.dumps(sources)) == sources
