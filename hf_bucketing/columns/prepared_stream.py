@@ -30,6 +30,7 @@ from .stream_source import (
     SIZE_COLUMNS,
     StreamSource,
     bytes_in,
+    check_present,
     find_caption_column,
     find_media_column,
     first_rows,
@@ -40,6 +41,7 @@ from .stream_source import (
 _USED = (
     *("dataset", "dataset_config_name", "split", "media_column", "caption_column", "sizes_from", "target_fps"),
     *("on_error", "bucket_tokens", "buckets", "table", "bucket_frames", "bucket_sizes", "aspect_step"),
+    *("first_frame_column", "last_frame_column", "control_column", "mask_column", "reference_column"),
     *("max_aspect_ratio", *(part.name for part in fields(AssignmentRule))),
 )
 """Settings of a source that a stream takes; each of the others needs all rows."""
@@ -228,7 +230,9 @@ def prepare_stream(
         caption_column=find_caption_column(rows, config.caption_column),
         target_fps=config.target_fps,
         on_error=config.on_error,
+        conditions=config.conditions,
     )
+    check_present(rows, config.conditions)
     say(
         f"{config.dataset}: a stream of {dataset.num_shards} shards; media column {source.media_column}, caption "
         f"column {source.caption_column}"

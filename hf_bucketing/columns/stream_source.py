@@ -210,6 +210,12 @@ def find_caption_column(rows: Sequence[Mapping[str, Any]], given: str | None) ->
     return _find(rows, given, [*CAPTION_COLUMNS, "txt", *nested], kind="caption")
 
 
+def check_present(rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, str]) -> None:
+    """Raise ColumnError if the first rows lack the column of a condition, such as `{"control": "depth"}`."""
+    for name, column in conditions.items():
+        _find(rows, column, (), kind=name)
+
+
 def _find(rows: Sequence[Mapping[str, Any]], given: str | None, usual: Sequence[str], *, kind: str) -> str:
     present = _columns_of(rows)
     found = [name for name in usual if name in present]

@@ -304,6 +304,7 @@ _NOT_STREAMED = {
     "longest_first": "the most expensive step of a stream is not known before it comes",
     "random_resize": "a plan counts the tokens of the sizes that are drawn",
     "on_error": "a replacement is chosen among all rows",
+    "validation_split": "a share of rows can be held out only where all are known; give `validation_dataset_dir`",
     "context_parallel_degree": "processes that share their samples read them from a plan",
 }
 """Settings that need a plan, and why."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from functools import partial
 from pathlib import Path
@@ -71,7 +70,7 @@ def test_only_the_first_rows_are_read_and_sizes_come_from_columns_that_agree(med
     assert list(stream.source.sizes) == ["width", "height", "num_frames", "fps"]
     rows = list(stream.open())
     assert [(row["width"], row["num_frames"], row["fps"]) for row in rows[::100]] == [(128, 17, 8.0), (96, 17, 8.0)]
-    assert list(prepared(path, read_headers=True).source.sizes) == []
+    assert list(prepared(path, sizes_from="headers").source.sizes) == []
     wrong = write_table(tmp_path / "wrong.jsonl", [{**file, "width": 130}])
     with pytest.raises(ColumnError, match=r"has width 130, .* but the file has width 128"):
         prepared(wrong)
@@ -113,13 +112,13 @@ def test_columns_of_conditions_come_with_their_row_under_their_own_names(media_d
     path = write_table(
         tmp_path / "rows.jsonl", [{**row, "file_name": str(media_dir / row["file_name"]), "depth": "d"}]
     )
-    stream = prepared(path)
-    source = dataclasses.replace(stream.source, conditions={"control": "depth"})
-    stream = dataclasses.replace(stream, source=source)
+    stream = prepared(path, control_column="depth")
     assert [shown["control"] for shown in stream.open()] == ["d"]
     assert stream.conditions == {"control": "control"}
     stream.save(tmp_path / "stream")
     assert PreparedStream.load(tmp_path / "stream") == stream
+    with pytest.raises(ColumnError, match="no control column 'pose'"):
+        prepared(path, control_column="pose")
 
 
 def rows_that_count(total: int, read: list[int]):

@@ -116,6 +116,7 @@ def test_a_window_has_the_gradient_of_one_mean_whether_its_weights_are_known_bef
     ({**PACK, "pack_strategy": "sequential"}, "Omit `pack_strategy`"),
     ({**PACK, "random_resize": 32}, "Omit `random_resize`"),
     ({**PACK, "max_tokens": "auto"}, '`max_tokens="auto"` searches'),
+    ({"validation_split": 0.1}, "Omit `validation_split`.* give `validation_dataset_dir`"),
     ({"context_parallel_degree": 2}, "Omit `context_parallel_degree`"),
     ({"shuffle_buffer": -1}, "`shuffle_buffer` must be at least 0"),
     ({"steps_per_epoch": 0}, "`steps_per_epoch` must be at least 1"),
@@ -125,6 +126,7 @@ def test_settings_that_need_a_plan_are_refused_by_name(settings, message: str, t
         streamed(tmp_path, tmp_path, tmp_path, **settings)
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_the_limits_and_the_shards_before_weights_are_loaded(
     pipeline_dir, stream_dir, tmp_path: Path, caplog, capsys, monkeypatch
 ) -> None:
@@ -224,7 +226,7 @@ def loaded(pipeline: Path, prepared: Path, output: Path, *, text_tokens: int = 0
     accelerator = Accelerator(cpu=True)
     spec = recipe_of(str(pipeline)).read_spec(str(pipeline))
     opened = open_stream(config, accelerator)
-    data = make_streamed_data(config, spec, opened, width=96, text_tokens=text_tokens)
+    data = make_streamed_data(config, spec, opened=opened, width=96, text_tokens=text_tokens)
     return data, resume(accelerator, data.loader)
 
 
