@@ -135,7 +135,10 @@ def number_at(row, second: float) -> int:
     return math.floor(second * rate + 0.25)
 
 
-@pytest.mark.parametrize("clips", ["head", "uniform:4", "slide:7", "all", "scenes"])
+@pytest.mark.parametrize(
+    "clips",
+    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("head", "uniform:4", "slide:7")), "all", "scenes"],
+)
 def test_every_clip_begins_with_the_frame_at_its_start_in_buckets_packs_and_caches(
     videos: Path, tmp_path: Path, clips: str
 ) -> None:

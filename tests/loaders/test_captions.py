@@ -79,8 +79,9 @@ def several(prepared_dir: Path) -> PreparedDataset:
     return replace(data, dataset=dataset)
 
 
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_collator_draws_the_same_captions_on_any_workers_and_caches_hold_all(
-    several: PreparedDataset, pipeline_dir: Path, tmp_path: Path
+    several: PreparedDataset, pipeline_dir: Path, tmp_path: Path, num_workers: int
 ) -> None:
     recipe = recipe_of(str(pipeline_dir)).load(str(pipeline_dir))
     cached, counts = cache_dataset(several, recipe, CacheConfig(folder=str(tmp_path / "cache")))
@@ -96,20 +97,20 @@ def test_every_collator_draws_the_same_captions_on_any_workers_and_caches_hold_a
     ]
     seen = []
     for dataset, collator in collators:
-        for workers in (0, 1) if isinstance(collator, CachedCollator) else (0,):
-            loader = DataLoader(
-                dataset, batch_size=2, collate_fn=collator, num_workers=workers, persistent_workers=workers > 0
-            )
-            epochs = []
-            for epoch in range(4):
-                collator.set_epoch(epoch)
-                batches = list(loader)
-                epochs.append([caption for batch in batches for caption in batch["caption"]])
-            seen.append(epochs)
-            if isinstance(collator, CachedCollator):
-                for batch in batches:
-                    expected = recipe.encode_text(batch["caption"]).values
-                    assert (batch["text_values"] - expected).abs().max() < 1e-5
+        workers = num_workers if isinstance(collator, CachedCollator) else 0
+        loader = DataLoader(
+            dataset, batch_size=2, collate_fn=collator, num_workers=workers, persistent_workers=workers > 0
+        )
+        epochs = []
+        for epoch in range(4):
+            collator.set_epoch(epoch)
+            batches = list(loader)
+            epochs.append([caption for batch in batches for caption in batch["caption"]])
+        seen.append(epochs)
+        if isinstance(collator, CachedCollator):
+            for batch in batches:
+                expected = recipe.encode_text(batch["caption"]).values
+                assert (batch["text_values"] - expected).abs().max() < 1e-5
     assert all(epochs == seen[0] for epochs in seen)
     assert len({tuple(epoch) for epoch in seen[0]}) > 1
     assert all(isinstance(caption, str) for epoch in seen[0] for caption in epoch)
