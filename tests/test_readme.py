@@ -25,6 +25,9 @@ import hf_bucketing
 import hf_bucketing.loaders
 import hf_bucketing.streaming
 from hf_bucketing.columns import BucketColumns, MediaMetadata
+from hf_bucketing.columns.preparation import SourceConfig
+from hf_bucketing.columns.source_lists import NOT_FLAGS, sources_from
+from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.loaders import (
     BucketBatchSampler,
     BucketCollator,
@@ -35,6 +38,7 @@ from hf_bucketing.loaders import (
 )
 from hf_bucketing.loaders.collators import MediaCollator
 from hf_bucketing.streaming import StreamingBucketBatcher
+from hf_bucketing.training.script_settings import settings_of_scripts
 from tests.conftest import ROOT, run_script_here
 
 README = (ROOT / "README.md").read_text()
@@ -237,7 +241,9 @@ def parse(script: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch
     original = argparse.ArgumentParser.parse_known_args
 
     def parse_only(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-        _, unknown = original(self, args, namespace)
+        found, unknown = original(self, args, namespace)
+        if not isinstance(self, FlagParser):  # the one that looks for --config
+            return found, unknown
         assert not unknown, f"{script} does not know {unknown}"
         raise ParsedError(self)
 
@@ -257,6 +263,31 @@ def script_calls() -> list[tuple[str, list[str]]]:
     return [(call[1], shlex.split(call[2], comments=True)) for call in calls if call]
 
 
+@pytest.fixture
+def files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The YAML files that README shows, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    files = []
+    for name, text in re.findall(r"```yaml\n# (\S+)\n(.*?)```", README, re.DOTALL):
+        files.append(tmp_path / name)
+        files[-1].write_text(text)
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "config.yaml").write_text(files[0].read_text())  # as a run leaves it
+    return files
+
+
+def test_files_of_settings_list_sources(files_of_settings: list[Path]) -> None:
+    (file,) = files_of_settings
+    parser = FlagParser(None)
+    parser.add_settings(SourceConfig, skip=NOT_FLAGS, several=["dataset"])
+    parser.add_config("prepare_dataset", others=settings_of_scripts)
+    first, second = sources_from(parser.parse_args(["--config", str(file)]))
+    assert (first.dataset, first.target_fps, first.repeats) == ("clips", 16.0, 1.0)
+    assert (second.dataset, second.target_fps, second.repeats) == ("faces.parquet", 8.0, 2.0)
+    assert first.table.bucket_tokens == second.table.bucket_tokens == [8190, 18480]
+
+
+@pytest.mark.usefixtures("files_of_settings")
 def test_every_call_of_a_script_is_understood_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = script_calls()
     assert {script for script, _ in calls} >= {
@@ -267,6 +298,7 @@ def test_every_call_of_a_script_is_understood_by_it(monkeypatch: pytest.MonkeyPa
         parse(script, arguments, monkeypatch)
 
 
+@pytest.mark.usefixtures("files_of_settings")
 def test_every_flag_that_the_text_names_is_one_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers = [parse(script, arguments, monkeypatch) for script, arguments in dict(script_calls()).items()]
     known = {option for parser in parsers for option in parser._option_string_actions}
