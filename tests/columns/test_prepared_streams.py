@@ -40,6 +40,7 @@ def parquet(media_dir: Path, tmp_path_factory) -> Path:
     return write_parquet(tmp_path_factory.mktemp("stream") / "parquet", media_dir, shards=3)
 
 
+@pytest.mark.slow
 def test_a_stream_has_the_columns_of_the_same_rows_prepared_whole(media_dir, tars, parquet, tmp_path: Path) -> None:
     table = write_table(media_dir / "videos.jsonl", samples_of(media_dir))
     whole = prepare(config(table), spec=SPEC, say=lambda sentence: None).dataset

@@ -84,6 +84,7 @@ def test_programs_that_workers_do_not_run_again_are_let_through(arguments: list[
     assert run([sys.executable, *(part.format(folder=tmp_path) for part in arguments)]).stdout == "4\n"
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING)

@@ -80,9 +80,10 @@ def test_every_row_comes_once_in_full_batches_but_for_the_tails(grouping, num_wo
 
 @groupings
 @pytest.mark.parametrize(("num_workers", "options"), [
-    (0, {}), (2, {}), (0, {"max_buffered": 5, "snapshot_every": 3}), (0, {"dataset": "shuffled"}),
+    (0, {}), (0, {"max_buffered": 5, "snapshot_every": 3}), (0, {"dataset": "shuffled"}),
     (0, {"dataset": "interleaved", "snapshot_every": 4}), (0, {"dataset": "concatenated", "snapshot_every": 4}),
     (0, {"steps_per_epoch": 9}),
+    pytest.param(2, {}, marks=pytest.mark.slow),
     pytest.param(2, {"snapshot_every": 4}, marks=pytest.mark.slow),
     pytest.param(2, {"steps_per_epoch": 9}, marks=pytest.mark.slow),
     pytest.param(3, {"dataset": "few shards"}, marks=pytest.mark.slow),

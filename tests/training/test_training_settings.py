@@ -388,6 +388,7 @@ def test_averaged_weights_are_saved(pipeline_dir, prepared_dir, tmp_path: Path) 
     assert float((average[name] - last[name]).norm()) < float((first[name] - last[name]).norm())
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_automatic_max_tokens_train_nothing(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch, capsys
 ) -> None:
