@@ -15,25 +15,41 @@ from .errors import BucketingError
 
 @unique
 class Purpose(IntEnum):
-    """What random numbers are drawn for; a comment names the key that goes with each."""
+    """What random numbers are drawn for; a comment names the key that goes with each: `sample` means `sample_key`."""
 
     BUCKET_PLAN = 1  # seed, epoch, consumed samples
     PACK_PLAN = 2  # seed, epoch, consumed samples
     LENGTH_PLAN = 3  # seed, epoch, consumed samples
     WEIGHTS = 4  # seed
-    VIEW = 5  # seed, epoch, index: first frame, crop, flip
-    NOISE = 6  # seed, epoch, index: timestep and noise
-    CAPTION_DROPOUT = 7  # seed, epoch, index
+    VIEW = 5  # sample: first frame, crop, flip
+    NOISE = 6  # sample: timestep and noise
+    CAPTION_DROPOUT = 7  # sample
     REPLACEMENT = 8  # seed, epoch, index of the unreadable sample
     RANDOM_RESIZE = 9  # seed, epoch
     TOKEN_DROP = 10  # whatever key the caller gives each sample
     LOADER = 11  # seed and epoch, of a stream the epoch: base seed of DataLoader workers
     LADDER_MIX = 12  # seed: samples on which reports compare ladders
-    CAPTION = 13  # seed, epoch, index, or without a seed a number from torch: which of several captions
+    CAPTION = 13  # sample, or without a seed a number from torch: which of several captions
     TAG_ORDER = 14  # as CAPTION
     HELD_OUT_ROWS = 16  # number of files: the files of a split; without a seed, so that no run trains on them
     HELD_OUT_NOISE = 17  # index, number of the noise level: timestep and noise of a held-out sample
     STREAM = 15  # seed: order of the files of a stream, and of the rows in its shuffle buffer
+
+
+def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:
+    """Return the key of the draws of a sample: seed, epoch, index, and where it is above 0 the occurrence.
+
+    Args:
+        seed (`int`): Seed of the run.
+        epoch (`int`): Epoch.
+        index (`int`): The sample's row.
+        occurrence (`int`): How often the epoch held the row before.
+
+    Example:
+        >>> sample_key(seed=3, epoch=1, index=7), sample_key(seed=3, epoch=1, index=7, occurrence=2)
+        ((3, 1, 7), (3, 1, 7, 2))
+    """
+    return (seed, epoch, index, occurrence) if occurrence else (seed, epoch, index)
 
 
 def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:

@@ -13,6 +13,7 @@ from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
 from ..loaders.captions import drawn_caption, texts_of
 from ..loaders.collators import Row, require
+from ..loaders.occurrences import OCCURRENCE, occurrence_of
 from .columns import OTHER
 from .store import TensorCache
 
@@ -78,6 +79,8 @@ class CachedCollator:
             batch["conditions"] = {name: [tensors[name] for tensors, _ in entries] for name in conditions}
         if "index" in rows[0]:
             batch["index"] = [int(row["index"]) for row in rows]
+        if OCCURRENCE in rows[0]:
+            batch[OCCURRENCE] = [occurrence_of(row) for row in rows]
         if self.stack:
             ids = {int(row["bucket_id"]) for row in rows}
             if len(ids) > 1:

@@ -134,8 +134,8 @@ class SourceConfig:
             script at an unreadable file.
         beside ([`BesideConfig`]): Captions and other files that have the names of the media.
         name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
-        repeats (`float`): Occurrences of each row per epoch: 2 trains each row twice, 0.5 every row in every other
-            epoch.
+        repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
+            each row twice, 0.5 every row in every other epoch.
         weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
             3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
         table ([`TableConfig`]): Bucket table of its rows.

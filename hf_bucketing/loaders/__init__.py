@@ -7,6 +7,7 @@ from .collators import BucketCollator, PackCollator
 from .equal_epochs import EqualEpochs
 from .faults import FaultRule, Replacements
 from .length_sampler import LengthBatchSampler
+from .occurrences import NumberedRows
 from .pack_sampler import PackBatchSampler
 from .padding import PadCollator
 from .planned import PlannedBatchSampler
@@ -21,6 +22,7 @@ __all__ = [
     "EqualEpochs",
     "FaultRule",
     "LengthBatchSampler",
+    "NumberedRows",
     "PackBatchSampler",
     "PackCollator",
     "PadCollator",

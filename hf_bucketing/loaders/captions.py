@@ -10,16 +10,17 @@ import numpy as np
 import torch
 
 from ..errors import BucketingError, ColumnError
-from ..randomness import Purpose, generator
+from ..randomness import Purpose, generator, sample_key
 from ..settings import check_at_least, not_default
+from .occurrences import occurrence_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionRule:
     """Choose the caption of each sample.
 
-    Of a row that has several captions, one is drawn in every epoch. Draws depend on the seed, the epoch and the row's
-    `index` alone.
+    Of a row that has several captions, one is drawn in every epoch. Draws depend on the seed, the epoch, the row's
+    `index` and its occurrence (see [`NumberedRows`][hf_bucketing.loaders.NumberedRows]) alone.
 
     Args:
         shuffle_tags (`bool`): Whether the tags of a caption are put into a random order, anew in every epoch.
@@ -95,4 +96,5 @@ def _generator(purpose: Purpose, row: Mapping[str, Any], *, seed: int | None, ep
             "A caption is drawn by the index of its row, but there is no such column; add one with "
             'dataset.add_column("index", range(len(dataset))).'
         )
-    return generator(purpose, seed, epoch, int(row["index"]))
+    key = sample_key(seed=seed, epoch=epoch, index=int(row["index"]), occurrence=occurrence_of(row))
+    return generator(purpose, *key)

@@ -21,6 +21,7 @@ from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
 from .captions import CaptionRule
 from .faults import Replacements
+from .occurrences import OCCURRENCE, occurrence_of
 from .random_resize import RandomResize
 
 Row = Mapping[str, Any]
@@ -42,8 +43,9 @@ class MediaCollator:
 
     The base class of [`BucketCollator`] and [`PackCollator`]. Crops, first frames and flips are random, and so is the
     choice of one of several captions. With a `seed`, they are a function of the seed, the epoch (see
-    [`set_epoch`][MediaCollator.set_epoch]) and the row's `index` column alone, so a resumed run repeats them on any
-    number of workers and processes. Without a seed they follow torch's random state in the worker.
+    [`set_epoch`][MediaCollator.set_epoch]), the row's `index` column and its occurrence (see
+    [`NumberedRows`][hf_bucketing.loaders.NumberedRows]) alone, so a resumed run repeats them on any number of workers
+    and processes. Without a seed they follow torch's random state in the worker.
 
     Args:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
@@ -118,6 +120,8 @@ class MediaCollator:
             batch["caption"] = [draw(row) for row, *_ in found]
         if "index" in found[0][0]:
             batch["index"] = [int(row["index"]) for row, *_ in found]
+        if OCCURRENCE in rows[0]:
+            batch[OCCURRENCE] = [occurrence_of(row) for row in rows]
         return batch
 
     def candidates(self, row: Row, replacements: Replacements) -> npt.NDArray[np.int64]:
@@ -144,7 +148,8 @@ class MediaCollator:
                     others = self.replacements.choose(candidates, index=index, seed=self.seed or 0, epoch=epoch)
                 if not others:
                     raise MediaError(f"{error} No readable sample was found to replace row {index}.") from error
-                failed, row = int(row["index"]), self.replacements.dataset[others.pop(0)]
+                failed = int(row["index"])
+                row = {**self.replacements.dataset[others.pop(0)], OCCURRENCE: occurrence_of(row)}
                 size = self.replacement_size(row, size)
                 self.replacements.report(epoch=epoch, index=failed, reason=str(error), replacement=int(row["index"]))
             else:
@@ -168,7 +173,8 @@ class MediaCollator:
         if self.seed is None:
             return torch.rand(count, dtype=torch.float64).numpy()
         require(row, ["index"])
-        return seeded_draws(count, seed=self.seed, epoch=int(self._epoch), index=int(row["index"]))
+        index, occurrence = int(row["index"]), occurrence_of(row)
+        return seeded_draws(count, seed=self.seed, epoch=int(self._epoch), index=index, occurrence=occurrence)
 
 
 @_refuse_old_options

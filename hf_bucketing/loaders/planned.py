@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,9 +19,10 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
-from ..plans.rows import column_of
+from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
 from .host import check_host, current_loader, process_group, skipped_by
+from .occurrences import RepeatedRow
 from .state import VERSION, check_state, describe, settings
 
 Config = TypeVar("Config")
@@ -41,6 +42,10 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     A prepared loader tells the sampler the epoch whenever it is iterated, also inside `skip_first_batches`, and the
     sampler tells the collator. The sampler refuses a loader that would lose batches.
+
+    Where training holds a row a second time in an epoch, its number comes as a
+    [`RepeatedRow`][hf_bucketing.loaders.occurrences.RepeatedRow], an `int` that also says which occurrence it is; see
+    [`NumberedRows`][hf_bucketing.loaders.NumberedRows].
 
     There is no `batch_size` attribute on purpose: with one, accelerate drops every group that holds a short batch.
 
@@ -90,7 +95,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self._loader: weakref.ref[Any] | None = None
         self.epoch = 0
         self._legs: Legs = ()
-        self._cached: tuple[tuple[int, int, Legs], EpochPlan] | None = None
+        self._cached: tuple[tuple[int, int, Legs], EpochPlan, IntArray] | None = None
         self._described: tuple[int, dict[str, str]] | None = None
         if process_index is not None and not 0 <= process_index < self.num_processes:
             raise PlanError(f"process_index={process_index} must be from 0 to {self.num_processes - 1}.")
@@ -131,14 +136,17 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If no step can be planned.
         """
-        epoch = self.epoch if epoch is None else epoch
+        return self._plan_and_consumed(self.epoch if epoch is None else epoch)[0]
+
+    def _plan_and_consumed(self, epoch: int) -> tuple[EpochPlan, IntArray]:
+        """Return the plan of an epoch, and the rows that the epoch held before it."""
         earlier = self._legs[:-1] if self._resumes_its_plan else self._legs
         key = (epoch, self.num_processes, earlier if epoch == self.epoch else ())
         if self._cached is None or self._cached[0] != key:
-            self._cached = (key, self._plan_after(*key))
-        return self._cached[1]
+            self._cached = (key, *self._plan_after(*key))
+        return self._cached[1:]
 
-    def _plan_after(self, epoch: int, num_processes: int, legs: Legs) -> EpochPlan:
+    def _plan_after(self, epoch: int, num_processes: int, legs: Legs) -> tuple[EpochPlan, IntArray]:
         consumed: IntArray | None = None
         for processes, steps in legs:
             plan = self._ordered_plan(epoch, processes, consumed)
@@ -150,8 +158,9 @@ class PlannedBatchSampler(Sampler[list[int]]):
             taken = plan.indices[: plan.offsets[steps * processes]]
             consumed = taken if consumed is None else np.concatenate([consumed, taken])
             if steps == plan.num_steps:
-                return _empty_plan(num_processes, consumed=len(consumed))
-        return self._ordered_plan(epoch, num_processes, consumed)
+                return _empty_plan(num_processes, consumed=len(consumed)), consumed
+        plan = self._ordered_plan(epoch, num_processes, consumed)
+        return plan, np.zeros(0, np.int64) if consumed is None else consumed
 
     def _ordered_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         plan = self._planner(epoch)(epoch=epoch, num_processes=num_processes, weights=self.weights, consumed=consumed)
@@ -241,12 +250,20 @@ class PlannedBatchSampler(Sampler[list[int]]):
         loader = current_loader(self)
         if loader is not None:
             self._follow(loader)
-        plan = self.plan()
+        plan, consumed = self._plan_and_consumed(self.epoch)
         if loader is not None and self.config.evaluation:
             # gather_for_metrics keeps so many samples of the last step; 0 means all.
             loader.remainder = plan.num_processes - plan.repeated if plan.repeated else 0
-        batches = plan.batches(process_index=self.process_index, first_step=self.first_step)
-        return (batch.tolist() for batch in batches)
+        at: dict[str, Any] = {"process_index": self.process_index, "first_step": self.first_step}
+        batches = (batch.tolist() for batch in plan.batches(**at))
+        earlier = None if self.config.evaluation else earlier_occurrences(plan.indices, before=consumed)
+        if earlier is None:
+            return batches
+        occurrences = replace(plan, indices=earlier).batches(**at)
+        return (
+            [RepeatedRow(row, times) if times else row for row, times in zip(batch, numbers.tolist(), strict=True)]
+            for batch, numbers in zip(batches, occurrences, strict=True)
+        )
 
     def _follow(self, loader: Any) -> None:
         """Take the epoch from a loader of accelerate that begins to draw, and tell it to the collator.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
 from ..errors import MediaError, refuse_old_names
-from ..randomness import Purpose, generator
+from ..randomness import Purpose, generator, sample_key
 from ..settings import check_literals, check_shares
 from .decode import DecoderName, check_decoder, frame_times
 
@@ -139,6 +139,7 @@ class ViewRule:
         )
 
 
-def seeded_draws(count: int, *, seed: int, epoch: int, index: int) -> npt.NDArray[np.float64]:
-    """Return the first uniform numbers in [0, 1) of one sample in one epoch, of shape `(count,)`."""
-    return generator(Purpose.VIEW, seed, epoch, index).random(count)
+def seeded_draws(count: int, *, seed: int, epoch: int, index: int, occurrence: int = 0) -> npt.NDArray[np.float64]:
+    """Return the first uniform numbers in [0, 1) of an occurrence of a sample in an epoch, of shape `(count,)`."""
+    key = sample_key(seed=seed, epoch=epoch, index=index, occurrence=occurrence)
+    return generator(Purpose.VIEW, *key).random(count)

@@ -17,7 +17,7 @@ from ..losses.variational import GaussianPosterior, batch_vlb
 from ..losses.weights import min_snr_weights
 from ..packing.batch import PackedBatch
 from ..packing.losses import packed_mse, packed_vlb
-from ..randomness import Purpose, integer_seed
+from ..randomness import Purpose, integer_seed, sample_key
 
 WeightingScheme: TypeAlias = Literal["logit_normal", "uniform"]
 """Distribution of noise levels in flow matching, before the shift."""
@@ -46,8 +46,8 @@ class Noised(NamedTuple):
     frame_timesteps: list[torch.Tensor] | None = None
 
 
-def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
-    """Return the generator of one sample's noise and timestep in one epoch.
+def sample_generator(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> torch.Generator:
+    """Return the generator of the noise and the timestep of one occurrence of a sample in one epoch.
 
     It is on the CPU, so that it draws the same on every device, in any batch and on any number of processes.
 
@@ -55,6 +55,7 @@ def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
         seed (`int`): Seed of the run, not negative.
         epoch (`int`): Not negative.
         index (`int`): The sample's row, not negative: the `index` of a batch.
+        occurrence (`int`): How often the epoch held the row before, not negative.
 
     Raises:
         BucketingError: On a negative number.
@@ -64,7 +65,8 @@ def sample_generator(*, seed: int, epoch: int, index: int) -> torch.Generator:
         >>> draws[0].equal(draws[1])
         True
     """
-    return torch.Generator().manual_seed(integer_seed(Purpose.NOISE, seed, epoch, index))
+    key = sample_key(seed=seed, epoch=epoch, index=index, occurrence=occurrence)
+    return torch.Generator().manual_seed(integer_seed(Purpose.NOISE, *key))
 
 
 class _Draws(NamedTuple):
@@ -96,10 +98,26 @@ class Objective(ABC):
     def noise_levels(self, timesteps: torch.Tensor) -> torch.Tensor:
         """Return how noisy latents are at the model's timesteps, from 0 to 1 (pure noise)."""
 
-    def __call__(self, latents: Sequence[torch.Tensor], *, indices: Sequence[int], epoch: int) -> Noised:
-        """Add noise to each latent `(C, F, H, W)`; a sample gets the same noise whenever it occurs in an epoch."""
+    def __call__(
+        self,
+        latents: Sequence[torch.Tensor],
+        *,
+        indices: Sequence[int],
+        epoch: int,
+        occurrences: Sequence[int] | None = None,
+    ) -> Noised:
+        """Add noise to each latent `(C, F, H, W)`, another one to each occurrence of a sample in an epoch.
+
+        Args:
+            latents (sequence of `(C, F, H, W)`): Latents without noise.
+            indices (sequence of `int`): The samples' rows: the `index` of a batch.
+            epoch (`int`): Epoch of the draws.
+            occurrences (sequence of `int`, *optional*): How often the epoch held each row before, by default never.
+        """
+        keys = zip(indices, [0] * len(indices) if occurrences is None else occurrences, strict=True)
+        common = {"seed": self.seed, "epoch": epoch}
         return self._noised(
-            latents, [_Draws(sample_generator(seed=self.seed, epoch=epoch, index=index)) for index in indices]
+            latents, [_Draws(sample_generator(**common, index=index, occurrence=before)) for index, before in keys]
         )
 
     def held_out(

@@ -175,6 +175,31 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     return counts
 
 
+def earlier_occurrences(rows: IntArray, *, before: IntArray) -> IntArray | None:
+    """Return how often each of some rows occurred before, or None if no row occurs twice.
+
+    Args:
+        rows (`int64`, shape `(n,)`): Rows in the order in which they occur.
+        before (`int64`, shape `(k,)`): Rows that occurred before all of them.
+
+    Returns:
+        `int64` of shape `(n,)`.
+
+    Example:
+        >>> earlier_occurrences(np.array([4, 1, 4, 4]), before=np.array([1]))
+        array([0, 1, 1, 2])
+    """
+    counts = np.bincount(np.concatenate([before, rows]))
+    if counts.max(initial=0) < 2:
+        return None
+    order = np.argsort(rows, kind="stable")
+    ends = np.cumsum(np.bincount(rows, minlength=len(counts)))
+    starts = np.append(0, ends)[:-1]
+    earlier = np.empty(len(rows), np.int64)
+    earlier[order] = np.arange(len(rows)) - starts[rows[order]]
+    return earlier + np.bincount(before, minlength=len(counts))[rows]
+
+
 def spread_repeats(
     rows: IntArray, counts: IntArray, *, apart: IntArray | int | None, rng: np.random.Generator | None
 ) -> tuple[IntArray, IntArray]:

@@ -174,7 +174,7 @@ def _fps(data: TrainingData | StreamedData) -> int:
     """Return the median frame rate of the videos that are trained, or 16 if there is none or they come as a stream."""
     if isinstance(data, StreamedData):
         return 16
-    rates = column_array(data.loader.dataset, "fps")[data.num_tokens > 0]
+    rates = column_array(data.dataset, "fps")[data.num_tokens > 0]
     return round(float(np.median(rates[rates > 0]))) if (rates > 0).any() else 16
 
 
@@ -184,7 +184,7 @@ def _counts(folder: Path, data: TrainingData | StreamedData) -> list[tuple[str, 
         return [("trained, of a stream", sum(line.get("samples", 0) for line in read_log(folder, "losses")))]
     plans = list(plans_of(folder).values())
     plan = next((plan for plan in reversed(plans) if not plan["consumed"]), plans[-1])
-    rejection = column_array(data.loader.dataset, "rejection")
+    rejection = column_array(data.dataset, "rejection")
     unreadable = folder / "logs" / UNREADABLE
     replaced = len(unreadable.read_text().splitlines()) if unreadable.is_file() else 0
     return [

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..buckets.calibration import read_cost_model
@@ -31,6 +32,7 @@ from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
 from ..loaders.collators import BucketCollator, PackCollator
 from ..loaders.faults import Replacements
+from ..loaders.occurrences import NumberedRows
 from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler
 from ..loaders.random_resize import RandomResize
@@ -77,6 +79,7 @@ class TrainingData:
 
     Attributes:
         loader (`DataLoader`): Loader, not yet prepared by accelerate.
+        dataset (`Dataset`): The prepared rows.
         sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
@@ -91,6 +94,7 @@ class TrainingData:
     """
 
     loader: DataLoader[Any]
+    dataset: Dataset
     sampler: PlannedBatchSampler
     bucket_ids: npt.NDArray[np.int64]
     table: BucketTable | OpenTable
@@ -279,8 +283,10 @@ def _data_of(
         empty = collator.empty_text()
         empty_text = TextEmbeddings(empty["text_values"], empty.get("text_mask"), empty.get("text_others", {}))
     workers = config.loader.dataloader_num_workers
+    repeats = weighted or (batches.remainder == "repeat" and not evaluation)
+    rows: Any = NumberedRows(dataset) if repeats else dataset
     loader: DataLoader[Any] = DataLoader(
-        dataset,
+        rows,
         batch_sampler=sampler,
         collate_fn=collator,
         persistent_workers=workers > 0,
@@ -289,6 +295,7 @@ def _data_of(
     )
     return TrainingData(
         loader=loader,
+        dataset=dataset,
         sampler=sampler,
         bucket_ids=bucket_ids,
         table=table,

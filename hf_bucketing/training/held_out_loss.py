@@ -84,7 +84,7 @@ class HeldOutLoss:
         planned, first = np.unique(plan.indices, return_index=True)
         counts = np.zeros(len(plan.indices), bool)
         counts[first] = True
-        index = column_array(self.data.loader.dataset, "index")
+        index = column_array(self.data.dataset, "index")
         # Of each row: whether it counts, its loss at each noise level, and those levels.
         found = torch.zeros(len(index), 1 + 2 * levels)
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):

@@ -183,7 +183,10 @@ class Trainer:
         self._prepare()
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
-        """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters."""
+        """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters.
+
+        What is trained is set to training, for dropout and the drop of tokens; frozen parts stay in evaluation.
+        """
         recipe, accelerator = self.recipe, self.accelerator
         if config.adapters.lora_rank is not None:
             adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
@@ -194,6 +197,7 @@ class Trainer:
             recipe.transformer.enable_gradient_checkpointing()
         if config.memory.offload_blocks:
             offload_blocks(recipe.transformer, config.memory.offload_blocks, device=accelerator.device)
+        recipe.transformer.train()  # before max_tokens="auto" tries steps
         leave_frozen_weights_to_each_process(recipe.transformer)
         recipe.to(accelerator.device, *self.calls)
         return config

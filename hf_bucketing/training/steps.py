@@ -16,6 +16,7 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..errors import BucketingError, PackingError
+from ..loaders.occurrences import OCCURRENCE
 from ..media.conditions import MASK
 from ..media.sample import frame_rates
 from ..models.enable import enable_packing, packing_disabled
@@ -25,7 +26,7 @@ from ..models.recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from ..packing.layout import Grid
 from ..packing.pack import Packing, packed_forward
 from ..packing.token_drop import Seed, TokenDrop
-from ..randomness import Purpose, generator
+from ..randomness import Purpose, generator, sample_key
 from .config import TrainingConfig
 from .data import TrainingData
 from .memory.offload import activations_on_cpu
@@ -49,7 +50,8 @@ class Step(ABC):
     """Compute the per-sample losses of a batch.
 
     A share of the captions, `caption_dropout`, is replaced by the empty one, for classifier-free guidance; it is drawn
-    from the seed, the epoch and the sample's index. `empty_text` is the empty caption of a cache, for its batches.
+    from the seed, the epoch, the sample's index and its occurrence in the epoch. `empty_text` is the empty caption of
+    a cache, for its batches.
     """
 
     recipe: Recipe
@@ -63,12 +65,17 @@ class Step(ABC):
         """Return the loss of each sample."""
         media = media_of(self.recipe, batch)
         latents = media.pop("latents")
-        noised = self.objective(latents, indices=batch["index"], epoch=epoch)
-        dropped = [self._drops_caption(index, epoch) for index in batch["index"]]
+        indices: Sequence[int] = batch["index"]
+        occurrences: Sequence[int] = batch.get(OCCURRENCE, [0] * len(indices))
+        noised = self.objective(latents, indices=indices, epoch=epoch, occurrences=occurrences)
+        seeds = [
+            sample_key(seed=self.seed, epoch=epoch, index=index, occurrence=before)
+            for index, before in zip(indices, occurrences, strict=True)
+        ]
+        dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
         text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
         fps = frame_rates(batch["fps"], device=latents[0].device)
         samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
-        seeds = [(self.seed, epoch, index) for index in batch["index"]]
         with activations_on_cpu() if self.offload_activations else nullcontext():
             values = self._losses(transformer, samples, seeds)
         return StepLosses(values, self.objective.noise_levels(noised.timesteps))
@@ -103,9 +110,6 @@ class Step(ABC):
     def unpacked(self) -> Iterator[None]:
         """Make the transformer usable by its pipeline inside a `with` block."""
         yield
-
-    def _drops_caption(self, index: int, epoch: int) -> bool:
-        return bool(generator(Purpose.CAPTION_DROPOUT, self.seed, epoch, index).random() < self.caption_dropout)
 
 
 class BucketStep(Step):
@@ -257,7 +261,7 @@ def check_cached(recipe: Recipe, data: TrainingData | StreamedData) -> None:
     collator, rows = data.loader.collate_fn, np.flatnonzero(data.num_tokens > 0)
     if not isinstance(collator, CachedCollator) or not len(rows):
         return
-    batch = collator([data.loader.dataset[int(rows[0])]])
+    batch = collator([data.dataset[int(rows[0])]])
     latent = batch["latents"][0]
     if len(latent) != recipe.latent_channels:
         raise BucketingError(
