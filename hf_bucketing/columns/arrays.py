@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from datasets import Dataset, Value
+from datasets import Dataset, Features, Value
 
 from ..errors import ColumnError
+
+SIZE_COLUMNS = ("width", "height", "num_frames")
+"""Columns of a sample's size; of a marked row, all hold the number that says why tables reject it."""
 
 
 def is_text(feature: Any) -> bool:
     """Return whether a feature of datasets has one of Arrow's string types; pandas 3 reads csv as `large_string`."""
     return isinstance(feature, Value) and feature.dtype in ("string", "large_string", "string_view")
+
+
+def arrow_type(feature: Any) -> pa.DataType:
+    """Return the type that Arrow gives the cells of a feature of datasets."""
+    return Features({"column": feature}).arrow_schema.field("column").type
+
+
+def media_kind(feature: Any) -> Literal["path", "bytes", "both"] | None:
+    """Return whether cells are `"path"`s, `"bytes"` or dictionaries of `"both"`; None for what holds no media."""
+    if is_text(feature):
+        return "path"
+    kind = arrow_type(feature)
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return "bytes"
+    fields = {field.name for field in kind} if pa.types.is_struct(kind) else set()
+    return "both" if fields == {"bytes", "path"} else None
+
+
+def is_list_type(kind: pa.DataType) -> bool:
+    """Return whether the cells of an Arrow column are lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def column_array(dataset: Dataset, name: str) -> npt.NDArray[Any]:

@@ -17,23 +17,21 @@ from ..buckets.arrays import IntArray
 from ..buckets.assignment import CAPTION_SIZE
 from ..errors import ColumnError
 from ..settings import check_literals
-from .apply import undecoded, with_columns
-from .arrays import column_array, column_batches, is_text
+from .apply import with_columns
+from .arrays import SIZE_COLUMNS, column_array, column_batches, is_list_type, is_text
+from .faults import NAMED_ROWS, listed, paths_of
 
 OnCaptionError = Literal["raise", "reject", "empty"]
 
 CAPTION = "{caption}"
 """Place of the caption in a template."""
 
-_NAMED_ROWS = 3
-_SIZES = ("width", "height", "num_frames")
 
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
 _CODES = {problem: code for code, problem in enumerate(_PROBLEMS, start=1)}
 _NO_TEXT = [_CODES["missing"], _CODES["empty"]]
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 _BYTE_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-_LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +72,13 @@ class CaptionCheck:
         """
         if not self.rejects or not self.problems:
             return dataset
-        if len(dataset) != len(self.dataset) or not set(_SIZES) <= set(dataset.column_names):
+        if len(dataset) != len(self.dataset) or not set(SIZE_COLUMNS) <= set(dataset.column_names):
             raise ColumnError(
-                f"Expected the {len(self.dataset)} rows that were checked, with {', '.join(_SIZES)}; got "
+                f"Expected the {len(self.dataset)} rows that were checked, with {', '.join(SIZE_COLUMNS)}; got "
                 f"{len(dataset)} rows with {dataset.column_names}."
             )
         columns = {}
-        for name in _SIZES:
+        for name in SIZE_COLUMNS:
             columns[name] = column_array(dataset, name).copy()
             columns[name][self.rows] = CAPTION_SIZE
         return with_columns(dataset, columns)
@@ -121,12 +119,12 @@ class CaptionTexts:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must have."""
-        return (*self.columns, *(_SIZES if self.on_error == "reject" else ()))
+        return (*self.columns, *(SIZE_COLUMNS if self.on_error == "reject" else ()))
 
     @property
     def output_columns(self) -> tuple[str, ...]:
         """Columns that are replaced."""
-        return (self.columns[0], *(_SIZES if self.on_error == "reject" else ()))
+        return (self.columns[0], *(SIZE_COLUMNS if self.on_error == "reject" else ()))
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """Return the columns for a batch of rows.
@@ -140,7 +138,7 @@ class CaptionTexts:
             raise ColumnError(f"{_summary(entries, self.columns)} Rows are counted from the first of their batch.")
         columns: dict[str, list[Any]] = {self.columns[0]: entries.usable().column(self.template).to_pylist()}
         if self.on_error == "reject":
-            for name in _SIZES:
+            for name in SIZE_COLUMNS:
                 columns[name] = [*batch[name]]
                 for row in rows.tolist():
                     columns[name][row] = CAPTION_SIZE
@@ -321,7 +319,7 @@ def _check_type(dataset: Dataset, column: str) -> None:
 def _wrong_type(feature: Any) -> str | None:
     """Return a description of a column that can hold no text, or None for other columns."""
     if isinstance(feature, ClassLabel):
-        names = ", ".join(feature.names[:_NAMED_ROWS])
+        names = ", ".join(feature.names[:NAMED_ROWS])
         return f"a ClassLabel: numbers that stand for {names}, …; name a column of texts, or make one of the labels"
     if isinstance(feature, Value):
         kind = feature.pa_type
@@ -348,7 +346,7 @@ def _of_cells(cells: pa.Array) -> _Entries:
     """Return the captions of a batch of an Arrow column."""
     if isinstance(cells, pa.ExtensionArray):
         return _of_values([None if cell is None else json.loads(cell) for cell in cells.storage.to_pylist()])
-    if not any(test(cells.type) for test in _LIST_TYPES):
+    if not is_list_type(cells.type):
         return _Entries(*_texts(cells), np.ones(len(cells), np.int64), several=False)
     inner = cells.flatten()
     if isinstance(inner, pa.ExtensionArray):
@@ -428,22 +426,15 @@ def _summary(
         found = np.flatnonzero(entries.codes == code)
         if not len(found):
             continue
-        first = found[:_NAMED_ROWS]
+        first = found[:NAMED_ROWS]
         names = [f"row {row}" for row in rows[first].tolist()]
         if entries.several:
             names = [f"{name} caption {number}" for name, number in zip(names, position[first].tolist(), strict=True)]
         if dataset is not None and media_column is not None:
-            paths = _paths(dataset, rows[first].tolist(), media_column)
-            names = [
-                f"{name}: {path}" if isinstance(path, str) else name for name, path in zip(names, paths, strict=True)
-            ]
-        kinds.append(f"{len(found)} {problem} ({', '.join([*names, '…'] if len(found) > len(first) else names)})")
+            paths = paths_of(dataset, rows[first].tolist(), media_column)
+            names = [name if path is None else f"{name}: {path}" for name, path in zip(names, paths, strict=True)]
+        kinds.append(f"{len(found)} {problem} ({listed(names, total=len(found), separator=', ')})")
     named = " and ".join(map(repr, columns))
     of_column = f"column {named}" if len(columns) == 1 else f"columns {named}"
     wrong = np.count_nonzero(entries.codes)
     return f"{wrong} of {len(rows)} captions in the {of_column} are not text: {'; '.join(kinds)}."
-
-
-def _paths(dataset: Dataset, rows: list[int], media_column: str) -> list[Any]:
-    files = undecoded(dataset.select_columns([media_column]).select(rows), [media_column])[media_column]
-    return [cell.get("path") if isinstance(cell, dict) else cell for cell in files]

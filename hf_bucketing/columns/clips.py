@@ -20,15 +20,14 @@ from ..errors import ColumnError
 from ..media.rows import CLIP_END, CLIP_START
 from ..settings import check_literals
 from .apply import undecoded, with_columns
-from .arrays import column_array
+from .arrays import SIZE_COLUMNS, column_array, is_list_type
+from .faults import NAMED_ROWS, listed, path_of
 
 ClipMode = Literal["head", "uniform", "slide", "all", "scenes"]
 
 SCENE_START, SCENE_END = "start", "end"
 """Columns of the seconds at which scenes begin and end: numbers, or lists of numbers."""
 
-_SIZES = ("width", "height", "num_frames")
-_NAMED_ROWS = 3
 _ROUNDING = 1e-6
 """Frames by which a time may miss a frame, since seconds are rounded."""
 
@@ -220,8 +219,8 @@ def cut_clips(
     if rule.mode == "scenes":
         start, end = (_cells(dataset, name) for name in (SCENE_START, SCENE_END))
         clips = scene_clips(start, end, frames, fps)
-        has_lists = caption_column is not None and _is_list(dataset.data.schema.field(caption_column).type)
-        if caption_column is not None and has_lists and _is_list(start.type):
+        has_lists = caption_column is not None and is_list_type(dataset.data.schema.field(caption_column).type)
+        if caption_column is not None and has_lists and is_list_type(start.type):
             captions = _one_each(dataset, caption_column, clips)
     else:
         clips = spaced_clips(rule, frames, fps)
@@ -233,7 +232,7 @@ def cut_clips(
         )
     rows = repeat_rows(dataset, clips.source)
     columns: dict[str, Any] = {CLIP_START: clips.start, CLIP_END: clips.end}
-    for name in _SIZES:
+    for name in SIZE_COLUMNS:
         values = column_array(rows, name) if name != "num_frames" else clips.num_frames
         columns[name] = np.where(clips.wrong, CLIP_SIZE, values)
     if captions is not None and caption_column is not None:
@@ -286,7 +285,7 @@ class ClipRows:
         columns = {name: [cells[row] for row in rows] for name, cells in batch.items()}
         columns |= {CLIP_START: clips.start.tolist(), CLIP_END: clips.end.tolist()}
         columns["num_frames"] = clips.num_frames.tolist()
-        for name in _SIZES:
+        for name in SIZE_COLUMNS:
             pairs = zip(columns[name], clips.wrong.tolist(), strict=True)
             columns[name] = [CLIP_SIZE if wrong else value for value, wrong in pairs]
         if self.caption_column is not None and self.rule.mode == "scenes":
@@ -345,14 +344,10 @@ def _cells(dataset: Dataset, name: str) -> pa.ChunkedArray:
             f"{dataset.column_names}."
         )
     column: pa.ChunkedArray = dataset.select_columns([name]).with_format("arrow")[:][name]
-    kind = column.type.value_type if _is_list(column.type) else column.type
+    kind = column.type.value_type if is_list_type(column.type) else column.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
         raise ColumnError(f"The column {name} must hold seconds, numbers or lists of numbers; it is {column.type}.")
     return column
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _is_sequence(cell: Any) -> bool:
@@ -371,7 +366,7 @@ def _flat(column: Sequence[Any] | pa.ChunkedArray) -> tuple[FloatArray, IntArray
     cells = column.combine_chunks()
     if isinstance(cells, pa.ChunkedArray):
         cells = pa.concat_arrays(cells.chunks) if cells.num_chunks else pa.array([], column.type)
-    if _is_list(cells.type):
+    if is_list_type(cells.type):
         counts = pc.list_value_length(cells).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         cells = cells.flatten()
     else:
@@ -417,13 +412,13 @@ def _caption_places(clips: Clips, counts: IntArray, num_frames: npt.ArrayLike) -
 def _named(dataset: Dataset, clips: Clips, media_column: str) -> str:
     """Return the first rows whose clips are wrong, with their times, frames and files."""
     rows = list(dict.fromkeys(clips.source[clips.wrong].tolist()))
-    first = rows[:_NAMED_ROWS]
+    first = rows[:NAMED_ROWS]
     names = [SCENE_START, SCENE_END, "num_frames", "fps", media_column]
     shown = undecoded(dataset.select_columns(names), [media_column]).select(first)
     texts = []
     for row, cells in zip(first, shown, strict=True):
-        file = cells[media_column].get("path") if isinstance(cells[media_column], dict) else cells[media_column]
+        file = path_of(cells[media_column])
         seconds = cells["num_frames"] / cells["fps"] if cells["fps"] else 0.0
         times = f"{cells[SCENE_START]} to {cells[SCENE_END]} s of {seconds:.3f} s"
-        texts.append(f"row {row}: {times}" + (f", {file}" if isinstance(file, str) else ""))
-    return "; ".join([*texts, "…"] if len(rows) > len(first) else texts)
+        texts.append(f"row {row}: {times}" + (f", {file}" if file is not None else ""))
+    return listed(texts, total=len(rows))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset, Image, Value, Video
+from datasets import Dataset
 
 from ..buckets.assignment import CONDITION_SIZE
 from ..errors import ColumnError, MediaError
@@ -23,12 +23,11 @@ from ..media.conditions import (
 from ..media.probe import MediaInfo, probe
 from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
-from .apply import map_columns, undecoded
-from .arrays import column_batches, is_text
+from .apply import map_columns
+from .arrays import SIZE_COLUMNS, column_batches, media_kind
+from .faults import NAMED_ROWS, listed, paths_of
 
-_SIZES = ("width", "height", "num_frames")
 _FAULT = "condition_fault"
-_NAMED_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class ConditionColumns:
     rule_version: int = field(default=1, init=False)
 
     optional_columns = (CLIP_START,)
-    output_columns = (*_SIZES, _FAULT)
+    output_columns = (*SIZE_COLUMNS, _FAULT)
     vectorised = False
     reusable = False
 
@@ -67,7 +66,7 @@ class ConditionColumns:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must have."""
-        return (*self.files.conditions.values(), *_SIZES, "fps")
+        return (*self.files.conditions.values(), *SIZE_COLUMNS, "fps")
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """Return the marked sizes, and what is wrong with each row.
@@ -75,7 +74,7 @@ class ConditionColumns:
         Raises:
             MediaError: Under `on_error="raise"`, for the first fault; the message names the file.
         """
-        columns = {name: list(batch[name]) for name in _SIZES}
+        columns = {name: list(batch[name]) for name in SIZE_COLUMNS}
         headers: dict[str, MediaInfo] = {}
         faults = [self._fault(batch, row, headers) for row in range(len(columns["width"]))]
         for row, fault in enumerate(faults):
@@ -85,7 +84,7 @@ class ConditionColumns:
 
     def _fault(self, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]) -> str:
         """Return what is wrong with the conditions of a row, or ""; `headers` are those of files already read."""
-        if min(batch[name][row] for name in _SIZES) < 1:
+        if min(batch[name][row] for name in SIZE_COLUMNS) < 1:
             return ""
         try:
             for name, column in self.files.conditions.items():
@@ -137,7 +136,7 @@ def check_condition_columns(dataset: Dataset, conditions: Mapping[str, str]) -> 
         if column not in dataset.column_names:
             raise ColumnError(f"There is no {name} column {column!r}, only {dataset.column_names}.")
         feature = dataset.features[column]
-        if not (is_text(feature) or isinstance(feature, (Image, Video)) or _holds_bytes(feature)):
+        if media_kind(feature) is None:
             raise ColumnError(
                 f"The {name} column {column!r} must hold one file per row, as paths, bytes, images or videos, but it "
                 f"is {feature}."
@@ -188,21 +187,12 @@ def check_conditions(
     return marked.select_columns(order), [f"Conditions: {words}.", *sentences]
 
 
-def _holds_bytes(feature: Any) -> bool:
-    """Return whether a feature is bytes, or the dict of path and bytes that an image or video column consists of."""
-    if isinstance(feature, dict):
-        return set(feature) == {"path", "bytes"}
-    return isinstance(feature, Value) and feature.dtype in ("binary", "large_binary")
-
-
 def _named(dataset: Dataset, rows: np.ndarray, media_column: str) -> str:
     """Return the numbers, files and faults of the first rows."""
-    first = rows[:_NAMED_ROWS].tolist()
-    found = undecoded(dataset.select_columns([media_column, _FAULT]).select(first), [media_column])[:]
-    paths = [cell.get("path") if isinstance(cell, dict) else cell for cell in found[media_column]]
-    names = [
-        f"row {row} ({path})" if isinstance(path, str) else f"row {row}"
-        for row, path in zip(first, paths, strict=True)
+    first = rows[:NAMED_ROWS].tolist()
+    paths, faults = paths_of(dataset, first, media_column), dataset.select_columns([_FAULT]).select(first)[_FAULT]
+    texts = [
+        f"row {row}{'' if path is None else f' ({path})'}: {fault.rstrip('.')}"
+        for row, path, fault in zip(first, paths, faults, strict=True)
     ]
-    texts = [f"{name}: {fault.rstrip('.')}" for name, fault in zip(names, found[_FAULT], strict=True)]
-    return "; ".join([*texts, "…"] if len(rows) > len(first) else texts)
+    return listed(texts, total=len(rows))

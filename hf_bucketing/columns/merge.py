@@ -18,8 +18,9 @@ from ..buckets.assignment import REJECTED_BUCKET
 from ..buckets.table import BucketTable
 from ..errors import ColumnError
 from ..media.conditions import MASK
+from ..media.remote import is_url
 from .apply import with_columns
-from .arrays import column_array, is_text
+from .arrays import arrow_type, column_array, is_text, media_kind
 from .prepared import SOURCE
 from .sources import MediaDataset
 
@@ -117,27 +118,16 @@ def _common_root(parts: Sequence[MediaDataset]) -> str | None:
     roots = list(dict.fromkeys(part.root for part in parts if part.root is not None))
     if len(roots) < 2:
         return roots[0] if roots else None
-    local = [os.path.abspath(root) for root in roots if "://" not in root]
+    local = [os.path.abspath(root) for root in roots if not is_url(root)]
     return os.path.commonpath(local) if local else None
 
 
 def _common_media(features: Sequence[Any]) -> Any:
     if all(map(is_text, features)):
         return Value("string")
-    if any(_holds_media(feature) is None for feature in features):
+    if any(media_kind(feature) is None for feature in features):
         return None
     return features[0] if all(feature == features[0] for feature in features) else _BYTES
-
-
-def _holds_media(feature: Any) -> str | None:
-    """Return whether cells are `"path"`s, `"bytes"` or dictionaries of `"both"`; None for other types."""
-    if is_text(feature):
-        return "path"
-    kind = _arrow_type(feature)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return "bytes"
-    fields = {field.name for field in kind} if pa.types.is_struct(kind) else set()
-    return "both" if fields == {"bytes", "path"} else None
 
 
 def _common_type(features: Sequence[Any]) -> Any:
@@ -146,20 +136,16 @@ def _common_type(features: Sequence[Any]) -> Any:
         return features[0]
     if all(is_text(feature) or is_text(getattr(feature, "feature", None)) for feature in features):
         return Value("string") if all(map(is_text, features)) else List(Value("string"))
-    kinds = {_arrow_type(feature) for feature in features if isinstance(feature, Value)} - {pa.null()}
+    kinds = {arrow_type(feature) for feature in features if isinstance(feature, Value)} - {pa.null()}
     if not all(isinstance(feature, Value) for feature in features) or not kinds:
         return None
     if len(kinds) == 1:
-        return Value(next(feature.dtype for feature in features if _arrow_type(feature) in kinds))
+        return Value(next(feature.dtype for feature in features if arrow_type(feature) in kinds))
     if all(pa.types.is_integer(kind) for kind in kinds):
         return Value("int64")
     if all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in kinds):
         return Value("float64")
     return Value("string") if all(is_text(Value(str(kind))) for kind in kinds) else None
-
-
-def _arrow_type(feature: Any) -> pa.DataType:
-    return Features({"column": feature}).arrow_schema.field("column").type
 
 
 def _described(feature: Any) -> str:
@@ -177,7 +163,7 @@ def _aligned(part: MediaDataset, features: Features, *, paths_in: set[str], root
             continue
         cells = stored[name]
         if name in paths_in:
-            cells = _media_cells(cells, kind=_holds_media(dataset.features[name]), prefix=prefix, target=field.type)
+            cells = _media_cells(cells, kind=media_kind(dataset.features[name]), prefix=prefix, target=field.type)
         elif pa.types.is_list(field.type) and not pa.types.is_list(cells.type):
             cells = pa.chunked_array([_as_lists(chunk) for chunk in cells.chunks], pa.list_(pa.string()))
         columns.append(cells.cast(field.type))
@@ -194,7 +180,7 @@ def _prefix(own: str | None, root: str | None) -> str:
     """Return what a relative path of a source begins with, seen from the merged root."""
     if own is None or own == root:
         return ""
-    if "://" in own or root is None:
+    if is_url(own) or root is None:
         return own.rstrip("/") + "/"
     below = os.path.relpath(os.path.abspath(own), root)
     return "" if below == os.curdir else below + "/"

@@ -18,6 +18,7 @@ from ..media.source import MediaSource
 from ..settings import check_literals
 from .apply import map_columns, undecoded, with_columns
 from .arrays import column_batches, is_text, numbers, whole_numbers
+from .faults import path_of
 from .layouts import STILL_IMAGES
 
 _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
@@ -43,7 +44,7 @@ class MediaMetadata:
         column (`str`): Media column.
         target_fps (`float`, *optional*): Frame rate to train at. `num_frames` then counts the frames at that rate and
             `fps` is that rate, or the file's own if it is lower (frames are never invented).
-        root (`str`, *optional*): Folder that relative paths start from; they must not leave it.
+        root (`str`, *optional*): Folder or URL that relative paths start from; they must not leave it.
         on_error (`"raise"` or `"reject"`): Whether an unreadable file stops the map, or gets sizes of −1, which
             `BucketColumns` turns into the rejection `UNREADABLE`.
         exact (`bool`): Whether to count the packets of each video; this reads the whole file.
@@ -355,12 +356,11 @@ def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: Me
         file["num_frames_estimated"] |= "duration" in names
         wrong = [name for name in compared if not _agrees(name, given[name][position], file)]
         if wrong:
-            path = cells[position].get("path") if isinstance(cells[position], dict) else cells[position]
             columns = ", ".join(f"{name} {given[name][position]}" for name in compared)
             header = ", ".join(f"{name} {file[name]}" for name in compared)
             raise ColumnError(
-                f"Row {row} ({path}) has {columns}, but the file has {header}, as shown; correct the columns, or use "
-                '`sizes_from="headers"`, which reads the sizes of all files instead.'
+                f"Row {row} ({path_of(cells[position])}) has {columns}, but the file has {header}, as shown; "
+                'correct the columns, or use `sizes_from="headers"`, which reads the sizes of all files instead.'
             )
     return unreadable
 

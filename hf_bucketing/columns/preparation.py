@@ -142,7 +142,8 @@ class SourceConfig:
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
 
     Raises:
-        BucketingError: If `repeats` or `weight` is not above 0, or both are given.
+        BucketingError: If `repeats` or `weight` is not above 0, or both are given, or if `caption_template`, `clips`,
+            `clip_frames` or `size_columns` is not as described.
     """
 
     dataset: str

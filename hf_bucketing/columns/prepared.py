@@ -23,6 +23,7 @@ from ..files import complete_folder
 from ..media.remote import is_url
 from ..media.rows import MediaColumns
 from .arrays import column_array
+from .faults import path_of
 
 MANIFEST = "bucketing.json"
 
@@ -143,8 +144,8 @@ class PreparedDataset:
     def file_names(self, rows: Sequence[int]) -> list[str]:
         """Return the paths of some rows' files, or `row N` for bytes without a path."""
         cells = self.dataset.select_columns([self.column]).with_format(None).select(rows)[self.column]
-        paths = [cell.get("path") if isinstance(cell, dict) else cell for cell in cells]
-        return [path if isinstance(path, str) else f"row {row}" for row, path in zip(rows, paths, strict=True)]
+        named = zip(rows, map(path_of, cells), strict=True)
+        return [f"row {row}" if path is None else path for row, path in named]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder, replacing an earlier one; it gets its name only when it is complete.

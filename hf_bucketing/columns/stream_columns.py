@@ -12,6 +12,7 @@ from ..buckets.assignment import CAPTION_SIZE
 from ..errors import ColumnError
 from .buckets import BucketColumns
 from .captions import OnCaptionError
+from .faults import path_of
 from .metadata import ExistingMetadata, MediaMetadata
 
 MEDIA = "media"
@@ -137,8 +138,8 @@ def text_of(value: Any) -> tuple[str, str | None]:
 
 def name_of(cell: Any) -> str:
     """Return the path of a cell's file, for messages."""
-    path = cell.get("path") if isinstance(cell, dict) else cell
-    return path if isinstance(path, str) else "a row without a path"
+    path = path_of(cell)
+    return "a row without a path" if path is None else path
 
 
 def index_of(cell: Any, caption: str) -> int:

@@ -51,7 +51,7 @@ class MediaCollator:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
         caption_column (`str`, *optional*): Column of a text or a list of texts; None if there is none.
         captions ([`CaptionRule`]): Order of tags in captions.
-        root (`str`, *optional*): Folder that relative paths start from.
+        root (`str`, *optional*): Folder or URL that relative paths start from.
         conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample, such as
             `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, see
             [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].

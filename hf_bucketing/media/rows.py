@@ -43,7 +43,7 @@ class MediaColumns:
 
     Args:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
-        root (`str`, *optional*): Folder that relative paths start from.
+        root (`str`, *optional*): Folder or URL that relative paths start from.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         reference_multiples (`tuple[int, int]`): Pixels per token along height and width, see
             [`LatentSpec`][hf_bucketing.LatentSpec]: references are resized to whole tokens.

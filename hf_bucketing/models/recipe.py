@@ -199,6 +199,8 @@ class Recipe(ABC):
     """Conditions of a data set that [`encode_conditions`] takes beside `mask`, see [`Shown`]."""
     required: ClassVar[tuple[str, ...]] = ()
     """Conditions among them without which the model cannot be trained."""
+    added_frames: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()

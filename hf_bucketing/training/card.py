@@ -199,7 +199,7 @@ def _counts(folder: Path, data: TrainingData | StreamedData) -> list[tuple[str, 
 
 
 def _buckets(run: Run) -> str:
-    sizes, spec = _sizes(run.data), run.recipe.spec
+    sizes, spec = _sizes(run.data), run.data.spec
     title = "bucket" if run.config.batches.batching == "bucket" else "size in packs"
     whose = "samples of its beginning" if isinstance(run.data, StreamedData) else "samples"
     lines: list[tuple[object, ...]] = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,7 @@ class TrainingData:
         sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): How tokens are counted: with the frames that conditions add.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's.
         text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
@@ -98,6 +100,7 @@ class TrainingData:
     sampler: PlannedBatchSampler
     bucket_ids: npt.NDArray[np.int64]
     table: BucketTable | OpenTable
+    spec: LatentSpec
     num_tokens: npt.NDArray[np.int64]
     text_tokens: int
     cost_model: CostModel
@@ -132,7 +135,8 @@ class TrainingData:
 
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
         """Return the weights of the losses of rows, `(n,)`."""
-        return reduction_weights(torch.from_numpy(self.tokens_of(rows, epoch=epoch)), self.reduction)
+        tokens = learned_tokens(self.tokens_of(rows, epoch=epoch), self.sizes(rows), self.spec)
+        return reduction_weights(torch.from_numpy(tokens), self.reduction)
 
     def bucket_counts(self) -> dict[int, int]:
         """Return the buckets of the usable rows, each with its number of rows."""
@@ -169,12 +173,20 @@ class TrainingData:
         return [self.table.size(int(self.bucket_ids[row])) for row in rows]
 
 
-def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_tokens: int = 0) -> TrainingData:
+def make_data(
+    config: TrainingConfig,
+    spec: LatentSpec,
+    *,
+    width: int,
+    text_tokens: int = 0,
+    added_frames: Mapping[str, int] = MappingProxyType({}),
+) -> TrainingData:
     """Read the prepared data set and make its loader.
 
     The width of the model, the channels of its tokens, decides the cost of attention relative to all else.
     `text_tokens` are those that a caption adds to the sequence of its sample, as a
-    [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them too.
+    [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them, and `added_frames` the latent frames that each of its
+    conditions adds to a sample; `max_tokens` holds both.
 
     Raises:
         BucketingError: If the data set was prepared for another model, or holds no usable row.
@@ -183,11 +195,16 @@ def make_data(config: TrainingConfig, spec: LatentSpec, *, width: int, text_toke
     share = config.held_out.validation_split
     if share is not None:
         prepared, _ = split_rows(prepared, share)
-    return _data_of(config, prepared, width=width, text_tokens=text_tokens)
+    return _data_of(config, prepared, width=width, text_tokens=text_tokens, added_frames=added_frames)
 
 
 def make_held_out_data(
-    config: TrainingConfig, spec: LatentSpec, *, width: int, text_tokens: int = 0
+    config: TrainingConfig,
+    spec: LatentSpec,
+    *,
+    width: int,
+    text_tokens: int = 0,
+    added_frames: Mapping[str, int] = MappingProxyType({}),
 ) -> TrainingData | None:
     """Return the held-out rows, in order and each once; None if there are none. Arguments as of [`make_data`].
 
@@ -214,7 +231,8 @@ def make_held_out_data(
         fixed |= {"remainder": "short"}
     else:
         fixed |= {"balance": "none", "random_resize": None, "token_drop_rate": 0.0, "token_drop_mode": "random"}
-    return _data_of(changed(config, **fixed), prepared, width=width, text_tokens=text_tokens, evaluation=True)
+    about_tokens: dict[str, Any] = {"width": width, "text_tokens": text_tokens, "added_frames": added_frames}
+    return _data_of(changed(config, **fixed), prepared, **about_tokens, evaluation=True)
 
 
 def _read(config: TrainingConfig, folder: str, spec: LatentSpec) -> PreparedDataset:
@@ -230,13 +248,19 @@ def _read(config: TrainingConfig, folder: str, spec: LatentSpec) -> PreparedData
 
 
 def _data_of(
-    config: TrainingConfig, prepared: PreparedDataset, *, width: int, text_tokens: int, evaluation: bool = False
+    config: TrainingConfig,
+    prepared: PreparedDataset,
+    *,
+    width: int,
+    text_tokens: int,
+    added_frames: Mapping[str, int],
+    evaluation: bool = False,
 ) -> TrainingData:
-    batches, spec, dataset = config.batches, prepared.spec, prepared.dataset
+    batches, dataset = config.batches, prepared.dataset
+    spec = counting_spec(prepared, added_frames)
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
-    if batches.token_drop is not None:
-        num_tokens = kept_tokens(batches.token_drop, bucket_ids, num_tokens, table=table, spec=spec)
+    num_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
     cost_model = make_cost_model(config, width=width)
     resize = None
     if batches.random_resize is not None:
@@ -299,6 +323,7 @@ def _data_of(
         sampler=sampler,
         bucket_ids=bucket_ids,
         table=table,
+        spec=spec,
         num_tokens=num_tokens,
         text_tokens=text_tokens,
         cost_model=cost_model,
@@ -331,21 +356,40 @@ def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
     return CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
 
 
-def kept_tokens(
-    drop: TokenDrop,
+def counting_spec(prepared: PreparedDataset | PreparedStream, added_frames: Mapping[str, int]) -> LatentSpec:
+    """Return the strides and patch of a data set, with the latent frames that its conditions add to a sample."""
+    added = sum(added_frames.get(condition, 0) for condition in prepared.conditions)
+    return dataclasses.replace(prepared.spec, added_frames=added)
+
+
+def counted_tokens(
     bucket_ids: npt.NDArray[np.int64],
     num_tokens: npt.NDArray[np.int64],
     *,
     table: BucketTable | OpenTable,
     spec: LatentSpec,
+    drop: TokenDrop | None,
 ) -> npt.NDArray[np.int64]:
-    """Return the tokens of each row that are left to plan with; a fixed rate keeps as many whatever the seed."""
+    """Return the tokens of each row to plan with: added frames included, and those alone that token drop keeps.
+
+    A fixed rate keeps as many whatever the seed. Rows of 0 `num_tokens` keep 0.
+    """
     usable = num_tokens > 0
+    if drop is None:
+        return np.where(usable, table.num_tokens(bucket_ids, spec=spec), 0)
     ids, buckets = np.unique(bucket_ids[usable], return_inverse=True)
     kept = num_tokens.copy()
     grids = [spec.grid(table.size(bucket_id)) for bucket_id in ids.tolist()]
     kept[usable] = np.array(drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)[buckets]
     return kept
+
+
+def learned_tokens(tokens: npt.NDArray[np.int64], sizes: Sequence[Size], spec: LatentSpec) -> npt.NDArray[np.int64]:
+    """Return the tokens of samples without those of added frames, which do not enter the loss."""
+    if not spec.added_frames:
+        return tokens
+    frames = np.array([spec.grid(size)[0] for size in sizes], np.int64)
+    return tokens * (frames - spec.added_frames // spec.patch[0]) // frames
 
 
 def _make_collator(

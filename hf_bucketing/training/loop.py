@@ -24,8 +24,6 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..buckets.calibration import read_cost_model
-from ..buckets.open_table import OpenTable
-from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
@@ -154,9 +152,10 @@ class Trainer:
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            about_tokens = {
+            about_tokens: dict[str, Any] = {
                 "width": self.recipe.family.width(self.recipe.transformer),
                 "text_tokens": self.recipe.text_tokens(self.recipe.max_sequence_length),
+                "added_frames": self.recipe.added_frames,
             }
             self.data: TrainingData | StreamedData
             if opened is None:
@@ -166,11 +165,11 @@ class Trainer:
             held_out = make_held_out_data(self.config, spec, **about_tokens)
         self.step.empty_text = self.data.empty_text
         for data in (self.data, *([] if held_out is None else [held_out])):
-            self._check_buckets(data.table, data.bucket_counts())
+            self._check_buckets(data, data.bucket_counts())
             self.recipe.check_conditions(data.conditions)
             check_cached(self.recipe, data)
         if isinstance(self.data, StreamedData):
-            self.data.on_new_buckets = functools.partial(self._check_buckets, self.data.table)
+            self.data.on_new_buckets = functools.partial(self._check_buckets, self.data)
         self.held_out = None
         if held_out is not None:
             self.held_out = HeldOutLoss(
@@ -202,10 +201,10 @@ class Trainer:
         recipe.to(accelerator.device, *self.calls)
         return config
 
-    def _check_buckets(self, table: BucketTable | OpenTable, counts: Mapping[int, int]) -> None:
+    def _check_buckets(self, data: TrainingData | StreamedData, counts: Mapping[int, int]) -> None:
         """Raise BucketingError if the model cannot take samples of some buckets, each given with its number."""
-        check_positions(self.step, table, counts, self.recipe.spec)
-        self.recipe.check_frames(table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
+        check_positions(self.step, data.table, counts, data.spec)
+        self.recipe.check_frames(data.table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
 
     def _prepare(self) -> None:
         """Let accelerate prepare what is trained, and register what its checkpoints hold."""

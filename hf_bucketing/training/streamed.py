@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,16 @@ from ..streaming.grouping import BucketGrouping, Grouping, PackGrouping
 from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
 from .config import TrainingConfig
-from .data import LargestStep, StepRows, check_prepared, kept_tokens, make_cost_model, media_collator
+from .data import (
+    LargestStep,
+    StepRows,
+    check_prepared,
+    counted_tokens,
+    counting_spec,
+    learned_tokens,
+    make_cost_model,
+    media_collator,
+)
 
 logger = get_logger(__name__)
 
@@ -112,7 +122,7 @@ class StreamedData:
         loader (`DataLoader`): Loader of the stream, which accelerate does not prepare.
         stream ([`StreamingBucketBatcher`]): The stream.
         table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
-        spec ([`LatentSpec`]): Strides and patch of the model.
+        spec ([`LatentSpec`]): How tokens are counted: with the frames that conditions add.
         sample ([`StreamSample`]): First rows of the stream.
         text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
@@ -148,7 +158,8 @@ class StreamedData:
             self.on_new_buckets(new)
             self._seen |= new.keys()
         tokens = self._tokens(sizes)
-        weights = reduction_weights(torch.from_numpy(tokens), self.reduction) * batch["weight"].cpu()
+        learned = torch.from_numpy(learned_tokens(tokens, sizes, self.spec))
+        weights = reduction_weights(learned, self.reduction) * batch["weight"].cpu()
         return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None)
 
     def bucket_counts(self) -> dict[int, int]:
@@ -251,6 +262,7 @@ def make_streamed_data(
     opened: OpenedStream,
     width: int,
     text_tokens: int = 0,
+    added_frames: Mapping[str, int] = MappingProxyType({}),
 ) -> StreamedData:
     """Make the loader of an opened stream; arguments as in [`make_data`][hf_bucketing.training.data.make_data].
 
@@ -259,16 +271,16 @@ def make_streamed_data(
     """
     prepared, rows, sample = opened
     check_prepared(config, prepared, spec, folder=config.dataset_dir)
+    spec = counting_spec(prepared, added_frames)
     batches, stream = config.batches, config.stream
     table: BucketTable | OpenTable = prepared.table
     grouping: Grouping
     if batches.batching == "pack":
         table = prepared.open_table
         assert batches.token_limit is not None, "BatchConfig checks it"
-        if batches.token_drop is not None:
-            rows = rows.map(
-                _KeptTokens(drop=batches.token_drop, table=table, spec=spec), batched=True, batch_size=_MAPPED_ROWS
-            )
+        if batches.token_drop is not None or spec.added_frames:
+            counted = _CountedTokens(drop=batches.token_drop, table=table, spec=spec)
+            rows = rows.map(counted, batched=True, batch_size=_MAPPED_ROWS)
         grouping = PackGrouping(
             max_tokens=batches.token_limit, strip_length=batches.strip_length, text_tokens=text_tokens
         )
@@ -307,13 +319,14 @@ def make_streamed_data(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _KeptTokens:
-    """Replace the tokens of rows by those that token drop keeps; a batch function."""
+class _CountedTokens:
+    """Replace the tokens of rows by those of [`counted_tokens`]; a batch function."""
 
-    drop: TokenDrop
+    drop: TokenDrop | None
     table: OpenTable
     spec: LatentSpec
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
-        return {"num_tokens": kept_tokens(self.drop, ids, tokens, table=self.table, spec=self.spec).tolist()}
+        counted = counted_tokens(ids, tokens, table=self.table, spec=self.spec, drop=self.drop)
+        return {"num_tokens": counted.tolist()}

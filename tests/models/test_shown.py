@@ -120,7 +120,8 @@ def test_a_model_of_two_frames_takes_both(folder) -> None:
 def test_a_step_that_is_tried_out_has_conditions(tiny: str, folder) -> None:
     recipe = load(folder(tiny))
     given = ("control", "mask", *(["reference"] if tiny == "wan-vace" else []))
-    data: Any = SimpleNamespace(text_tokens=0, table=BucketTable.parse("32,48", frames=[1]), conditions=given)
+    table = BucketTable.parse("32,48", frames=[1])
+    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=given)
     batch = _random_batch([Size(1, 32, 48)] * 2, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)
     assert len(media["latents"]) == len(media[LOSS_MASK]) == 2

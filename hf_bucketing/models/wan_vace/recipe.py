@@ -27,12 +27,13 @@ class WanVACERecipe(WanRecipe):
       the sample itself, grey where the mask is white.
     - `reference` is an image of any size, fitted onto white and encoded as a latent frame in front of the video. The
       noisy latents have it too, as the pipeline generates it again and drops it; it does not enter the loss.
-      (DiffSynth-Studio and VideoX-Fun count it as any frame.) Its tokens come on top of `max_tokens`.
+      (DiffSynth-Studio and VideoX-Fun count it as any frame.)
     """
 
     pipeline_class = "WanVACEPipeline"
     family = FAMILY
     shown = ("control", "reference")
+    added_frames = MappingProxyType({"reference": 1})
     shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
 
     @property

@@ -23,13 +23,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from ...buckets.sizes import LatentSpec, Size
+from ...buckets.sizes import Size
 from ...columns.arrays import column_array
 from ...columns.prepared import PreparedDataset
 from ...errors import BucketingError
 from ...models.recipe import Recipe, read_configs
 from ..checkpoint import SHARDED
 from ..config import TrainingConfig
+from ..data import counting_spec
 
 _TEXT_ATTENTION = "attn2"
 """Name of the modules that attend to text; see `Family.context_parallel`."""
@@ -73,7 +74,7 @@ def check_context_parallel(config: TrainingConfig, accelerator: Accelerator, rec
             f"`strip_length={-(-batches.strip_length // degree) * degree}`."
         )
     if batches.batching == "bucket":
-        _check_sizes(config, recipe.read_spec(config.pretrained_model_name_or_path), given=given)
+        _check_sizes(config, recipe, given=given)
 
 
 def _check_processes(accelerator: Accelerator, *, given: str) -> None:
@@ -106,22 +107,24 @@ def _check_model(config: TrainingConfig, recipe: type[Recipe], *, given: str) ->
         )
 
 
-def _check_sizes(config: TrainingConfig, spec: LatentSpec, *, given: str) -> None:
+def _check_sizes(config: TrainingConfig, recipe: type[Recipe], *, given: str) -> None:
     """Refuse stacks whose tokens the degree does not divide: diffusers' exchange takes equal parts in training."""
-    degree = config.memory.context_parallel_degree
-    uneven: Counter[Size] = Counter()
+    degree, spec = config.memory.context_parallel_degree, recipe.read_spec(config.pretrained_model_name_or_path)
+    uneven: Counter[tuple[Size, int]] = Counter()
     for folder in filter(None, (config.dataset_dir, config.held_out.validation_dataset_dir)):
         prepared = PreparedDataset.load(folder)
-        ids, tokens = (column_array(prepared.dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
-        uneven.update(prepared.table.size(bucket) for bucket in ids[tokens % degree != 0].tolist())
+        ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
+        tokens = prepared.table.num_tokens(ids, spec=counting_spec(prepared, recipe.added_frames))
+        odd = tokens % degree != 0
+        sizes = [prepared.table.size(bucket) for bucket in ids[odd].tolist()]
+        uneven.update(zip(sizes, tokens[odd].tolist(), strict=True))
     if not uneven:
         return
-    sizes = dict(uneven.most_common(_SIZES_NAMED))
     listed = ", ".join(
-        f"{'x'.join(map(str, size))} ({spec.num_tokens(size)} tokens, {count} samples)"
-        for size, count in sizes.items()
+        f"{'x'.join(map(str, size))} ({tokens_of} tokens, {count} samples)"
+        for (size, tokens_of), count in uneven.most_common(_SIZES_NAMED)
     )
-    more = f" and {len(uneven) - len(sizes)} further sizes" if len(uneven) > len(sizes) else ""
+    more = f" and {len(uneven) - _SIZES_NAMED} further sizes" if len(uneven) > _SIZES_NAMED else ""
     width = spec.spatial_stride * spec.patch[2] * degree
     raise BucketingError(
         f'{given} does not divide the tokens of the sizes {listed}{more}. Train packs (`batching="pack"`), whose '

@@ -190,10 +190,14 @@ def fill_max_tokens(
         return config
     searched = changed(config, random_resize=None)  # samples at their own size are the largest that are drawn
     transformer = step.recipe.transformer
-    width = step.recipe.family.width(transformer)
     text_tokens = step.recipe.text_tokens(step.recipe.max_sequence_length)
+    common: dict[str, Any] = {
+        "width": step.recipe.family.width(transformer),
+        "text_tokens": text_tokens,
+        "added_frames": step.recipe.added_frames,
+    }
     transformer.to(accelerator.device)
-    whole = make_data(changed(searched, max_tokens=2**40), spec, width=width, text_tokens=text_tokens)
+    whole = make_data(changed(searched, max_tokens=2**40), spec, **common)
     tokens = whole.num_tokens
     strip_length = config.batches.strip_length
     smallest = int(-(-tokens.max() // strip_length) * strip_length) + text_tokens
@@ -202,7 +206,7 @@ def fill_max_tokens(
     largest = _planned_tokens(config, size, at_most=share, accelerator=accelerator, transformer=transformer)
 
     def try_step(max_tokens: int) -> None:
-        data = make_data(changed(searched, max_tokens=max_tokens), spec, width=width, text_tokens=text_tokens)
+        data = make_data(changed(searched, max_tokens=max_tokens), spec, **common)
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         sizes = data.sizes(plan.batch(int(costs.argmax())))
@@ -284,7 +288,7 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
     transformer, family = recipe.transformer, recipe.family
     name = "pixel_values" if recipe.modules("vae") else "latents"
     channels = 3 if name == "pixel_values" else recipe.latent_channels
-    shapes = sizes if name == "pixel_values" else [recipe.spec.latent_size(size) for size in sizes]
+    shapes = sizes if name == "pixel_values" else [data.spec.latent_size(size) for size in sizes]
     media = [torch.rand(channels, *shape, device=device) * 2 - 1 for shape in shapes]
     batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
     if name == "pixel_values":
@@ -296,7 +300,7 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
         shape = len(sizes), recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = torch.ones(shape, device=device) if family.text_rule == "masked" else None
-        drawn = family.draw_conditioning(transformer, [recipe.spec.grid(size) for size in sizes])
+        drawn = family.draw_conditioning(transformer, [data.spec.grid(size) for size in sizes])
         batch["text_others"] = {
             name: values.to(device) for name, values in drawn.items() if name not in family.latent_conditioning
         }
