@@ -18,6 +18,12 @@ def is_text(feature: Any) -> bool:
     return isinstance(feature, Value) and feature.dtype in ("string", "large_string", "string_view")
 
 
+def path_of(cell: Any) -> str | None:
+    """Return the path of a media cell, for messages; None if it has none."""
+    path = cell.get("path") if isinstance(cell, dict) else cell
+    return path if isinstance(path, str) else None
+
+
 def column_array(dataset: Dataset, name: str) -> npt.NDArray[Any]:
     """Return a whole column as an array of shape `(n,)`.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..buckets.assignment import CAPTION_SIZE
 from ..errors import ColumnError
 from ..settings import check_literals
 from .apply import undecoded, with_columns
-from .arrays import column_array, column_batches, is_text
+from .arrays import column_array, column_batches, is_text, path_of
 
 OnCaptionError = Literal["raise", "reject", "empty"]
 
@@ -27,6 +28,11 @@ CAPTION = "{caption}"
 
 _NAMED_ROWS = 3
 _SIZES = ("width", "height", "num_frames")
+_ADVICE = [
+    "write these captions",
+    'leave the rows out with `on_error="reject"`',
+    'train them without a text with `on_error="empty"`',
+]
 
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
 _CODES = {problem: code for code, problem in enumerate(_PROBLEMS, start=1)}
@@ -98,6 +104,7 @@ class CaptionTexts:
         on_error (`"raise"`, `"reject"` or `"empty"`): As in [`check_captions`]. To reject rows, map this after
             `MediaMetadata`, whose columns mark them.
         template (`str`, *optional*): As in [`check_captions`].
+        media_column (`str`, *optional*): As in [`check_captions`].
 
     Raises:
         ColumnError: If there is no column, `on_error` is unknown, or the template lacks its one `{caption}`.
@@ -106,6 +113,7 @@ class CaptionTexts:
     columns: tuple[str, ...]
     on_error: OnCaptionError = field(default="raise", kw_only=True)
     template: str | None = field(default=None, kw_only=True)
+    media_column: str | None = field(default=None, kw_only=True)
     rule_version: int = field(default=1, init=False)
 
     optional_columns = ()
@@ -121,7 +129,8 @@ class CaptionTexts:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must have."""
-        return (*self.columns, *(_SIZES if self.on_error == "reject" else ()))
+        named = () if self.media_column is None else (self.media_column,)
+        return (*self.columns, *named, *(_SIZES if self.on_error == "reject" else ()))
 
     @property
     def output_columns(self) -> tuple[str, ...]:
@@ -137,7 +146,9 @@ class CaptionTexts:
         entries = _join([_of_values(batch[name]) for name in self.columns])
         rows = np.unique(entries.rows()[entries.codes > 0])
         if len(rows) and self.on_error == "raise":
-            raise ColumnError(f"{_summary(entries, self.columns)} Rows are counted from the first of their batch.")
+            paths = None if self.media_column is None else [path_of(cell) for cell in batch[self.media_column]]
+            summary = _summary(entries, self.columns, paths=None if paths is None else paths.__getitem__)
+            raise ColumnError(f"{summary} Rows are counted from the first of their batch.", advice=_ADVICE)
         columns: dict[str, list[Any]] = {self.columns[0]: entries.usable().column(self.template).to_pylist()}
         if self.on_error == "reject":
             for name in _SIZES:
@@ -190,16 +201,10 @@ def check_captions(
         for problem, code in _CODES.items()
         if (entries.codes == code).any()
     }
-    summary = _summary(entries, columns, dataset=dataset, media_column=media_column) if problems else ""
+    paths = None if media_column is None else partial(_path_in, dataset, media_column)
+    summary = _summary(entries, columns, paths=paths) if problems else ""
     if problems and on_error == "raise":
-        raise ColumnError(
-            summary,
-            advice=[
-                "write these captions",
-                'leave the rows out with `on_error="reject"`',
-                'train them without a text with `on_error="empty"`',
-            ],
-        )
+        raise ColumnError(summary, advice=_ADVICE)
     feature = List(Value("string")) if entries.several else Value("string")
     if problems or template is not None or len(columns) > 1 or dataset.features[columns[0]] != feature:
         texts = pa.chunked_array([part.usable().column(template, several=entries.several) for part in parts])
@@ -418,9 +423,8 @@ def _text_of(value: Any) -> tuple[str | None, int]:
     return None, _CODES[problem]
 
 
-def _summary(
-    entries: _Entries, columns: Sequence[str], *, dataset: Dataset | None = None, media_column: str | None = None
-) -> str:
+def _summary(entries: _Entries, columns: Sequence[str], *, paths: Callable[[int], str | None] | None) -> str:
+    """Return what is wrong with captions, and the first rows of each kind, with the paths of their files."""
     rows = entries.rows()
     position = np.arange(len(rows)) - np.repeat(np.cumsum(entries.counts) - entries.counts, entries.counts)
     kinds = []
@@ -432,11 +436,9 @@ def _summary(
         names = [f"row {row}" for row in rows[first].tolist()]
         if entries.several:
             names = [f"{name} caption {number}" for name, number in zip(names, position[first].tolist(), strict=True)]
-        if dataset is not None and media_column is not None:
-            paths = _paths(dataset, rows[first].tolist(), media_column)
-            names = [
-                f"{name}: {path}" if isinstance(path, str) else name for name, path in zip(names, paths, strict=True)
-            ]
+        if paths is not None:
+            files = map(paths, rows[first].tolist())
+            names = [f"{name}: {file}" if file else name for name, file in zip(names, files, strict=True)]
         kinds.append(f"{len(found)} {problem} ({', '.join([*names, '…'] if len(found) > len(first) else names)})")
     named = " and ".join(map(repr, columns))
     of_column = f"column {named}" if len(columns) == 1 else f"columns {named}"
@@ -444,6 +446,5 @@ def _summary(
     return f"{wrong} of {len(rows)} captions in the {of_column} are not text: {'; '.join(kinds)}."
 
 
-def _paths(dataset: Dataset, rows: list[int], media_column: str) -> list[Any]:
-    files = undecoded(dataset.select_columns([media_column]).select(rows), [media_column])[media_column]
-    return [cell.get("path") if isinstance(cell, dict) else cell for cell in files]
+def _path_in(dataset: Dataset, column: str, row: int) -> str | None:
+    return path_of(undecoded(dataset.select_columns([column]).select([row]), [column])[0][column])

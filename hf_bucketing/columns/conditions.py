@@ -24,10 +24,12 @@ from ..media.probe import MediaInfo, probe
 from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns, undecoded
-from .arrays import column_batches, is_text
+from .arrays import column_batches, is_text, path_of
+
+CONDITION_FAULT = "condition_fault"
+"""Column that says what is wrong with the conditions of a row."""
 
 _SIZES = ("width", "height", "num_frames")
-_FAULT = "condition_fault"
 _NAMED_ROWS = 3
 
 
@@ -57,7 +59,7 @@ class ConditionColumns:
     rule_version: int = field(default=1, init=False)
 
     optional_columns = (CLIP_START,)
-    output_columns = (*_SIZES, _FAULT)
+    output_columns = (*_SIZES, CONDITION_FAULT)
     vectorised = False
     reusable = False
 
@@ -81,7 +83,7 @@ class ConditionColumns:
         for row, fault in enumerate(faults):
             for sizes in columns.values():
                 sizes[row] = CONDITION_SIZE if fault else sizes[row]
-        return {**columns, _FAULT: faults}
+        return {**columns, CONDITION_FAULT: faults}
 
     def _fault(self, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]) -> str:
         """Return what is wrong with the conditions of a row, or ""; `headers` are those of files already read."""
@@ -92,14 +94,16 @@ class ConditionColumns:
                 self._check(name, batch[column][row], batch, row, headers)
         except MediaError as error:
             if self.on_error == "raise":
-                raise
+                path = path_of(batch[self.files.column][row]) if self.files.column in batch else None
+                name = f"Row {row} of its batch" if path is None else f"Row {row} of its batch ({path})"
+                raise MediaError(f"{name}: {error}") from error
             return str(error)
         return ""
 
     def _check(
         self, name: str, cell: Any, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]
     ) -> None:
-        source = self.files.condition(name, cell, name=f"row {row} of its batch" if self.on_error == "raise" else "it")
+        source = self.files.condition(name, cell, name="it")
         if source is None:
             return
         if source.data is not None:
@@ -174,7 +178,9 @@ def check_conditions(
     check_condition_columns(dataset, given)
     order = dataset.column_names
     marked = map_columns(dataset, replace(columns, on_error="reject"), num_proc=num_proc, overwrite=True)
-    faults = np.concatenate([pc.not_equal(cells, "").to_numpy(False) for cells in column_batches(marked, _FAULT)])
+    faults = np.concatenate(
+        [pc.not_equal(cells, "").to_numpy(False) for cells in column_batches(marked, CONDITION_FAULT)]
+    )
     rows = np.flatnonzero(faults)
     if len(rows):
         faulty = _named(marked, rows, media_column)
@@ -198,11 +204,8 @@ def _holds_bytes(feature: Any) -> bool:
 def _named(dataset: Dataset, rows: np.ndarray, media_column: str) -> str:
     """Return the numbers, files and faults of the first rows."""
     first = rows[:_NAMED_ROWS].tolist()
-    found = undecoded(dataset.select_columns([media_column, _FAULT]).select(first), [media_column])[:]
-    paths = [cell.get("path") if isinstance(cell, dict) else cell for cell in found[media_column]]
-    names = [
-        f"row {row} ({path})" if isinstance(path, str) else f"row {row}"
-        for row, path in zip(first, paths, strict=True)
-    ]
-    texts = [f"{name}: {fault.rstrip('.')}" for name, fault in zip(names, found[_FAULT], strict=True)]
+    found = undecoded(dataset.select_columns([media_column, CONDITION_FAULT]).select(first), [media_column])[:]
+    paths = map(path_of, found[media_column])
+    names = [f"row {row} ({path})" if path else f"row {row}" for row, path in zip(first, paths, strict=True)]
+    texts = [f"{name}: {fault.rstrip('.')}" for name, fault in zip(names, found[CONDITION_FAULT], strict=True)]
     return "; ".join([*texts, "…"] if len(rows) > len(first) else texts)
