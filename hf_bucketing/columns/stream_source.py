@@ -136,10 +136,14 @@ class StreamSource:
         named = {self.media_column, *self.conditions.values()}
         rows = undecoded(rows, outer | named)
         present = list(rows.column_names or next(iter(rows)))
+        if self.clips is None:  # before the map, as shuffling reads many shards at once, each by whole batches
+            rows = _shuffled(rows, shuffle_buffer, seed)
         rows = rows.map(self.columns(buckets), batched=True, batch_size=_BATCH_ROWS, remove_columns=present)
-        if shuffle_buffer:  # after the map, so that it mixes the clips of a file too
-            rows = rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=shuffle_buffer)
-        return rows
+        return rows if self.clips is None else _shuffled(rows, shuffle_buffer, seed)
+
+
+def _shuffled(rows: IterableDataset, buffer_size: int, seed: int) -> IterableDataset:
+    return rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=buffer_size) if buffer_size else rows
 
 
 def open_rows(dataset: str, *, split: str = "train", config_name: str | None = None) -> IterableDataset:
