@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -19,13 +19,18 @@ from ..errors import ColumnError
 from ..settings import check_literals
 from .apply import with_columns
 from .arrays import SIZE_COLUMNS, column_array, column_batches, is_list_type, is_text
-from .faults import NAMED_ROWS, listed, paths_of
+from .faults import NAMED_ROWS, listed, path_of, paths_of
 
 OnCaptionError = Literal["raise", "reject", "empty"]
 
 CAPTION = "{caption}"
 """Place of the caption in a template."""
 
+_ADVICE = [
+    "write these captions",
+    'leave the rows out with `on_error="reject"`',
+    'train them without a text with `on_error="empty"`',
+]
 
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
 _CODES = {problem: code for code, problem in enumerate(_PROBLEMS, start=1)}
@@ -96,6 +101,7 @@ class CaptionTexts:
         on_error (`"raise"`, `"reject"` or `"empty"`): As in [`check_captions`]. To reject rows, map this after
             `MediaMetadata`, whose columns mark them.
         template (`str`, *optional*): As in [`check_captions`].
+        media_column (`str`, *optional*): As in [`check_captions`].
 
     Raises:
         ColumnError: If there is no column, `on_error` is unknown, or the template lacks its one `{caption}`.
@@ -104,6 +110,7 @@ class CaptionTexts:
     columns: tuple[str, ...]
     on_error: OnCaptionError = field(default="raise", kw_only=True)
     template: str | None = field(default=None, kw_only=True)
+    media_column: str | None = field(default=None, kw_only=True)
     rule_version: int = field(default=1, init=False)
 
     optional_columns = ()
@@ -119,7 +126,8 @@ class CaptionTexts:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must have."""
-        return (*self.columns, *(SIZE_COLUMNS if self.on_error == "reject" else ()))
+        named = () if self.media_column is None else (self.media_column,)
+        return (*self.columns, *named, *(SIZE_COLUMNS if self.on_error == "reject" else ()))
 
     @property
     def output_columns(self) -> tuple[str, ...]:
@@ -135,7 +143,9 @@ class CaptionTexts:
         entries = _join([_of_values(batch[name]) for name in self.columns])
         rows = np.unique(entries.rows()[entries.codes > 0])
         if len(rows) and self.on_error == "raise":
-            raise ColumnError(f"{_summary(entries, self.columns)} Rows are counted from the first of their batch.")
+            paths = None if self.media_column is None else [path_of(cell) for cell in batch[self.media_column]]
+            summary = _summary(entries, self.columns, paths=None if paths is None else paths.__getitem__)
+            raise ColumnError(f"{summary} Rows are counted from the first of their batch.", advice=_ADVICE)
         columns: dict[str, list[Any]] = {self.columns[0]: entries.usable().column(self.template).to_pylist()}
         if self.on_error == "reject":
             for name in SIZE_COLUMNS:
@@ -188,16 +198,10 @@ def check_captions(
         for problem, code in _CODES.items()
         if (entries.codes == code).any()
     }
-    summary = _summary(entries, columns, dataset=dataset, media_column=media_column) if problems else ""
+    paths = None if media_column is None else lambda row: paths_of(dataset, [row], media_column)[0]
+    summary = _summary(entries, columns, paths=paths) if problems else ""
     if problems and on_error == "raise":
-        raise ColumnError(
-            summary,
-            advice=[
-                "write these captions",
-                'leave the rows out with `on_error="reject"`',
-                'train them without a text with `on_error="empty"`',
-            ],
-        )
+        raise ColumnError(summary, advice=_ADVICE)
     feature = List(Value("string")) if entries.several else Value("string")
     if problems or template is not None or len(columns) > 1 or dataset.features[columns[0]] != feature:
         texts = pa.chunked_array([part.usable().column(template, several=entries.several) for part in parts])
@@ -416,9 +420,8 @@ def _text_of(value: Any) -> tuple[str | None, int]:
     return None, _CODES[problem]
 
 
-def _summary(
-    entries: _Entries, columns: Sequence[str], *, dataset: Dataset | None = None, media_column: str | None = None
-) -> str:
+def _summary(entries: _Entries, columns: Sequence[str], *, paths: Callable[[int], str | None] | None) -> str:
+    """Return what is wrong with captions, and the first rows of each kind, with the paths of their files."""
     rows = entries.rows()
     position = np.arange(len(rows)) - np.repeat(np.cumsum(entries.counts) - entries.counts, entries.counts)
     kinds = []
@@ -430,9 +433,9 @@ def _summary(
         names = [f"row {row}" for row in rows[first].tolist()]
         if entries.several:
             names = [f"{name} caption {number}" for name, number in zip(names, position[first].tolist(), strict=True)]
-        if dataset is not None and media_column is not None:
-            paths = paths_of(dataset, rows[first].tolist(), media_column)
-            names = [name if path is None else f"{name}: {path}" for name, path in zip(names, paths, strict=True)]
+        if paths is not None:
+            files = map(paths, rows[first].tolist())
+            names = [f"{name}: {file}" if file else name for name, file in zip(names, files, strict=True)]
         kinds.append(f"{len(found)} {problem} ({listed(names, total=len(found), separator=', ')})")
     named = " and ".join(map(repr, columns))
     of_column = f"column {named}" if len(columns) == 1 else f"columns {named}"

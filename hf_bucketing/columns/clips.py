@@ -28,6 +28,7 @@ ClipMode = Literal["head", "uniform", "slide", "all", "scenes"]
 SCENE_START, SCENE_END = "start", "end"
 """Columns of the seconds at which scenes begin and end: numbers, or lists of numbers."""
 
+_ADVICE = ["correct the columns start and end", 'leave the clips out with `on_error="reject"`']
 _ROUNDING = 1e-6
 """Frames by which a time may miss a frame, since seconds are rounded."""
 
@@ -227,9 +228,7 @@ def cut_clips(
     count = int(clips.wrong.sum())
     problem = f"{count} clips do not lie in their files: {_named(dataset, clips, media_column)}." if count else ""
     if count and on_error == "raise":
-        raise ColumnError(
-            problem, advice=["correct the columns start and end", 'leave the clips out with `on_error="reject"`']
-        )
+        raise ColumnError(problem, advice=_ADVICE)
     rows = repeat_rows(dataset, clips.source)
     columns: dict[str, Any] = {CLIP_START: clips.start, CLIP_END: clips.end}
     for name in SIZE_COLUMNS:
@@ -253,6 +252,7 @@ class ClipRows:
         rule ([`ClipRule`]): Places and length of the clips.
         on_error (`"raise"` or `"reject"`): As in [`cut_clips`].
         caption_column (`str`, *optional*): As in [`cut_clips`].
+        media_column (`str`, *optional*): Media column, whose files messages name.
 
     Raises:
         ColumnError: If `on_error` is unknown.
@@ -261,6 +261,7 @@ class ClipRows:
     rule: ClipRule
     on_error: Literal["raise", "reject"] = field(default="raise", kw_only=True)
     caption_column: str | None = field(default=None, kw_only=True)
+    media_column: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_literals(self, error=ColumnError)
@@ -278,9 +279,12 @@ class ClipRows:
         rows = clips.source.tolist()
         if clips.wrong.any() and self.on_error == "raise":
             row = rows[int(clips.wrong.argmax())]
+            path = None if self.media_column is None else path_of(batch[self.media_column][row])
             raise ColumnError(
-                f"Row {row} of its batch has clips from {batch[SCENE_START][row]} to {batch[SCENE_END][row]} s, which "
-                f"do not lie in its {batch['num_frames'][row]} frames at {batch['fps'][row]} fps."
+                f"Row {row} of its batch{f' ({path})' if path else ''} has clips from {batch[SCENE_START][row]} to "
+                f"{batch[SCENE_END][row]} s, which do not lie in its {batch['num_frames'][row]} frames at "
+                f"{batch['fps'][row]} fps.",
+                advice=_ADVICE,
             )
         columns = {name: [cells[row] for row in rows] for name, cells in batch.items()}
         columns |= {CLIP_START: clips.start.tolist(), CLIP_END: clips.end.tolist()}

@@ -25,9 +25,10 @@ from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
 from .arrays import SIZE_COLUMNS, column_batches, media_kind
-from .faults import NAMED_ROWS, listed, paths_of
+from .faults import NAMED_ROWS, listed, path_of, paths_of
 
-_FAULT = "condition_fault"
+CONDITION_FAULT = "condition_fault"
+"""Column that says what is wrong with the conditions of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class ConditionColumns:
     rule_version: int = field(default=1, init=False)
 
     optional_columns = (CLIP_START,)
-    output_columns = (*SIZE_COLUMNS, _FAULT)
+    output_columns = (*SIZE_COLUMNS, CONDITION_FAULT)
     vectorised = False
     reusable = False
 
@@ -80,7 +81,7 @@ class ConditionColumns:
         for row, fault in enumerate(faults):
             for sizes in columns.values():
                 sizes[row] = CONDITION_SIZE if fault else sizes[row]
-        return {**columns, _FAULT: faults}
+        return {**columns, CONDITION_FAULT: faults}
 
     def _fault(self, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]) -> str:
         """Return what is wrong with the conditions of a row, or ""; `headers` are those of files already read."""
@@ -91,14 +92,16 @@ class ConditionColumns:
                 self._check(name, batch[column][row], batch, row, headers)
         except MediaError as error:
             if self.on_error == "raise":
-                raise
+                path = path_of(batch[self.files.column][row]) if self.files.column in batch else None
+                name = f"Row {row} of its batch" if path is None else f"Row {row} of its batch ({path})"
+                raise MediaError(f"{name}: {error}") from error
             return str(error)
         return ""
 
     def _check(
         self, name: str, cell: Any, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]
     ) -> None:
-        source = self.files.condition(name, cell, name=f"row {row} of its batch" if self.on_error == "raise" else "it")
+        source = self.files.condition(name, cell, name="it")
         if source is None:
             return
         if source.data is not None:
@@ -173,7 +176,9 @@ def check_conditions(
     check_condition_columns(dataset, given)
     order = dataset.column_names
     marked = map_columns(dataset, replace(columns, on_error="reject"), num_proc=num_proc, overwrite=True)
-    faults = np.concatenate([pc.not_equal(cells, "").to_numpy(False) for cells in column_batches(marked, _FAULT)])
+    faults = np.concatenate(
+        [pc.not_equal(cells, "").to_numpy(False) for cells in column_batches(marked, CONDITION_FAULT)]
+    )
     rows = np.flatnonzero(faults)
     if len(rows):
         faulty = _named(marked, rows, media_column)
@@ -190,7 +195,10 @@ def check_conditions(
 def _named(dataset: Dataset, rows: np.ndarray, media_column: str) -> str:
     """Return the numbers, files and faults of the first rows."""
     first = rows[:NAMED_ROWS].tolist()
-    paths, faults = paths_of(dataset, first, media_column), dataset.select_columns([_FAULT]).select(first)[_FAULT]
+    paths, faults = (
+        paths_of(dataset, first, media_column),
+        dataset.select_columns([CONDITION_FAULT]).select(first)[CONDITION_FAULT],
+    )
     texts = [
         f"row {row}{'' if path is None else f' ({path})'}: {fault.rstrip('.')}"
         for row, path, fault in zip(first, paths, faults, strict=True)

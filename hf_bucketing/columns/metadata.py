@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -202,12 +203,13 @@ class SizedDataset(NamedTuple):
     Attributes:
         dataset (`Dataset`): Rows with `width`, `height`, `num_frames` and `fps`.
         origin (`str`): Sentence that says where the sizes come from.
-        columns (tuple of `str`): Columns of the data set that held the sizes; none if headers were read.
+        columns (mapping of `str` to `str`): Columns that held the sizes, by what they hold, such as
+            `{"num_frames": "frame"}`; none if headers were read.
     """
 
     dataset: Dataset
     origin: str
-    columns: tuple[str, ...] = ()
+    columns: Mapping[str, str] = MappingProxyType({})
 
 
 def add_sizes(
@@ -266,7 +268,7 @@ def add_sizes(
     sized = with_columns(undecoded(dataset, [metadata.column]), columns)
     checked = min(len(dataset), _SAMPLED_FILES)
     checks = "no file was opened" if sizes_from == "columns" else f"the headers of {checked} files agree"
-    return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", tuple(names.values()))
+    return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", names)
 
 
 def read_size_columns(text: str) -> dict[str, str]:

@@ -22,16 +22,17 @@ from ..errors import BucketingError, quoted
 from ..files import complete_folder
 from ..settings import names_of, not_default
 from .buckets import BucketColumns
-from .metadata import SizedDataset, SizesFrom, add_sizes
+from .clips import SCENE_END, SCENE_START
+from .metadata import SizedDataset, add_sizes, read_size_columns
 from .preparation import SourceConfig
 from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
 from .stream_columns import CAPTION, MEDIA, name_of, named_cell, value_at
 from .stream_source import (
-    SIZE_COLUMNS,
     StreamSource,
     bytes_in,
     check_present,
-    find_caption_column,
+    columns_of,
+    find_caption_columns,
     find_media_column,
     first_rows,
     open_rows,
@@ -40,7 +41,19 @@ from .stream_source import (
 
 _USED = (
     *("dataset", "dataset_config_name", "split", "media_column", "caption_column", "sizes_from", "target_fps"),
-    *("on_error", "bucket_tokens", "buckets", "table", "bucket_frames", "bucket_sizes", "aspect_step"),
+    *(
+        "caption_template",
+        "size_columns",
+        "clips",
+        "clip_frames",
+        "on_error",
+        "bucket_tokens",
+        "buckets",
+        "table",
+        "bucket_frames",
+        "bucket_sizes",
+        "aspect_step",
+    ),
     *("first_frame_column", "last_frame_column", "control_column", "mask_column", "reference_column"),
     *("max_aspect_ratio", *(part.name for part in fields(AssignmentRule))),
 )
@@ -54,7 +67,7 @@ class StreamSample:
     """What the first rows of a stream were like.
 
     Args:
-        rows (`int`): Number of rows.
+        rows (`int`): Number of rows, or of clips.
         row_bytes (`int`): Bytes of an average row in memory, that of its files included.
         buckets (mapping of `int` to `int`): Rows of each bucket.
         sizes (list of lists of `int`): Frames, height and width of the usable rows, each once.
@@ -71,7 +84,7 @@ class StreamSample:
         usable = columns["bucket_id"] >= 0
         sizes = np.stack([columns[name][usable] for name in ("num_frames", "height", "width")])
         return cls(
-            rows=len(rows),
+            rows=len(usable),
             row_bytes=sum(map(bytes_in, rows)) // len(rows),
             buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
             sizes=np.unique(sizes, axis=1).T.tolist(),
@@ -222,23 +235,29 @@ def prepare_stream(
     table = config.table.make(spec, native_sizes=native_sizes)
     dataset = open_rows(config.dataset, split=config.split, config_name=config.dataset_config_name)
     rows = first_rows(dataset, name=config.dataset)
+    clips = config.clip_rule(max(size.frames for size in table.sizes))
     source = StreamSource(
         dataset=os.path.abspath(config.dataset) if root_of(config.dataset) is not None else config.dataset,
         config_name=config.dataset_config_name,
         split=config.split,
         media_column=find_media_column(dataset, rows, config.media_column),
-        caption_column=find_caption_column(rows, config.caption_column),
+        caption_columns=find_caption_columns(rows, config.caption_column),
+        caption_template=config.caption_template,
         target_fps=config.target_fps,
+        clips=config.clips,
+        clip_frames=None if clips is None else clips.frames,
         on_error=config.on_error,
         conditions=config.conditions,
     )
     check_present(rows, config.conditions)
+    if config.clips == "scenes":
+        check_present(rows, {f"scene {name}": name for name in (SCENE_START, SCENE_END)})
     say(
         f"{config.dataset}: a stream of {dataset.num_shards} shards; media column {source.media_column}, caption "
-        f"column {source.caption_column}"
+        f"column {', '.join(source.caption_columns)}"
     )
-    sized = _sized(source, rows, features=dataset.features, sizes_from=config.sizes_from)
-    source = replace(source, sizes=list(sized.columns))
+    sized = _sized(source, rows, features=dataset.features, config=config)
+    source = replace(source, sizes=dict(sized.columns))
     say(sized.origin)
     batch = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     found = source.columns(BucketColumns(table, spec, rule=config.rule))(batch)
@@ -261,15 +280,18 @@ def prepare_stream(
 
 
 def _sized(
-    source: StreamSource, rows: Sequence[Mapping[str, Any]], *, features: Any, sizes_from: SizesFrom
+    source: StreamSource, rows: Sequence[Mapping[str, Any]], *, features: Any, config: SourceConfig
 ) -> SizedDataset:
     """Compare the sizes that the first rows have with the headers of their files, as for a data set of rows."""
     typed = type((features or {}).get(source.media_column)) is Image
-    names = [name for name in SIZE_COLUMNS if all(name in row for row in rows)]
+    given = None if config.size_columns is None else read_size_columns(config.size_columns)
+    usual = [name for name in ("width", "height", "num_frames", "fps") if all(name in row for row in rows)]
+    present = columns_of(rows)
+    names = dict.fromkeys([*usual, *(name for name in (given or {}).values() if name in present)])
     sample = Dataset.from_dict({
         MEDIA: [named_cell(value_at(row, source.media_column), row) for row in rows],
-        **{name: [row[name] for row in rows] for name in names},
+        **{name: [value_at(row, name) for row in rows] for name in names},
     })  # fmt: skip
     if typed:
         sample = sample.cast_column(MEDIA, Image(decode=False))
-    return add_sizes(sample, source.metadata, sizes_from=sizes_from)
+    return add_sizes(sample, source.metadata, sizes_from=config.sizes_from, size_columns=given)

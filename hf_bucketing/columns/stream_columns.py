@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..buckets.assignment import CAPTION_SIZE
 from ..errors import ColumnError
+from ..media.rows import CLIP_END, CLIP_START
 from .buckets import BucketColumns
-from .captions import OnCaptionError
+from .captions import CaptionTexts
+from .clips import SCENE_END, SCENE_START, ClipRows
+from .conditions import CONDITION_FAULT, ConditionColumns
 from .faults import path_of
 from .metadata import ExistingMetadata, MediaMetadata
 
@@ -19,7 +21,7 @@ MEDIA = "media"
 """Column of paths, or of dictionaries of path and bytes."""
 
 CAPTION = "caption"
-"""Column of texts."""
+"""Column of texts, or of lists of texts."""
 
 _ENDS = 2**16
 """Bytes from each end of a file in memory that its identity depends on."""
@@ -34,76 +36,79 @@ Batch = Mapping[str, Sequence[Any]]
 class StreamColumns:
     """Make of the rows of a source the columns that training draws; a batch function for `IterableDataset.map`.
 
-    Returns `media`, `caption`, the columns of [`MediaMetadata`] and [`BucketColumns`], and `index`: a number from 0 to
-    2**63 - 1 that follows from a row's file and caption alone, so that its noise and crop depend neither on the shard,
-    process and worker that read it, nor on the rows before it. Of a file in memory, its name without the folder of its
-    tar, its length, and the first and last 64 KiB count.
+    Returns `media`, `caption`, the columns of conditions, [`MediaMetadata`] and [`BucketColumns`], and `index`: a
+    number from 0 to 2**63 - 1 that follows from a row's file, captions and clip alone, so that its noise and crop
+    depend neither on the shard, process and worker that read it, nor on the rows before it. Of a file in memory, its
+    name without the folder of its tar, its length, and the first and last 64 KiB count. Rows that are cut into clips
+    become one row each.
 
     Args:
         media_column (`str`): Media column: paths, bytes, or dictionaries of both; dotted if it is nested.
-        caption_column (`str`): Text column, such as `"json.caption"`.
+        captions ([`CaptionTexts`]): Text columns, dotted if they are nested, and how texts are made of them.
         metadata ([`MediaMetadata`]): How sizes are read from the column `media`.
-        existing ([`ExistingMetadata`], *optional*): Columns that sizes are taken from instead.
-        on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of captions that are not text, as in
-            [`check_captions`][hf_bucketing.columns.check_captions].
+        existing ([`ExistingMetadata`], *optional*): Columns that sizes are taken from instead, dotted if nested.
+        clips ([`ClipRows`], *optional*): How rows are cut into clips.
         conditions (mapping of `str` to `str`): Column of each condition, which becomes a column of its name.
+        check ([`ConditionColumns`]): How the conditions are checked.
         buckets ([`BucketColumns`]): Table and rule of the buckets.
     """
 
     media_column: str
-    caption_column: str
+    captions: CaptionTexts
     metadata: MediaMetadata
     existing: ExistingMetadata | None = None
-    on_error: OnCaptionError = "raise"
-    conditions: Mapping[str, str] = field(default_factory=dict)
+    clips: ClipRows | None = None
+    conditions: Mapping[str, str]
+    check: ConditionColumns
     buckets: BucketColumns
-    rule_version: int = field(default=1, init=False)
+    rule_version: int = field(default=2, init=False)
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """Return the columns for a batch of rows.
 
         Raises:
-            ColumnError: If a column is missing, or a caption is not text under `on_error="raise"`.
-            MediaError: If a file cannot be read, unless `metadata.on_error` is `"reject"`.
+            ColumnError: If a column is missing, or, under `on_error="raise"`, a caption is not text, a size is missing
+                or a clip does not lie in its file.
+            MediaError: If a file cannot be read or a condition does not fit, unless `on_error` is `"reject"`.
         """
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        media = [named_cell(value_at(row, self.media_column), row) for row in rows]
-        captions = [self._caption(row, cell) for row, cell in zip(rows, media, strict=True)]
-        columns = self._sizes(batch, media)
-        for position, (_, usable) in enumerate(captions):
-            if not usable:
-                for name in ("width", "height", "num_frames"):
-                    columns[name][position] = CAPTION_SIZE
+        columns: dict[str, Any] = {MEDIA: _cells(rows, self.media_column)}
+        columns |= {name: _cells(rows, column) for name, column in self.conditions.items()}
+        columns |= self._sizes(rows, columns[MEDIA])
+        texts = {name: [value_at(row, name) for row in rows] for name in self.captions.columns}
+        columns |= self.captions({**columns, **texts})
+        columns[CAPTION] = columns.pop(self.captions.columns[0])
+        if self.clips is not None:
+            scenes = {name: [value_at(row, name) for row in rows] for name in (SCENE_START, SCENE_END)}
+            columns = self.clips({**columns, **scenes})
+            del columns[SCENE_START], columns[SCENE_END]
+        columns |= self.check(columns)
+        del columns[CONDITION_FAULT]
         assigned: Any = self.buckets(columns)
-        texts = [text for text, _ in captions]
-        return {
-            MEDIA: media,
-            CAPTION: texts,
-            **{
-                name: [named_cell(value_at(row, column), row) for row in rows]
-                for name, column in self.conditions.items()
-            },
-            **columns,
-            **{name: values.tolist() for name, values in assigned.items()},
-            "index": [index_of(cell, text) for cell, text in zip(media, texts, strict=True)],
-        }
+        count = len(columns[MEDIA])
+        times = zip(columns.get(CLIP_START, [None] * count), columns.get(CLIP_END, [None] * count), strict=True)
+        index = map(index_of, columns[MEDIA], columns[CAPTION], times)
+        return {**columns, **{name: values.tolist() for name, values in assigned.items()}, "index": list(index)}
 
-    def _caption(self, row: Mapping[str, Any], cell: Any) -> tuple[str, bool]:
-        """Return the text of a row, and whether the row may be drawn."""
-        text, problem = text_of(value_at(row, self.caption_column))
-        if problem is not None and self.on_error == "raise":
-            raise ColumnError(
-                f"The caption of {name_of(cell)} in the column {self.caption_column!r} is not text, but {problem}.",
-                advice=["write it", 'reject such rows with `on_error="reject"`', 'empty it with `on_error="empty"`'],
-            )
-        return text, problem is None or self.on_error == "empty"
-
-    def _sizes(self, batch: Batch, media: Sequence[Any]) -> dict[str, list[Any]]:
+    def _sizes(self, rows: Sequence[Mapping[str, Any]], media: Sequence[Any]) -> dict[str, list[Any]]:
         if self.existing is None:
             return self.metadata({MEDIA: media})
-        found = self.existing(batch)
+        given = {name: [value_at(row, name) for row in rows] for name in self.existing.input_columns}
+        found = self.existing(given)
         names = ("width", "height", "num_frames", "fps")
-        return {name: found[name].tolist() if name in found else list(batch[name]) for name in names}
+        sizes = {name: found[name].tolist() if name in found else given[name] for name in names}
+        for position, size in enumerate(zip(*(sizes[name] for name in names[:3]), strict=True)):
+            if self.metadata.on_error == "raise" and min(-1 if side is None else side for side in size) < 1:
+                cells = ", ".join(f"{name} {values[position]}" for name, values in given.items())
+                raise ColumnError(
+                    f"Row {position} of its batch ({name_of(media[position])}) lacks a size: it has {cells}.",
+                    advice=["correct the columns", 'reject such rows with `on_error="reject"`'],
+                )
+        return sizes
+
+
+def _cells(rows: Sequence[Mapping[str, Any]], column: str) -> list[Any]:
+    return [named_cell(value_at(row, column), row) for row in rows]
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
@@ -118,37 +123,20 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
     return value_at(value, inner) if inner and isinstance(value, Mapping) else None
 
 
-def text_of(value: Any) -> tuple[str, str | None]:
-    """Return a caption as text, `""` if it is none, and what is wrong with it."""
-    if isinstance(value, bytes | bytearray):
-        try:
-            value = bytes(value).decode()
-        except UnicodeDecodeError:
-            return "", "not UTF-8 text"
-    if isinstance(value, str):
-        return (value, None) if value.strip() else ("", "empty")
-    if value is None:
-        return "", "missing"
-    if isinstance(value, bool):
-        return "", "true or false"
-    if isinstance(value, Mapping):
-        return "", "a dict"
-    return "", "a list" if isinstance(value, Sequence) else "a number"
-
-
 def name_of(cell: Any) -> str:
     """Return the path of a cell's file, for messages."""
-    path = path_of(cell)
-    return "a row without a path" if path is None else path
+    return path_of(cell) or "a row without a path"
 
 
-def index_of(cell: Any, caption: str) -> int:
-    """Return the identity of a row, from 0 to 2**63 - 1."""
+def index_of(cell: Any, captions: str | Sequence[str], times: tuple[float | None, float | None]) -> int:
+    """Return the identity of a row, from 0 to 2**63 - 1; `times` are the seconds of a clip, None for a whole file."""
     digest = hashlib.blake2b(digest_size=8)
     data = cell.get("bytes") if isinstance(cell, dict) else None
-    parts = [name_of(cell).encode(errors="surrogateescape"), caption.encode(errors="surrogatepass")]
+    texts = [captions] if isinstance(captions, str) else captions
+    parts = [name_of(cell).encode(errors="surrogateescape"), *(text.encode(errors="surrogatepass") for text in texts)]
     if data is not None:
         parts += [str(len(data)).encode(), data[:_ENDS], data[-_ENDS:]]
+    parts += [str(time).encode() for time in times if time is not None]
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
     return int.from_bytes(digest.digest(), "big") >> 1

@@ -8,21 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from datasets import IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 
 from ..errors import ColumnError, MediaError
 from ..hub import from_hub
+from ..media.rows import MediaColumns
 from ..randomness import Purpose, integer_seed
 from .apply import undecoded
 from .buckets import BucketColumns
-from .captions import OnCaptionError
+from .captions import CaptionTexts, OnCaptionError
+from .clips import ClipRows, ClipRule
+from .conditions import ConditionColumns
 from .layouts import MEDIA_FILES
 from .metadata import ExistingMetadata, MediaMetadata
 from .sources import CAPTION_COLUMNS, MEDIA_COLUMNS
-from .stream_columns import MEDIA, StreamColumns
+from .stream_columns import CAPTION, MEDIA, StreamColumns
 
 BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tar": ("webdataset", {}),
@@ -40,9 +43,6 @@ SAMPLED_ROWS = 64
 _SAMPLED_BYTES = 2**28
 """Bytes after which no more of them are read."""
 
-SIZE_COLUMNS = ("width", "height", "num_frames", "fps")
-"""Columns that may hold the sizes of rows."""
-
 _BATCH_ROWS = 8
 """Rows whose columns are computed at once, small because their files may be in memory."""
 
@@ -57,10 +57,13 @@ class StreamSource:
         config_name (`str`, *optional*): Configuration of a hub data set.
         split (`str`): Split, such as `"train"`.
         media_column (`str`): Media column, dotted if it is nested.
-        caption_column (`str`): Text column, dotted if it is nested.
-        sizes (sequence of `str`): Columns that hold the size of every row: none, `width` and `height` for images, or
-            also `num_frames` and `fps`.
+        caption_columns (sequence of `str`): Columns of texts or lists of texts, dotted if they are nested.
+        caption_template (`str`, *optional*): Text that each caption becomes.
+        sizes (mapping of `str` to `str`): Columns that hold the size of every row, by what they hold; none where
+            headers are read.
         target_fps (`float`): Frame rate to train at.
+        clips (`str`, *optional*): Clips that files are cut into, as [`ClipRule`] reads them.
+        clip_frames (`int`, *optional*): Frames of a clip.
         on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and of captions that are not text.
         conditions (mapping of `str` to `str`): Column of each condition.
     """
@@ -69,9 +72,12 @@ class StreamSource:
     config_name: str | None = None
     split: str = "train"
     media_column: str
-    caption_column: str
-    sizes: Sequence[str] = ()
+    caption_columns: Sequence[str]
+    caption_template: str | None = None
+    sizes: Mapping[str, str] = field(default_factory=dict)
     target_fps: float = 16.0
+    clips: str | None = None
+    clip_frames: int | None = None
     on_error: OnCaptionError = "raise"
     conditions: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,26 +85,37 @@ class StreamSource:
     def metadata(self) -> MediaMetadata:
         """How sizes are read from headers."""
         return MediaMetadata(
-            MEDIA,
-            target_fps=self.target_fps,
-            root=root_of(self.dataset),
-            on_error="reject" if self.on_error == "reject" else "raise",
+            MEDIA, target_fps=self.target_fps, root=root_of(self.dataset), on_error=self._on_file_error
         )
+
+    @property
+    def _on_file_error(self) -> Literal["raise", "reject"]:
+        return "reject" if self.on_error == "reject" else "raise"
 
     def columns(self, buckets: BucketColumns) -> StreamColumns:
         """Return the function that computes the columns of its rows."""
-        existing = None
+        existing = clips = None
         if self.sizes:
-            times = dict(zip(SIZE_COLUMNS[2:], self.sizes[2:], strict=False))
-            target = self.target_fps if times else None
-            existing = ExistingMetadata(*self.sizes[:2], **times, target_fps=target)
+            existing = ExistingMetadata(**self.sizes, target_fps=self.target_fps if "fps" in self.sizes else None)
+        if self.clips is not None:
+            rule = ClipRule.parse(self.clips, frames=self.clip_frames)
+            clips = ClipRows(rule, on_error=self._on_file_error, caption_column=CAPTION, media_column=MEDIA)
+        files = MediaColumns(
+            column=MEDIA, root=self.metadata.root, conditions={name: name for name in self.conditions}
+        )
         return StreamColumns(
             media_column=self.media_column,
-            caption_column=self.caption_column,
+            captions=CaptionTexts(
+                tuple(self.caption_columns),
+                on_error=self.on_error,
+                template=self.caption_template,
+                media_column=MEDIA,
+            ),
             metadata=self.metadata,
             existing=existing,
-            on_error=self.on_error,
+            clips=clips,
             conditions=self.conditions,
+            check=ConditionColumns(files, on_error=self._on_file_error),
             buckets=buckets,
         )
 
@@ -107,7 +124,7 @@ class StreamSource:
 
         Args:
             buckets ([`BucketColumns`]): Table and rule of the buckets.
-            shuffle_buffer (`int`): Rows among which each next one is drawn; 0 keeps the order of the files.
+            shuffle_buffer (`int`): Rows, or clips, among which each next one is drawn; 0 keeps the order of the files.
             seed (`int`): Seed of that draw.
 
         Raises:
@@ -119,9 +136,14 @@ class StreamSource:
         named = {self.media_column, *self.conditions.values()}
         rows = undecoded(rows, outer | named)
         present = list(rows.column_names or next(iter(rows)))
-        if shuffle_buffer:
-            rows = rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=shuffle_buffer)
-        return rows.map(self.columns(buckets), batched=True, batch_size=_BATCH_ROWS, remove_columns=present)
+        if self.clips is None:  # before the map, as shuffling reads many shards at once, each by whole batches
+            rows = _shuffled(rows, shuffle_buffer, seed)
+        rows = rows.map(self.columns(buckets), batched=True, batch_size=_BATCH_ROWS, remove_columns=present)
+        return rows if self.clips is None else _shuffled(rows, shuffle_buffer, seed)
+
+
+def _shuffled(rows: IterableDataset, buffer_size: int, seed: int) -> IterableDataset:
+    return rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=buffer_size) if buffer_size else rows
 
 
 def open_rows(dataset: str, *, split: str = "train", config_name: str | None = None) -> IterableDataset:
@@ -200,24 +222,25 @@ def find_media_column(dataset: IterableDataset, rows: Sequence[Mapping[str, Any]
     return _find(rows, given, typed or usual, kind="media")
 
 
-def find_caption_column(rows: Sequence[Mapping[str, Any]], given: str | None) -> str:
-    """Return the text column that the caller named, or the only one named as one usually is: `txt`, `json.caption`, ….
+def find_caption_columns(rows: Sequence[Mapping[str, Any]], given: str | None) -> list[str]:
+    """Return the text columns that the caller named, or the only one named as one usually is: `txt`, ….
 
     Raises:
         ColumnError: If there is none, or several could be meant.
     """
     nested = [f"{name}.{usual}" for name in ("json", "jsn") for usual in CAPTION_COLUMNS]
-    return _find(rows, given, [*CAPTION_COLUMNS, "txt", *nested], kind="caption")
+    usual = [*CAPTION_COLUMNS, "txt", *nested]
+    return [_find(rows, name, usual, kind="caption") for name in ([None] if given is None else given.split(","))]
 
 
-def check_present(rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, str]) -> None:
-    """Raise ColumnError if the first rows lack the column of a condition, such as `{"control": "depth"}`."""
-    for name, column in conditions.items():
+def check_present(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Raise ColumnError if the first rows lack a column, by what it holds: `{"control": "depth"}`."""
+    for name, column in columns.items():
         _find(rows, column, (), kind=name)
 
 
 def _find(rows: Sequence[Mapping[str, Any]], given: str | None, usual: Sequence[str], *, kind: str) -> str:
-    present = _columns_of(rows)
+    present = columns_of(rows)
     found = [name for name in usual if name in present]
     if given is not None:
         if given not in present:
@@ -237,14 +260,14 @@ def _find(rows: Sequence[Mapping[str, Any]], given: str | None, usual: Sequence[
     return found[0]
 
 
-def _columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the columns of some rows, and those nested in dictionaries, such as `json.caption`."""
     names: dict[str, None] = {}
     for row in rows:
         for name, value in row.items():
             names[name] = None
             if isinstance(value, Mapping) and set(value) != {"path", "bytes"}:
-                names |= dict.fromkeys(f"{name}.{inner}" for inner in value)
+                names |= dict.fromkeys(f"{name}.{inner}" for inner in columns_of([value]))
     return list(names)
 
 

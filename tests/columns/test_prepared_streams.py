@@ -7,18 +7,21 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import IterableDataset
 
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset, column_array, prepared_stream, stream_source
 from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
-from hf_bucketing.columns.stream_columns import text_of, value_at
 from hf_bucketing.errors import ColumnError, MediaError
+from hf_bucketing.loaders import BucketCollator, CaptionRule
+from hf_bucketing.media import ViewRule
 from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher
 from tests.columns.stream_cases import samples_of, write_parquet, write_table, write_tars
 
 SPEC = LatentSpec(temporal_stride=8, spatial_stride=16, patch=(1, 1, 1))
+SIZES = ("width", "height", "num_frames", "fps")
 
 
 def config(dataset: object, **settings) -> SourceConfig:
@@ -68,30 +71,19 @@ def test_only_the_first_rows_are_read_and_sizes_come_from_columns_that_agree(med
     path = write_table(tmp_path / "rows.jsonl", [file] * 64 + [gone] * 40)
     stream = prepared(path)
     assert stream.sample.rows == 64
-    assert list(stream.source.sizes) == ["width", "height", "num_frames", "fps"]
+    assert dict(stream.source.sizes) == dict(zip(SIZES, SIZES, strict=True))
     rows = list(stream.open())
     assert [(row["width"], row["num_frames"], row["fps"]) for row in rows[::100]] == [(128, 17, 8.0), (96, 17, 8.0)]
-    assert list(prepared(path, sizes_from="headers").source.sizes) == []
+    assert not prepared(path, sizes_from="headers").source.sizes
     wrong = write_table(tmp_path / "wrong.jsonl", [{**file, "width": 130}])
     with pytest.raises(ColumnError, match=r"has width 130, .* but the file has width 128"):
         prepared(wrong)
 
 
-@pytest.mark.parametrize(("caption", "problem"), [
-    ({"en": "a"}, "a dict"), (["a", "b"], "a list"), (None, "missing"), (" ", "empty"), (3, "a number"),
-    (True, "true or false"),
-])  # fmt: skip
-def test_a_caption_is_never_anything_but_text(caption: object, problem: str) -> None:
-    assert text_of(caption) == ("", problem)
-    assert text_of(b"\xff") == ("", "not UTF-8 text")
-    assert text_of(b"a clip") == ("a clip", None)
-    assert value_at({"json": {"caption": caption}}, "json.caption") == caption
-
-
 def test_captions_that_are_no_text_follow_on_error_in_every_row(media_dir, tmp_path: Path) -> None:
     rows = [{**row, "file_name": str(media_dir / row["file_name"])} for row in samples_of(media_dir)[:3]]
     path = write_table(tmp_path / "rows.jsonl", [rows[0], {**rows[1], "caption": None}, rows[2]])
-    with pytest.raises(ColumnError, match=r"caption of .*0001\.mp4 in the column 'caption' is not text, but missing"):
+    with pytest.raises(ColumnError, match=r"column 'caption' are not text: 1 missing \(row 1: .*0001\.mp4\)"):
         prepared(path)
     for on_error, rejection in (("reject", "caption"), ("empty", "none")):
         row = list(prepared(path, on_error=on_error).open())[1]
@@ -110,16 +102,83 @@ def test_an_unreadable_file_is_an_error_that_names_it_or_rejected(media_dir, tmp
 
 def test_columns_of_conditions_come_with_their_row_under_their_own_names(media_dir, tmp_path: Path) -> None:
     row = samples_of(media_dir)[0]
-    path = write_table(
-        tmp_path / "rows.jsonl", [{**row, "file_name": str(media_dir / row["file_name"]), "depth": "d"}]
-    )
+    file, short = (str(media_dir / row["file_name"]) for row in samples_of(media_dir)[:2])
+    path = write_table(tmp_path / "rows.jsonl", [{**row, "file_name": file, "depth": file}])
     stream = prepared(path, control_column="depth")
-    assert [shown["control"] for shown in stream.open()] == ["d"]
+    assert [shown["control"] for shown in stream.open()] == [file]
     assert stream.conditions == {"control": "control"}
     stream.save(tmp_path / "stream")
     assert PreparedStream.load(tmp_path / "stream") == stream
     with pytest.raises(ColumnError, match="no control column 'pose'"):
         prepared(path, control_column="pose")
+    write_table(path, [{**row, "file_name": file, "depth": depth} for depth in (file, short, None)])
+    with pytest.raises(MediaError, match=rf"Row 1 of its batch \({file}\): The control .* has .* pixels, but its"):
+        prepared(path, control_column="depth")
+    stream = prepared(path, control_column="depth", on_error="reject")
+    assert [shown["rejection"] for shown in stream.open()] == ["none", "condition", "condition"]
+
+
+def test_captions_become_the_same_lists_of_texts_as_those_of_rows_prepared_whole(media_dir, tmp_path: Path) -> None:
+    texts = [(["a", "b"], "c"), ([], "d"), (["e"], None)]
+    rows = [
+        {**row, "file_name": str(media_dir / row["file_name"]), "of": {"all": short}, "long": long}
+        for row, (short, long) in zip(samples_of(media_dir), texts, strict=False)
+    ]
+    path = write_table(tmp_path / "rows.jsonl", rows)
+    stream = prepared(path, caption_column="of.all,long", caption_template="TOK, {caption}")
+    shown = list(stream.open())
+    assert [row["caption"] for row in shown] == [["TOK, a", "TOK, b", "TOK, c"], ["TOK, d"], ["TOK, e"]]
+    drawn = {CaptionRule().caption(shown[0], stream.caption_column, seed=0, epoch=epoch) for epoch in range(20)}
+    assert drawn == {"TOK, a", "TOK, b", "TOK, c"}
+    write_table(path, rows[1:2])
+    (alone,) = prepared(path, caption_column="long", caption_template="TOK, {caption}").open()
+    assert (alone["caption"], alone["index"]) == ("TOK, d", shown[1]["index"]), "whatever rows lie beside it"
+
+
+def test_sizes_come_from_columns_of_other_names_without_opening_a_file(tmp_path: Path) -> None:
+    row = {"file_name": "gone.mp4", "caption": "c", "meta": {"w": 96, "h": 80, "rate": 16.0}, "seconds": 2.0}
+    (tmp_path / "gone.mp4").touch()
+    path = write_table(tmp_path / "rows.jsonl", [row] * 65)
+    names = {"size_columns": "width=meta.w,height=meta.h,fps=meta.rate,duration=seconds", "sizes_from": "columns"}
+    prepared(path, **names).save(tmp_path / "stream")
+    stream = PreparedStream.load(tmp_path / "stream")
+    assert {tuple(row[name] for name in SIZES) for row in stream.open()} == {(96, 80, 16, 8.0)}
+    write_table(path, [row] * 64 + [{**row, "seconds": None}])
+    with pytest.raises(ColumnError, match=r"Row 0 of its batch \(gone\.mp4\) lacks a size: .* seconds None"):
+        list(prepared(path, **names).open())
+    assert list(prepared(path, **names, on_error="reject").open())[-1]["rejection"] == "unreadable"
+    with pytest.raises(ColumnError, match="there is no column width2"):
+        prepared(path, size_columns="width=width2", sizes_from="columns")
+
+
+CLIP = ("caption", "clip_start", "clip_end", *SIZES, "bucket_id")
+
+
+@pytest.mark.parametrize("clips", ["uniform:3", "scenes"])
+def test_clips_are_those_of_rows_prepared_whole_and_each_has_its_own_index(clips: str, media_dir, tmp_path) -> None:
+    scenes = {"start": [0.0, 0.5, 0.8], "end": [1.2, 1.7, 2.0], "caption": ["a", "b", "c"]}
+    rows = [{**row, "file_name": str(media_dir / row["file_name"]), **scenes} for row in samples_of(media_dir)[:2]]
+    path = write_table(tmp_path / "rows.jsonl", rows)
+    settings = {"clips": clips, **({} if clips == "scenes" else {"clip_frames": 9})}
+    whole = prepare(config(path, **settings), spec=SPEC, say=lambda sentence: None)
+    stream = prepared(path, **settings)
+    shown = list(stream.open())
+    assert [[row[name] for name in CLIP] for row in shown] == [[row[name] for name in CLIP] for row in whole.dataset]
+    assert len(shown) == len({row["index"] for row in shown}) == stream.sample.rows == 6
+    assert sorted(row["index"] for row in stream.open(shuffle_buffer=4)) == sorted(row["index"] for row in shown)
+    read = BucketCollator(stream.table, column=stream.column, views=ViewRule(random_crop=False))
+    pixels = [read([row])["pixel_values"] for row in shown[:3:2]]
+    collate = BucketCollator(whole.table, column=whole.column, views=ViewRule(random_crop=False))
+    assert all(map(torch.equal, pixels, (collate([row])["pixel_values"] for row in whole.dataset.select([0, 2]))))
+    assert not torch.equal(pixels[0][..., :1, :, :], pixels[1][..., :1, :, :])
+    if clips == "scenes":
+        write_table(path, [{**rows[0], "end": [1.2, 1.7, 20.0]}])
+        with pytest.raises(ColumnError, match=rf"Row 0 of its batch \({rows[0]['file_name']}\) has clips from"):
+            prepared(path, **settings)
+        assert [row["rejection"] for row in prepared(path, **settings, on_error="reject").open()][2] == "clip"
+        write_table(path, samples_of(media_dir)[:1])
+        with pytest.raises(ColumnError, match="no scene start column 'start'"):
+            prepared(path, **settings)
 
 
 def rows_that_count(total: int, read: list[int]):
@@ -135,7 +194,7 @@ def test_a_stream_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = IterableDataset.from_generator(partial(rows_that_count, 400, read))
     monkeypatch.setattr(stream_source, "open_rows", lambda *args, **options: rows)
     source = stream_source.StreamSource(
-        dataset="rows", media_column="image", caption_column="caption", sizes=stream_source.SIZE_COLUMNS
+        dataset="rows", media_column="image", caption_columns=["caption"], sizes=dict(zip(SIZES, SIZES, strict=True))
     )
     table = TableConfig(buckets="96,96", bucket_frames=[1]).make(SPEC)
     dataset = source.open(prepared_stream.BucketColumns(table, SPEC))
@@ -158,7 +217,7 @@ def test_what_a_stream_cannot_be_is_refused_by_name(media_dir, tars, prepared_di
         PreparedStream.load(prepared_dir)
     both = config(tars, table=TableConfig(buckets="96,96", bucket_frames=[9], image_sizes="video"))
     for source, error, message in (
-        (config(tars, caption_column="json"), ColumnError, "is not text, but a dict"),
+        (config(tars, caption_column="json"), ColumnError, r"not text: 14 a dict \(row 0: 00000\.tar/"),
         (config(tars, caption_column="txt"), ColumnError, r"no caption column 'txt', only .*; json\.caption would do"),
         (config(media_dir / "images"), ColumnError, "No caption column was found"),
         (config(f"{tars.parent}/*"), MediaError, "files; a stream reads files of one kind"),

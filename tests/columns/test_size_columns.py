@@ -145,7 +145,7 @@ def test_columns_of_other_names_are_checked_with_files_or_taken_as_they_are(fold
         gone = add_sizes(remote, metadata, sizes_from="columns", size_columns=columns)
         assert rows_of(gone.dataset) == rows_of(checked.dataset)
         assert gone.origin.endswith("; no file was opened.")
-        assert gone.columns[0] == "w"
+        assert gone.columns["width"] == "w"
     wrong = {"width": "w", "duration": "minutes"}
     with pytest.raises(ColumnError, match=r"Row 0 \(video.mp4\) has .* num_frames 5.*num_frames 9"):
         add_sizes(dataset.add_column("minutes", [0.33, 0.0]), metadata, size_columns=wrong)

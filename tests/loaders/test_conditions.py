@@ -20,9 +20,12 @@ from PIL import Image
 from hf_bucketing import BucketCollator, BucketTable, LatentSpec, MediaError, PackCollator, Size
 from hf_bucketing.caching import CacheConfig, CachedCollator, LatentColumns
 from hf_bucketing.columns import CacheInfo, map_columns
+from hf_bucketing.columns.preparation import SourceConfig, TableConfig
+from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.loaders import FaultRule, RandomResize, resume
 from hf_bucketing.media import MediaColumns, ViewRule, write_video
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
+from tests.columns.stream_cases import write_table
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 HEIGHT, WIDTH, FRAMES, FPS = 68, 100, 24, 8
@@ -162,6 +165,39 @@ def stream_of_packs(folder: Path, case: Case, tmp: Path) -> dict[str, Any]:
     return stream(folder, case, tmp, packs=True)
 
 
+def described_stream(folder: Path, case: Case, tmp: Path, *, packs: bool = False) -> dict[str, Any]:
+    """Load a row from a table that was described as a stream, and read again from that description."""
+    row = {**rows_of(case)[1], "start": case.row.get("clip_start"), "end": FRAMES / FPS}
+    names = {"file": "video", "caption": "caption", "start": "start", "end": "end"}
+    names |= {column: column for column in CONDITIONS.values()}
+    if row["start"] is None:
+        del names["start"], names["end"]
+    cells = {new: row[old] for old, new in names.items()}
+    cells |= {name: str(folder / file) for name, file in cells.items() if name in {"video", *CONDITIONS.values()}}
+    write_table(tmp / "rows.jsonl", [{**cells, "caption": "c"}])
+    size = case.size
+    config = SourceConfig(
+        dataset=str(tmp / "rows.jsonl"),
+        target_fps=row["fps"],
+        clips="scenes" if "start" in names else None,
+        table=TableConfig(buckets=f"{size.height},{size.width}", bucket_frames=[size.frames]),
+        **{f"{name}_column": column for name, column in CONDITIONS.items()},
+    )
+    prepare_stream(config, spec=SPEC, say=lambda sentence: None)[0].save(tmp / "stream")
+    prepared = PreparedStream.load(tmp / "stream")
+    own = {**options(folder, case), "column": prepared.column, "root": prepared.root}
+    own |= {"conditions": prepared.conditions, "caption_column": prepared.caption_column}
+    grouping: Any = PackGrouping(max_tokens=1000) if packs else BucketGrouping(table=prepared.table, batch_size=2)
+    collate = PackCollator(prepared.open_table, **own) if packs else BucketCollator(prepared.table, **own)
+    batches = StreamingBucketBatcher(prepared.open(packed=packs), grouping, collate_fn=collate)
+    (batch,) = resume(Accelerator(cpu=True), batches.make_loader())
+    return batch
+
+
+def described_stream_of_packs(folder: Path, case: Case, tmp: Path) -> dict[str, Any]:
+    return described_stream(folder, case, tmp, packs=True)
+
+
 FAST = ("crop", "clip")
 """Cases of the ways of loading that load as others do, for the fast tests."""
 
@@ -169,6 +205,11 @@ WAYS = [
     pytest.param(load, name, marks=[] if load in (bucket, pack, cache) or name in FAST else pytest.mark.slow)
     for load in (bucket, pack, cache, resized_pack, stream, stream_of_packs)
     for name in CASES
+]
+WAYS += [
+    pytest.param(load, name, marks=[] if name == "clip" else pytest.mark.slow)
+    for load in (described_stream, described_stream_of_packs)
+    for name in ("crop", "flip", "random start", "control of other fps", "clip")
 ]
 
 
