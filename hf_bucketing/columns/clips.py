@@ -238,7 +238,7 @@ def cut_clips(
         columns[caption_column] = captions
     if "index" in rows.column_names and len(rows) != len(dataset):
         rows = rows.remove_columns(["index"])  # it numbers files; `PreparedDataset.save` numbers clips
-    summary = f"{len(dataset)} files make {len(rows)} clips. {problem}".strip()
+    summary = f"{len(dataset)} rows make {len(rows)} clips. {problem}".strip()
     return ClippedDataset(with_columns(rows, columns), summary)
 
 

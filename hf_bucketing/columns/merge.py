@@ -53,7 +53,7 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
     for name in conditions.keys() - {MASK}:
         if lacking := [source for source, part in zip(sources, parts, strict=True) if name not in part.conditions]:
             raise ColumnError(
-                f"The source {lacking[0]} has no {name} column, which others have; name its own, or none."
+                f"The source {lacking[0]} has no {name} column, which others have; give it one, or none to the others."
             )
     names = dict.fromkeys(name for part in parts for name in part.dataset.column_names if name != "index")
     features, dropped = Features(), []
