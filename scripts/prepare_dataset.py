@@ -93,6 +93,8 @@ def main(args: argparse.Namespace) -> None:
     if prepared.sources is not None:
         print(describe_sources(count_sources(**prepared.source_columns())))
     print(f"Saved to {args.output_dir}")
+    if not (columns["bucket_id"] >= 0).any():
+        print("No row has a bucket, so that nothing can be trained from it: see the reasons above.")
 
 
 if __name__ == "__main__":

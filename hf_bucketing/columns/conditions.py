@@ -184,7 +184,9 @@ def check_conditions(
         faulty = _named(marked, rows, media_column)
         summary = f"{len(rows)} of {len(dataset)} rows have conditions that do not fit: {faulty}."
         if columns.on_error == "raise":
-            raise MediaError(summary, advice=["write these files again", 'reject the rows with `on_error="reject"`'])
+            raise MediaError(
+                summary, advice=["correct these files or their paths", 'reject the rows with `on_error="reject"`']
+            )
         sentences.insert(0, summary)
     words = ", ".join(f"{name} from column {column}" for name, column in given.items())
     if MASK in given and (missing := sum(cells.null_count for cells in column_batches(marked, given[MASK]))):

@@ -116,6 +116,8 @@ def load(*args: Any, **options: Any) -> Dataset:
         return load_dataset(*args, **options)
     except (DatasetsError, OSError, ValueError, ImportError) as error:  # ValueError: an unknown split, or no table
         what = options["data_files"]["train"]
+        if "corresponds to no data" in str(error):
+            raise MediaError(f"{what} holds no rows; write one per sample, with a file and a caption.") from error
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         raise MediaError(f"datasets cannot load {what}: {error}{cause}") from error
 

@@ -18,8 +18,8 @@ from ..media.probe import MAX_PIXELS, MediaInfo, frames_at_fps, probe
 from ..media.source import MediaSource
 from ..settings import check_literals
 from .apply import map_columns, undecoded, with_columns
-from .arrays import column_batches, is_text, numbers, whole_numbers
-from .faults import path_of
+from .arrays import column_array, column_batches, is_text, numbers, whole_numbers
+from .faults import NAMED_ROWS, listed, path_of
 from .layouts import STILL_IMAGES
 
 _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
@@ -67,6 +67,7 @@ class MediaMetadata:
     optional_columns = ()
     output_columns = ("width", "height", "num_frames", "fps", "num_frames_estimated")
     vectorised = False
+    reusable = False
 
     def __post_init__(self) -> None:
         _check_target_fps(self.target_fps)
@@ -238,7 +239,8 @@ def add_sizes(
     Raises:
         ColumnError: If the data set's sizes differ from those of a sampled file, or, with `"columns"`, if columns or
             sizes are missing; the message names them.
-        MediaError: If a file cannot be read, unless `metadata.on_error` is `"reject"`.
+        MediaError: If files cannot be read, unless `metadata.on_error` is `"reject"`; the message counts them, and
+            names the first ones with their rows.
     """
     if sizes_from not in get_args(SizesFrom):
         raise ColumnError(f'`sizes_from` must be "auto", "columns" or "headers", got {sizes_from!r}.')
@@ -259,7 +261,9 @@ def add_sizes(
         if unreadable:
             names, reason = {}, f"{unreadable} of the files that were checked cannot be read"
     if not names:
-        sized = map_columns(dataset, metadata, num_proc=num_proc, overwrite=True)
+        sized = map_columns(dataset, replace(metadata, on_error="reject"), num_proc=num_proc, overwrite=True)
+        if metadata.on_error == "raise":
+            _check_readable(sized, metadata)
         present = [name for name in (*_SIZES, *_TIMES) if name in dataset.column_names]
         unused = f", instead of the columns {', '.join(present)}: {reason}" if present else ""
         return SizedDataset(sized, f"Sizes are read from the headers of the files{unused}.")
@@ -269,6 +273,26 @@ def add_sizes(
     checked = min(len(dataset), _SAMPLED_FILES)
     checks = "no file was opened" if sizes_from == "columns" else f"the headers of {checked} files agree"
     return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", names)
+
+
+def _check_readable(sized: Dataset, metadata: MediaMetadata) -> None:
+    """Raise MediaError if files could not be read; the first ones are read again, for the reason."""
+    rows = np.flatnonzero(column_array(sized, "width") < 0)
+    if not len(rows):
+        return
+    named = []
+    for row in rows[:NAMED_ROWS].tolist():
+        cell = sized.select_columns([metadata.column]).select([row])[metadata.column][0]
+        try:
+            replace(metadata, on_error="raise")({metadata.column: [cell]})
+        except MediaError as error:
+            named.append(f"row {row}: {str(error).rstrip('.')}")
+        else:
+            named.append(f"row {row}: {path_of(cell)} could not be read before, and can be now")
+    raise MediaError(
+        f"{len(rows)} of {len(sized)} files cannot be read: {listed(named, total=len(rows))}.",
+        advice=["correct the files or their paths", 'reject their rows with `on_error="reject"`'],
+    )
 
 
 def read_size_columns(text: str) -> dict[str, str]:

@@ -30,6 +30,7 @@ from .clips import SCENE_END, SCENE_START, ClipRule, cut_clips
 from .conditions import ConditionColumns, check_condition_columns, check_conditions
 from .merge import merge_sources, with_sources
 from .metadata import MediaMetadata, SizesFrom, add_sizes, read_size_columns
+from .nested import nested_names
 from .prepared import ROW_WEIGHT, PreparedDataset
 from .shares import name_sources, row_weights
 from .sources import MediaDataset, load_source
@@ -237,7 +238,8 @@ def read_source(
     say(loaded.describe())
     if loaded.caption_column is None:
         raise ColumnError(
-            "No caption column was found; name one as `caption_column`, or write captions beside the files."
+            f"No caption column was found among {nested_names(loaded.dataset)}; name one as `caption_column`, or "
+            "write captions beside the files."
         )
     check_condition_columns(loaded.dataset, source.conditions)
     captions = check_captions(

@@ -39,6 +39,7 @@ from ..loaders.planned import PlannedBatchSampler
 from ..loaders.random_resize import RandomResize
 from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
+from ..media.conditions import MASK
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..plans.epoch import EpochPlan
@@ -348,6 +349,12 @@ def check_prepared(
             f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
             "--caption_column, or with captions beside its files."
         )
+
+
+def describe_conditions(conditions: Sequence[str]) -> list[str]:
+    """Return a line of text on what samples are shown beside their text; none if it is nothing."""
+    words = [f"{name} (weighs the loss)" if name == MASK else name for name in conditions]
+    return [f"  Conditions = {', '.join(words)}"] if words else []
 
 
 def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:

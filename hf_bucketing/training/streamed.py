@@ -41,6 +41,7 @@ from .data import (
     check_prepared,
     counted_tokens,
     counting_spec,
+    describe_conditions,
     learned_tokens,
     make_cost_model,
     media_collator,
@@ -210,6 +211,7 @@ class StreamedData:
             f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
             f"  Stream = {shards} shards, {each}; {self._order(stream.shuffle_buffer)}",
             f"  Samples per epoch = {rows}",
+            *describe_conditions(self.conditions),
             f"  Steps per epoch = {steps}",
             f"  Most per step and process = {most}",
             f"  Rows that wait in each worker = at most {stream.max_buffered}, or "

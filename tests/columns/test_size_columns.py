@@ -202,3 +202,16 @@ def test_preparing_uses_the_sizes_of_a_csv_file(folder: Path, pipeline_dir: Path
     assert "sizes_from" in result.stderr.strip().splitlines()[-1]
     run_script_here("prepare_dataset.py", *arguments, "--output_dir", folder / "bad", "--sizes_from", "headers")
     assert PreparedDataset.load(folder / "bad").dataset["width"][:] == [32]
+
+
+def test_files_that_cannot_be_read_are_counted_and_named_with_their_rows(folder: Path) -> None:
+    (folder / "broken.mp4").write_bytes(b"no video")
+    dataset = Dataset.from_dict({"path": ["video.mp4", "gone.mp4", "image.PNG", "broken.mp4"]})
+    metadata = MediaMetadata("path", root=str(folder))
+    named = r"2 of 4 files cannot be read: row 1: .*gone\.mp4 does not exist; row 3: .*broken\.mp4"
+    with pytest.raises(MediaError, match=named):
+        add_sizes(dataset, metadata)
+    for name in ("gone", "broken"):
+        write_video(folder / f"{name}.mp4", [np.zeros((16, 48, 3), np.uint8)] * 5, fps=8)
+    mended = add_sizes(dataset, metadata).dataset
+    assert mended["width"][:] == [32, 48, 48, 48], "headers are read anew, although the paths are the same"

@@ -215,7 +215,7 @@ def test_mistakes_in_naming_a_source_are_said(folder: Path) -> None:
         ("gone", "folder .*gone does not exist"),
         ("notes.md", "not a table of samples"),
         ("empty.csv", "is empty"),
-        ("head.csv", "cannot load .*head.csv"),
+        ("head.csv", "head.csv holds no rows"),
         ("broken.json", "cannot load .*broken.json"),
         ("latin.csv", "cannot load .*latin.csv.*utf-8"),
     ):

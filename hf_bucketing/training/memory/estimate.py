@@ -23,7 +23,7 @@ from ...settings import changed
 from ...units import format_bytes
 from ..checkpoint import SHARDED
 from ..config import TrainingConfig
-from ..data import TrainingData, make_data
+from ..data import TrainingData, describe_conditions, make_data
 from ..steps import Step
 from ..streamed import StreamedData
 from .components import read_components
@@ -72,6 +72,7 @@ def describe(
             f"    of {name} = {own['kept']} kept, {own['repeated']} repeated, {own['dropped']} dropped"
             for name, own in data.counts_by_source(plan).items()
         ),
+        *describe_conditions(data.conditions),
         f"  Steps per epoch = {plan.num_steps} on each process{mixed}",
         f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
         f"  Efficiency over processes = {costs.mean(1).sum() / costs.max(1).sum():.1%} (mean ÷ largest cost)",
