@@ -20,6 +20,7 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 from hf_bucketing.report import (
+    AssignedColumns,
     ReportConfig,
     SizeColumns,
     count_sources,
@@ -28,6 +29,7 @@ from hf_bucketing.report import (
     format_report,
     make_report,
 )
+from hf_bucketing.settings import not_default
 
 
 def make_parser() -> FlagParser:
@@ -86,17 +88,17 @@ def main(args: argparse.Namespace) -> None:
     measured = None if args.cost_model is None else read_cost_model(args.cost_model)
     config = from_flags(ReportConfig, args, cost_model=measured)
     sizes = read_sizes(prepared.dataset)
-    report = make_report(sizes, table, spec=prepared.spec, config=config)
+    assigned, has_buckets = None, "bucket_id" in prepared.dataset.column_names
+    if table is prepared.table and has_buckets and not not_default(config, "max_aspect_error", "max_upscale"):
+        assigned = AssignedColumns(*(column_array(prepared.dataset, name) for name in ("bucket_id", "rejection")))
+    report = make_report(sizes, table, spec=prepared.spec, config=config, assigned=assigned)
+    print("Rows are assigned anew." if assigned is None else "Rows have the buckets that they were prepared with.")
     print(format_report(report))
     values = report.to_dict()
     if prepared.sources is not None:
         counts = count_sources(**prepared.source_columns())
         print("\nSources, as they were prepared\n" + describe_sources(counts))
         values["sources"] = [asdict(one) for one in counts]
-        assigned = table.assign(*sizes, rule=config.rule).bucket_id
-        moved = np.count_nonzero(assigned != column_array(prepared.dataset, "bucket_id"))
-        if table is prepared.table and moved:
-            print(f"{moved:,} rows are trained in other buckets than reported, by their source's own table and limits")
     if args.json:
         with complete_file(args.json) as partial:
             partial.write_text(json.dumps(values, indent=2) + "\n")

@@ -2,11 +2,12 @@
 
 from .compare import LadderChoice, Report, count_kept, make_report, measure_ladder
 from .figures import draw_figures
-from .measure import ReportConfig, SizeColumns
+from .measure import AssignedColumns, ReportConfig, SizeColumns
 from .sources import SourceUse, count_sources, describe_sources
 from .text import describe_assignment, format_ladders, format_report
 
 __all__ = [
+    "AssignedColumns",
     "LadderChoice",
     "Report",
     "ReportConfig",

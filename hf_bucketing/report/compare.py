@@ -19,6 +19,7 @@ from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
 from ..randomness import Purpose, generator
 from .measure import (
+    AssignedColumns,
     BucketReport,
     Histogram,
     ReportConfig,
@@ -122,7 +123,12 @@ def _as_json(value: Any) -> Any:
 
 
 def make_report(
-    columns: SizeColumns, table: BucketTable, *, spec: LatentSpec, config: ReportConfig | None = None
+    columns: SizeColumns,
+    table: BucketTable,
+    *,
+    spec: LatentSpec,
+    config: ReportConfig | None = None,
+    assigned: AssignedColumns | None = None,
 ) -> Report:
     """Report what a bucket table does to a data set, and how padding, bucketing and packing compare on it.
 
@@ -131,13 +137,15 @@ def make_report(
         table ([`BucketTable`][hf_bucketing.BucketTable]): The buckets.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model, which turn pixels into tokens.
         config ([`ReportConfig`], *optional*): Settings of the plans.
+        assigned ([`AssignedColumns`], *optional*): Buckets that the rows have; by default they are assigned anew, by
+            `config.rule`.
 
     Raises:
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
         PlanError: If a sample exceeds `config.max_tokens`.
     """
     config = config or ReportConfig()
-    subject = read_subject(columns, table, spec=spec, config=config)
+    subject = read_subject(columns, table, spec=spec, config=config, assigned=assigned)
     return Report(
         config=config,
         spec=spec,

@@ -146,10 +146,34 @@ class Subject(NamedTuple):
     config: ReportConfig
 
 
-def read_subject(columns: SizeColumns, table: BucketTable, *, spec: LatentSpec, config: ReportConfig) -> Subject:
+class AssignedColumns(NamedTuple):
+    """Buckets that rows have already.
+
+    Attributes:
+        bucket_id (array of `int`, shape `(n,)`): Position in the table, negative for a rejected row.
+        rejection (array of `str`, shape `(n,)`): Labels of [`Rejection`][hf_bucketing.Rejection].
+    """
+
+    bucket_id: npt.NDArray[Any]
+    rejection: npt.NDArray[Any]
+
+
+def read_subject(
+    columns: SizeColumns,
+    table: BucketTable,
+    *,
+    spec: LatentSpec,
+    config: ReportConfig,
+    assigned: AssignedColumns | None = None,
+) -> Subject:
     """Read the columns and find the targets of all samples; raises what `make_report` raises."""
     sizes = read_sizes(columns)
-    bucketed = bucket_targets(sizes, table, spec=spec, rule=config.rule)
+    if assigned is None:
+        bucketed = bucket_targets(sizes, table, spec=spec, rule=config.rule)
+    else:
+        bucketed = assigned_targets(
+            sizes, assigned.bucket_id.astype(np.int32), assigned.rejection, table=table, spec=spec
+        )
     return Subject(sizes, bucketed, own_targets(sizes, spec=spec, config=config), table, spec, config)
 
 

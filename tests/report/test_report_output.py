@@ -161,6 +161,21 @@ def test_the_script_reads_images_and_rows_without_a_size(tmp_path: Path) -> None
     assert report["buckets"]["rejections"] == {"unreadable": 1}
 
 
+def test_the_script_reports_the_buckets_that_rows_were_prepared_with(tmp_path: Path) -> None:
+    """A source's own limits may give other buckets than those that the table would give by itself."""
+    columns = {"width": [64, 64], "height": [64, 64], "num_frames": [1, 1], "fps": [0.0, 0.0]}
+    own = {"bucket_id": [0, -1], "rejection": ["none", "too_small"]}
+    rows = Dataset.from_dict({"image": ["a"] * 2, **columns, **own})
+    data = PreparedDataset(dataset=rows, table=TABLE, open_table=open_table(SPEC), column="image", caption_column=None)
+    data.save(tmp_path / "data")
+    kept, anew = (
+        report_buckets(tmp_path / "data", tmp_path / "report.json", "--num_processes", 1, *flags)["buckets"]
+        for flags in ((), ("--max_upscale", 4))
+    )
+    assert kept["rejections"] == {"too_small": 1}
+    assert anew["rejections"] == {}
+
+
 def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("buckets")
     cases = [
