@@ -31,9 +31,9 @@ class Purpose(IntEnum):
     LADDER_MIX = 12  # seed: samples on which reports compare ladders
     CAPTION = 13  # sample, or without a seed a number from torch: which of several captions
     TAG_ORDER = 14  # as CAPTION
+    STREAM = 15  # seed: order of the files of a stream, and of the rows in its shuffle buffer
     HELD_OUT_ROWS = 16  # number of files: the files of a split; without a seed, so that no run trains on them
     HELD_OUT_NOISE = 17  # index, number of the noise level: timestep and noise of a held-out sample
-    STREAM = 15  # seed: order of the files of a stream, and of the rows in its shuffle buffer
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

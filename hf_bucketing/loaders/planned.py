@@ -256,7 +256,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
             loader.remainder = plan.num_processes - plan.repeated if plan.repeated else 0
         at: dict[str, Any] = {"process_index": self.process_index, "first_step": self.first_step}
         batches = (batch.tolist() for batch in plan.batches(**at))
-        earlier = None if self.config.evaluation else earlier_occurrences(plan.indices, before=consumed)
+        repeats = not self.config.evaluation and (self.weights is not None or plan.repeated > 0)
+        earlier = earlier_occurrences(plan.indices, before=consumed) if repeats else None
         if earlier is None:
             return batches
         occurrences = replace(plan, indices=earlier).batches(**at)
