@@ -29,8 +29,8 @@ class KilledTrainer(Trainer):
 
     kill_at: int
 
-    def _finish_step(self, *, epoch: int, step: int) -> None:
-        super()._finish_step(epoch=epoch, step=step)
+    def _finish_step(self, *, epoch: int, step: int, factor: float) -> None:
+        super()._finish_step(epoch=epoch, step=step, factor=factor)
         if self.global_step == self.kill_at:
             raise KilledError
 
