@@ -82,12 +82,12 @@ class Validation:
         recipe.pipeline.set_progress_bar_config(disable=True)
         try:
             each = zip(self.config.validation_prompts or [], self.images, strict=True)
-            for size, (prompt, images) in product(self.sizes, each):
+            for size, (number, (prompt, images)) in product(self.sizes, enumerate(each)):
                 with torch.no_grad(), accelerator.autocast():
                     frames = self._sample(recipe, prompt, size, images)
                 if not accelerator.is_main_process:
                     continue
-                file = self.file_of(prompt, size, step=step)
+                file = self.file_of(number, size, step=step)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 if size.frames == 1:
                     write_image(file, frames[0])
@@ -101,17 +101,24 @@ class Validation:
         finally:
             transformer.train(training)
 
-    def file_of(self, prompt: str, size: Size, *, step: int) -> Path:
-        """Return the file of the rendering of a prompt at a size after an optimizer step."""
-        words = re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
-        name = f"{size.frames}x{size.height}x{size.width}-{words}"
+    def file_of(self, number: int, size: Size, *, step: int) -> Path:
+        """Return the file of the rendering of a prompt, by its position, at a size after an optimizer step.
+
+        Its name has the first 60 characters of the prompt, and a number where those of an earlier prompt are the same.
+        """
+        words = [
+            re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
+            for prompt in (self.config.validation_prompts or [])[: number + 1]
+        ]
+        alike = words.count(words[number])
+        name = f"{size.frames}x{size.height}x{size.width}-{words[number]}{f'-{alike}' if alike > 1 else ''}"
         return self.folder / f"step-{step}" / f"{name}.{'png' if size.frames == 1 else 'mp4'}"
 
     def last_files(self, global_step: int) -> dict[Path, str]:
         """Return the files that were rendered last by an optimizer step, and the prompt of each."""
         step = global_step - global_step % self.config.validation_steps
-        each = product(self.sizes, self.config.validation_prompts or [])
-        files = {self.file_of(prompt, size, step=step): prompt for size, prompt in each}
+        each = product(self.sizes, enumerate(self.config.validation_prompts or []))
+        files = {self.file_of(number, size, step=step): prompt for size, (number, prompt) in each}
         return {file: prompt for file, prompt in files.items() if file.is_file()}
 
     def _sample(self, recipe: Recipe, prompt: str, size: Size, images: Sequence[MediaSource]) -> np.ndarray:

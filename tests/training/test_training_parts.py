@@ -179,6 +179,16 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
     assert np.abs(first.astype(int) - shown[name, 4, "NHWC"]).max() <= 1, "the same noise"
 
 
+def test_prompts_that_begin_alike_are_rendered_to_files_of_their_own(tmp_path: Path) -> None:
+    size, prompts = Size(1, 32, 64), ["a dog " * 20, "a dog " * 30, "a cat", "a dog " * 20]
+    config = ValidationConfig(validation_prompts=prompts)
+    validation = Validation(config=config, images=[()] * 4, sizes=[size], seed=0, folder=tmp_path)
+    files = [validation.file_of(number, size, step=1) for number in range(4)]
+    assert len({*files}) == 4
+    assert files[2].name == "1x32x64-a-cat.png"
+    assert files[3].stem == f"{files[0].stem}-3"
+
+
 def test_a_sharded_model_is_saved_with_the_gathered_weights(pipeline_dirs, tmp_path: Path) -> None:
     recipe = load(pipeline_dirs["wan"])
     weights = {name: torch.full_like(value, 0.5) for name, value in recipe.transformer.state_dict().items()}
