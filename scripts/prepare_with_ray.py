@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def work(columns: ParquetColumns, pending: list[str], args: argparse.Namespace) -> Iterator[FileResult]:
-    """Yield the result of each file as soon as it is there."""
+    """Yield the result of each file when its task ends."""
     if not pending:
         return
     try:

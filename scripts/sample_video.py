@@ -179,7 +179,7 @@ def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str
 
 
 def pictures_of(file: str, size: Size, *, name: str, fps: float) -> list[Image.Image]:
-    """Return the frames of a control or mask at a clip's size, one image for all of them, or a reference as it is."""
+    """Return the frames of a control or mask at a clip's size (an image serves all frames), or a whole reference."""
     source = MediaSource.from_cell(file)
     if name == "reference":
         return [Image.fromarray(next(iter_frames(source, [0.0])))]

@@ -39,7 +39,8 @@ class MediaMetadata:
     A batch function for `Dataset.map(batched=True)`, also on an `IterableDataset`; no frame is decoded. The cells may
     be paths, bytes, or the dictionaries of `Image(decode=False)` and `Video(decode=False)`. Sizes are as shown:
     EXIF orientation, display rotation and sample aspect ratio are applied. `num_frames_estimated` marks videos whose
-    number of frames was computed from the duration, because no header states it.
+    number of frames was computed from the duration, because no header states it. Results are not taken from the cache
+    of datasets, since a file may be replaced under its name.
 
     Args:
         column (`str`): Media column.

@@ -183,7 +183,7 @@ class ParquetColumns:
         return pa.StructArray.from_arrays([*fields.values()], fields=[*cells.type], mask=cells.is_null())
 
     def _below_root(self, path: str | None) -> str | None:
-        """Return an absolute path, or a relative one that leaves the root: it is refused as long as it is relative."""
+        """Return an absolute path; one that leaves the root stays relative, and is refused when it is read."""
         if path is None or os.path.normpath(path).split(os.sep)[0] == os.pardir:
             return path
         return os.path.join(os.path.abspath(str(self.metadata.root)), path)

@@ -14,13 +14,11 @@ from datasets import Dataset
 
 from ..buckets.arrays import IntArray
 from ..columns.arrays import column_array
+from ..columns.faults import NAMED_ROWS
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError, quoted
 from ..randomness import Purpose, generator
 from ..settings import check_at_least, not_default
-
-_NAMED = 3
-"""Files that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +148,9 @@ def check_apart(training: PreparedDataset, validation: PreparedDataset) -> None:
     _check_caches(training.cache, validation.cache)
     shared = sorted(_on_disk(training) & _on_disk(validation))
     if shared:
-        more = f" and {len(shared) - _NAMED} more" if len(shared) > _NAMED else ""
+        more = f" and {len(shared) - NAMED_ROWS} more" if len(shared) > NAMED_ROWS else ""
         raise BucketingError(
-            f"`validation_dataset_dir` holds files that are also trained on: {', '.join(shared[:_NAMED])}{more}. "
+            f"`validation_dataset_dir` holds files that are also trained on: {', '.join(shared[:NAMED_ROWS])}{more}. "
             "Remove them from one of the data sets, or hold rows of `dataset_dir` out with `validation_split`."
         )
 

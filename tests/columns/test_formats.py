@@ -1,4 +1,4 @@
-"""Layouts of data as trainers document them: each is read as it is, and told in README."""
+"""Every documented layout of data is read without changes to its files, and README lists it."""
 
 from __future__ import annotations
 
