@@ -10,7 +10,7 @@ TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_pat
 	--dataset_dir $(DEMO)/prepared --learning_rate 5e-3 --lr_scheduler cosine --lr_warmup_steps 10 \
 	--num_train_epochs 10 --max_sequence_length 64 --dataloader_num_workers 1
 
-.PHONY: demo test test-slow quality style clean
+.PHONY: demo test test-slow docs quality style clean
 
 demo: $(VENV)/installed
 	rm -rf $(DEMO)
@@ -31,6 +31,9 @@ test: $(VENV)/tested
 test-slow: $(VENV)/tested
 	$(BIN)/python -m pytest $(TWO) -m slow
 
+docs: $(VENV)/tested
+	$(BIN)/mkdocs build --strict --quiet
+
 quality: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,7 +44,7 @@ style: $(VENV)/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) build dist site *.egg-info
 
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("hf_bucketing needs Python 3.10 or newer, this is " + sys.version.split()[0] \
