@@ -2,10 +2,10 @@ r"""Write the figures of README.md and docs/ from the JSON files of the benchmar
 
 python scripts/update_docs.py
 
-A figure in Markdown is `<!-- figure: FILE KEY FORMAT -->0.97<!-- end -->`, and a table is the same with `table:` around
-its lines. FILE is a file of scripts/benchmark_results, KEY a path such as `mixes.0.fill`, and FORMAT, which may be left
-away, Python's format of floats, such as `.1%`; texts are written as they are. The value of a table is a list of its rows,
-each a JSON object with the same names.
+A figure in Markdown is `<!-- figure: FILE KEY FORMAT -->0.97<!-- end -->`; a table is the same with `table:`, around
+its lines. FILE is a file of scripts/benchmark_results, and KEY a path such as `mixes.0.fill`. FORMAT is optional:
+Python's format of floats, such as `.1%`. Texts are written as they are. The value of a table is a list of rows, JSON
+objects with the same names.
 """
 
 import argparse
