@@ -4,8 +4,9 @@ python scripts/benchmark_durations.py --output scripts/benchmark_results/duratio
     --figure docs/figures/durations.png
 
 `DATA_SETS` in scripts/yardsticks.py names what is documented of each data set and what is assumed. Durations are drawn
-from distributions with the documented mean, and no file is read. All ways train at 16 frames per second, at most 480×832
-pixels a frame and 65,536 tokens per process; clips are cut to 161 frames (10 s), and the fixed size has 81 or 161.
+from distributions with the documented mean, and no file is read. All ways train at 16 frames per second, at most
+480×832 pixels a frame and 65,536 tokens per process; clips are cut to 161 frames (10 s), and the fixed size has 81 or
+161.
 """
 
 import argparse
@@ -110,7 +111,7 @@ def main(args: argparse.Namespace) -> None:
         {"percentile": share, "published sample": seconds, "drawn": float(np.percentile(mira, share))}
         for share, seconds in MIRADATA_SAMPLE.items()
     ]
-    with figure_at(args.figure, rows=2, height=11) as axes:
+    with figure_at(args.figure, rows=2, height=13) as axes:
         for axis, key, title in zip(
             axes,
             ("kept seconds", "fill"),

@@ -1,10 +1,11 @@
 r"""Compare Open-Sora 2's table of batch sizes with sizes that follow from one limit of tokens.
 
-python scripts/benchmark_open_sora.py --output scripts/benchmark_results/open_sora.json --figure docs/figures/open_sora.png
+python scripts/benchmark_open_sora.py --output scripts/benchmark_results/open_sora.json \
+    --figure docs/figures/open_sora.png
 
-The table is `bucket_config` of hpcaitech/Open-Sora, configs/diffusion/train/stage1.py (commit c4f981b): batch sizes that
-its authors searched on H200 GPUs for 11 B weights, with the seconds per step that they note for some. A clip has 512
-tokens of text beside its own; the width of the model, for the cost, is 3072. Tokens alone are counted here, on a CPU.
+The table is `bucket_config` of hpcaitech/Open-Sora, configs/diffusion/train/stage1.py (commit c4f981b): batch sizes
+that its authors searched on H200 GPUs for 11 B weights, with the seconds per step that they note for some. A clip has
+512 tokens of text beside its own; the width of the model, for the cost, is 3072. Tokens alone are counted here.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 r"""Compare padding, bucketing and packing on the data that VideoSys measures its data-centric parallelism (DCP) with.
 
-python scripts/benchmark_videosys.py --output scripts/benchmark_results/videosys.json --figure docs/figures/videosys.png
+python scripts/benchmark_videosys.py --output scripts/benchmark_results/videosys.json \
+    --figure docs/figures/videosys.png
 
 Source: NUS-HPC-AI-Lab/VideoSys (commit 4cce477). `examples/training/open_sora/configs/benchmarks/baseline.yaml` has
 2,000 videos, 50 times as many images, and the batch sizes; `videosys/training/datasets/open_sora/datasets.py` spreads
@@ -134,21 +135,17 @@ def main(args: argparse.Namespace) -> None:
         "share_of_tokens_in_images": float(tokens[: IMAGES_PER_VIDEO * args.samples].sum() / tokens.sum()),
         "rows": rows,
     }
-    with figure_at(args.figure, rows=2, height=8.5) as axes:
-        for axis, name, title in zip(
-            axes,
-            ("real ÷ computed", "largest ÷ mean, full attention"),
-            ("Real ÷ computed tokens", "Largest ÷ mean cost over processes (1: no process waits)"),
-            strict=False,
-        ):
-            ways = list(dict.fromkeys(row["batches"] for row in rows if not row["batches"].startswith("their")))
-            series = {f"{limit:,} tokens": [_value(rows, way, limit, name) for way in ways] for limit in LIMITS}
+    titles = {
+        "fill": "Share of the limits that real tokens take",
+        "largest ÷ mean, full attention": "Largest ÷ mean cost over processes (1: no process waits)",
+    }
+    with figure_at(args.figure, rows=2, height=11) as axes:
+        for axis, (key, title) in zip(axes, titles.items(), strict=False):
+            ways = list(dict.fromkeys(row["batches"] for row in rows))
+            values = {(row["batches"], row["limit"]): row[key] for row in rows}
+            series = {f"{limit:,} tokens": [values.get((way, limit)) for way in ways] for limit in LIMITS}
             draw_bars(axis, ways, series, title=title, text="{:.2f}".format)
     finish(figures, args.output)
-
-
-def _value(rows: list[dict[str, Any]], way: str, limit: int, name: str) -> float:
-    return next(row[name] for row in rows if (row["batches"], row["limit"]) == (way, limit))
 
 
 if __name__ == "__main__":

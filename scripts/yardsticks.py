@@ -115,9 +115,7 @@ class DataSet:
         return seconds, np.maximum((seconds * fps).astype(np.int64), 1), heights, widths
 
 
-def _log_normal(
-    shares: np.ndarray, location: float, deviation: float, bounds: tuple[float, float]
-) -> np.ndarray:
+def _log_normal(shares: np.ndarray, location: float, deviation: float, bounds: tuple[float, float]) -> np.ndarray:
     """Return the quantiles, at shares from 0 to 1, of the part of a log-normal distribution within bounds."""
     normal = NormalDist(location, deviation)
     low, high = (min(max(normal.cdf(math.log(bound)), 1e-12), 1 - 1e-12) for bound in bounds)
@@ -210,12 +208,14 @@ def draw_bars(
     for number, (name, values) in enumerate(series.items()):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(groups))]
         bars = axes.barh(places, [value or 0 for value in values], width * 0.92, label=name, color=COLORS[number])
-        axes.bar_label(bars, [text(value) if value is not None else "" for value in values], padding=3, fontsize=10)
+        texts = [text(value) if value is not None else "" for value in values]
+        axes.bar_label(bars, texts, padding=3, fontsize=10 if len(series) < 5 else 8)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_title(title, loc="left", fontsize=12)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, frameon=False, fontsize=10)
+    columns = 2 if max(map(len, series)) <= 24 else 1
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), ncols=columns, frameon=False, fontsize=10)
 
 
 def model_cost(width: int, gamma: float = 1.0) -> CostModel:
