@@ -120,19 +120,23 @@ def dealt_work(step: Step) -> np.ndarray:
     return np.bincount(step.gpu, COST.cost(step.tokens + step.text), GPUS)
 
 
-def row_of(work: np.ndarray, dealt: np.ndarray, **names: Any) -> dict[str, Any]:
+def row_of(work: np.ndarray, dealt: np.ndarray, *, mix: str, way: str, choice: str) -> dict[str, Any]:
     """Return the medians over the steps, the range from the 5th to the 95th percentile, and how much sooner all end.
 
     Args:
         work: Work of each step and group.
         dealt: Work of each step and GPU as dealt.
-        names: First columns of the row.
+        mix: Name of the mix.
+        way: Way of assigning samples to GPUs.
+        choice: "yes" if any samples of the epoch may meet in a step.
     """
     largest, mean = work.max(axis=1), work.mean(axis=1)
     ratio, share = largest / work.min(axis=1), mean / largest
     low, high = np.percentile(ratio, [5, 95])
     return {
-        **names,
+        "mix": mix,
+        "way": way,
+        "any samples meet": choice,
         "max ÷ min": float(np.median(ratio)),
         "5 to 95 %": f"{low:.3f}–{high:.3f}",
         "mean ÷ max": float(np.median(share)),
@@ -169,10 +173,10 @@ def main(args: argparse.Namespace) -> None:
     rows = [row for name, mix in MIXES.items() for row in measure_mix(name, draw_steps(mix, args.samples))]
     with figure_at(args.figure, rows=1, height=6) as axes:
         for axis in axes:
-            kinds = dict.fromkeys((row["way"], row["choice"]) for row in rows)
+            kinds = dict.fromkeys((row["way"], row["any samples meet"]) for row in rows)
             series = {
                 f"{way}{', any samples meet' if choice == 'yes' else ''}": [
-                    row["mean ÷ max"] for row in rows if (row["way"], row["choice"]) == (way, choice)
+                    row["mean ÷ max"] for row in rows if (row["way"], row["any samples meet"]) == (way, choice)
                 ]
                 for way, choice in kinds
                 if "groups" not in way

@@ -137,7 +137,7 @@ def main(args: argparse.Namespace) -> None:
     }
     titles = {
         "fill": "Share of the limits that real tokens take",
-        "largest ÷ mean, full attention": "Largest ÷ mean cost over processes (1: no process waits)",
+        "largest ÷ mean, full attention": "Largest ÷ mean cost (1: no process waits)",
     }
     with figure_at(args.figure, rows=2, height=11) as axes:
         for axis, (key, title) in zip(axes, titles.items(), strict=False):
