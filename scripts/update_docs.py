@@ -3,9 +3,9 @@ r"""Write the figures of README.md and docs/ from the JSON files of the benchmar
 python scripts/update_docs.py
 
 A figure in Markdown is `<!-- figure: FILE KEY FORMAT -->0.97<!-- end -->`, and a table is the same with `table:` around
-its lines. FILE is a file of scripts/benchmark_results, KEY a path such as `mixes.0.fill`, and FORMAT, which may be left
-away, Python's format of floats, such as `.1%`; texts are written as they are. The value of a table is a list of its rows,
-each a JSON object with the same names.
+its lines. FILE is a file of scripts/benchmark_results, KEY a path such as `mixes.0.fill`, whose names may hold blanks,
+and FORMAT, which may be omitted, Python's format of floats, such as `.1%`; texts are written as they are. The value of
+a table is a list of its rows, each a JSON object with the same names.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from hf_bucketing.files import complete_file
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "scripts" / "benchmark_results"
-MARKED = re.compile(r"<!-- (figure|table): (\S+) (\S+)(?: (\S+))? -->(.*?)<!-- end -->", re.DOTALL)
+MARKED = re.compile(r"<!-- (figure|table): (\S+) ([^>]+?)(?: ([.,+]\S+))? -->(.*?)<!-- end -->", re.DOTALL)
 
 
 @functools.cache
