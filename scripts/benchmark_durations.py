@@ -72,11 +72,12 @@ def measure_way(way: Way, seconds: np.ndarray, *, padded: bool) -> dict[str, Any
     kept = np.unique(plan.indices)
     trained = np.minimum(targets.sizes.frames[kept] / FPS, seconds[kept])
     tokens = targets.num_tokens
+    measured = measure_plan(plan, tokens, COST.cost(tokens), max_tokens=MAX_TOKENS, padded=padded)
     return {
         "lost clips": 1 - len(kept) / len(seconds),
         "kept seconds": float(trained.sum() / seconds.sum()),
         "kept area": float(targets.kept_area[kept].mean()),
-        **measure_plan(plan, tokens, COST.cost(tokens), max_tokens=MAX_TOKENS, padded=padded),
+        **{name: measured[name] for name in ("real ÷ computed", "fill", "largest ÷ mean cost")},
     }
 
 
@@ -90,8 +91,6 @@ def fitted_row(name: str, seconds: np.ndarray) -> dict[str, Any]:
         "mean s, drawn": float(seconds.mean()),
         "median s, drawn": float(np.median(seconds)),
         "up to 10 s, drawn": float((seconds <= 10).mean()),
-        "documented": data.source,
-        "assumed": data.assumed,
     }
 
 
@@ -122,7 +121,10 @@ def main(args: argparse.Namespace) -> None:
             series = {way: [row[key] for row in rows if row["batches"] == way] for way in ways}
             draw_bars(axis, list(DATA_SETS), series, title=title, text="{:.0%}".format)
     counts = {"samples": args.samples, "max_tokens": MAX_TOKENS}
-    finish({**counts, "fitted": fitted, "miradata_seconds": quantiles, "rows": rows}, args.output)
+    sources = [
+        {"data set": name, "documented": data.source, "assumed": data.assumed} for name, data in DATA_SETS.items()
+    ]
+    finish({**counts, "sources": sources, "fitted": fitted, "miradata_seconds": quantiles, "rows": rows}, args.output)
 
 
 if __name__ == "__main__":

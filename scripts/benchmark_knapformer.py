@@ -25,9 +25,9 @@ from hf_bucketing.command_line.script import run_script
 GPUS, GROUP, MOST_TEXT = 32, 4, 392
 COST = model_cost(3072, gamma=0.4)
 MIXES = {
-    "low-resolution images": "g32b32i256f1s0",
-    "mixed-resolution images": "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0",
-    "images and videos": "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,"
+    "low": "g32b32i256f1s0",
+    "mixed": "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0",
+    "joint": "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,"
     "g8b2i256f85s1,g4b1i512f85s1",
 }
 AS_DEALT, BY_SAMPLE, BY_PACKS = "as dealt", "longest first", "our packs"
