@@ -6,8 +6,8 @@ python scripts/benchmark_knapformer.py --output scripts/benchmark_results/knapfo
 Mixes, tokens and cost are those of KnapFormer (Zhang et al., arXiv 2508.06001; Kai-46/KnapFormer, read in its copy
 carlosbrian459/KnapFormer, commits fdd4f60 and 5edbd04): `scripts/experiment_launcher.py` names the mixes,
 `simulator/simulator_data.py` makes tokens of them, and `knapformer/sequence_balancer.py` has the cost,
-24·tokens·width² + gamma·4·tokens²·width with a width of 3072; gamma, which they measure, is taken as 0.4. A code such as g4b5i512f1s0 is 4 GPUs with
-5 samples each of 512×512 pixels and 1 frame. Work is counted, not timed.
+24·tokens·width² + gamma·4·tokens²·width with a width of 3072; gamma, which they measure, is taken as 0.4. A code such
+as g4b5i512f1s0 is 4 GPUs with 5 samples each of 512×512 pixels and 1 frame. Work is counted, not timed.
 """
 
 import argparse
