@@ -5,8 +5,8 @@ python scripts/update_docs.py
 A figure in Markdown is `<!-- figure: FILE KEY FORMAT -->0.97<!-- end -->`, and a table is the same with `table:`
 around its lines. FILE is a file of scripts/benchmark_results, KEY a path such as `mixes.0.fill`, whose names may hold
 blanks, and FORMAT, which may be omitted, Python's format of floats, such as `.1%`; texts are written as they are. The
-value of a table is a list of its rows, each a JSON object with the same names. No line of prose may start with a figure,
-as Markdown ends the paragraph there.
+value of a table is a list of its rows, each a JSON object with the same names. No line of prose may start with a
+figure, as Markdown ends the paragraph there.
 """
 
 import argparse
