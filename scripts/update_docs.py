@@ -2,10 +2,11 @@ r"""Write the figures of README.md and docs/ from the JSON files of the benchmar
 
 python scripts/update_docs.py
 
-A figure in Markdown is `<!-- figure: FILE KEY FORMAT -->0.97<!-- end -->`; a table is the same with `table:`, around
-its lines. FILE is a file of scripts/benchmark_results, and KEY a path such as `mixes.0.fill`. FORMAT is optional:
-Python's format of floats, such as `.1%`. Texts are written as they are. The value of a table is a list of rows, JSON
-objects with the same names.
+A figure in Markdown is `<!-- figure: FILE KEY FORMAT -->0.97<!-- end -->`, and a table is the same with `table:`
+around its lines. FILE is a file of scripts/benchmark_results, KEY a path such as `mixes.0.fill`, whose names may hold
+blanks, and FORMAT, which may be omitted, Python's format of floats, such as `.1%`; texts are written as they are. The
+value of a table is a list of its rows, each a JSON object with the same names. No line of prose may start with a
+figure, as Markdown ends the paragraph there.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from hf_bucketing.files import complete_file
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "scripts" / "benchmark_results"
-MARKED = re.compile(r"<!-- (figure|table): (\S+) (\S+)(?: (\S+))? -->(.*?)<!-- end -->", re.DOTALL)
+MARKED = re.compile(r"<!-- (figure|table): (\S+) ([^>]+?)(?: ([.,+]\S+))? -->(.*?)<!-- end -->", re.DOTALL)
 
 
 @functools.cache

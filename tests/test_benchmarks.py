@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_script
+from tests.conftest import ROOT, run_script, run_script_here
+
+RESULTS = ROOT / "scripts" / "benchmark_results"
 
 SMALL = {
     "mapping": ("--rows", 20_000, "--files", 8, "--header_files", 8, "--prepared_rows", 2000),
@@ -18,6 +21,35 @@ SMALL = {
 }
 
 
+YARDSTICKS = {"open_sora": 2000, "knapformer": 2, "videosys": 400, "durations": 600}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", YARDSTICKS)
+def test_yardsticks_measure_and_draw(name: str, tmp_path: Path) -> None:
+    files = ("--output", tmp_path / "figures.json", "--figure", tmp_path / "figure.png")
+    run_script_here(f"benchmark_{name}.py", "--samples", YARDSTICKS[name], *files)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    reported = json.loads((RESULTS / f"{name}.json").read_text())
+    assert list(figures) == list(reported)
+    tables = [key for key, value in reported.items() if isinstance(value, list)]
+    assert tables
+    for key in tables:
+        assert [list(row) for row in figures[key]] == [list(row) for row in reported[key]]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_drawn_clips_last_as_long_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    data_sets = importlib.import_module("yardsticks").DATA_SETS
+    for data in data_sets.values():
+        seconds, frames, heights, widths = data.draw(5000, fps=16)
+        assert seconds.mean() == pytest.approx(data.mean_seconds, rel=0.05)
+        assert data.bounds[0] <= seconds.min() <= seconds.max() <= data.bounds[1]
+        assert (frames <= seconds * 16).all()
+        assert {*zip(heights.tolist(), widths.tolist(), strict=True)} == set(data.sizes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmarks_measure(name: str, tmp_path: Path) -> None:
@@ -26,7 +58,7 @@ def test_benchmarks_measure(name: str, tmp_path: Path) -> None:
     ratios = [value for key, value in figures.items() if "times_" in key]
     assert ratios
     assert all(ratio > 0 for ratio in ratios)
-    results = Path(__file__).parent.parent / "scripts" / "benchmark_results" / f"{name}.json"
-    measured = {key for key in json.loads(results.read_text()) if not key.startswith(("lhotse", "scale"))}
+    results = json.loads((RESULTS / f"{name}.json").read_text())
+    measured = {key for key in results if not key.startswith(("lhotse", "scale"))}
     missing = measured - set(figures) - {"length_times_faster_than_lhotse"}
     assert not missing, "what the repository reports is still measured"

@@ -47,7 +47,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             sample's own.
         remainder (`str`): What happens to a bucket's samples that do not fill a step on all processes.
             `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
-            steps, so that fewer than `num_processes` samples are dropped per epoch, other ones each epoch.
+            steps, buckets of like batch size together, so that fewer than `num_processes` samples are dropped per
+            epoch, other ones each epoch.
             `"drop"` drops them from this epoch.
             `"repeat"` completes their step with samples of the same bucket, which are counted as repeated. A bucket of
             fewer samples than a batch makes batches of all its samples, so that a batch holds none twice.

@@ -104,7 +104,10 @@ def deal(
         size = left_over // num_processes
         some = size > 0
         short = Steps(first_left[some], size[some], groups.buckets[some])
-        left = chosen.shuffled(_left(groups, first_left + size * num_processes))
+        # Buckets of one batch size, and neighbours among them, cost alike: no process of a mixed step waits long.
+        rest = left_over - size * num_processes
+        left = _left(groups, first_left + size * num_processes)
+        left = _without_spare(left[np.argsort(np.repeat(sizes, rest), kind="stable")], chosen)
         count = len(left) // num_processes
         mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
         return _join(groups.rows, whole, short, extra=(left, mixed))
@@ -157,6 +160,11 @@ def _left(groups: Groups, first_left: IntArray) -> IntArray:
     return left
 
 
+def _without_spare(left: IntArray, chosen: EpochRows) -> IntArray:
+    """Return the rows without those, drawn at random, that do not divide evenly among the processes."""
+    return np.delete(left, chosen.spare(len(left))) if len(left) % chosen.num_processes else left
+
+
 def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: IntArray) -> IntArray:
     """Return a full step for each bucket with a remainder: the remainder, then spare rows of the bucket."""
     left_over = groups.starts + groups.counts - first_left
@@ -177,8 +185,7 @@ def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: In
 def _spread(left: IntArray, size: int, chosen: EpochRows) -> tuple[IntArray, IntArray]:
     """Deal the remainders of all buckets into steps of `size` and one smaller step; return the rows and the sizes."""
     num_processes = chosen.num_processes
-    if len(left) % num_processes:
-        left = np.delete(left, chosen.spare(len(left)))
+    left = _without_spare(left, chosen)
     full, short = divmod(len(left) // num_processes, size)
     order = spread_order(full * num_processes, size, num_short=num_processes if short else 0, short_size=short)
     return left[order], np.array([size] * full + [short] * (short > 0), np.int64)

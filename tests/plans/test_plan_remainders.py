@@ -85,6 +85,15 @@ def test_catch_all_puts_remainders_into_batches_of_the_base_bucket(ids, num_proc
     assert caught <= -(-left // per_step)
 
 
+def test_mixed_steps_hold_samples_of_like_batch_sizes() -> None:
+    """Equal limits make batch sizes fall with the cost of a sample, and the slowest process decides over a step."""
+    column, sizes = np.repeat([0, 1, 2, 3], 3), {0: 1, 1: 8, 2: 1, 3: 8}
+    for epoch in range(5):
+        plan = plan_of(column, batch_size=sizes, num_processes=2, epoch=epoch)
+        steps = column[plan.indices].reshape(-1, 2).tolist()
+        assert sorted(sorted(step) for step in steps if step[0] != step[1]) == [[0, 2], [1, 3]]
+
+
 def test_catch_all_batches_hold_as_many_buckets_as_they_can() -> None:
     column = np.repeat([0, 1, 2, 3], 15)
     plan = plan_of(column, batch_size=4, remainder="catch_all", base=2, num_processes=2)
