@@ -28,7 +28,7 @@ def test_the_wheel_holds_all_that_an_import_needs(built: Path, tmp_path: Path) -
     (wheel,) = built.glob("*.whl")
     run([sys.executable, "-m", "venv", tmp_path / "venv"])
     python = tmp_path / "venv" / "bin" / "python"
-    run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel])
+    run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], env={"PYTHONPATH": ""})
     (site_packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (site_packages / "zz_running.pth").write_text(sysconfig.get_path("purelib"))
     code = """
