@@ -95,7 +95,7 @@ def draw_batches(canvas: Canvas, ways: Ways, place: Box) -> None:
     for batch in sorted(ways.batches.batches(), key=min):
         clips = collated(ways, batch, packed=False)
         height, width = clips[0][0].shape[:2]
-        scale = (60 if width > height else 84) / height
+        scale = (62 if width > height else 86) / height
         behind = CARD * (depth_of(clips[0]) - 1)
         step = width * scale + behind + inside
         frame = Box(left, top, len(clips) * step + inside, height * scale + behind + 2 * inside)
