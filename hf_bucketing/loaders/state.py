@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import PlanError
 
-VERSION = 4
+VERSION = 5
 
 
 def describe(value: object) -> str:
