@@ -43,7 +43,7 @@ class LengthBatchSampler(PlannedBatchSampler):
             `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
             which pads and mixes least.
         num_buckets (`int`, *optional*): Number of buckets, unless `boundaries` are given; by default as many as leave
-            each some 4 batches, at most 64. More buckets pad less; fewer let each sample meet more others.
+            each some 4 batches, at most 50. More buckets pad less; fewer let each sample meet more others.
         boundaries (`str` or sequence of `float`): `"fitted"`: where padding, and with `max_tokens` also the room that
             batches leave, is least over the lengths that occur. `"quantile"`: equally many samples in each bucket.
             `"uniform"`: equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included;

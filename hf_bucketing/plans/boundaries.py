@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
 
-MOST_BUCKETS = 64
+MOST_BUCKETS = 50
 """Buckets that a large data set gets by default."""
 
 BATCHES_PER_BUCKET = 4
@@ -24,7 +24,7 @@ def default_num_buckets(num_batches: float) -> int:
 
     Example:
         >>> default_num_buckets(3), default_num_buckets(40), default_num_buckets(100_000)
-        (1, 10, 64)
+        (1, 10, 50)
     """
     return int(min(max(num_batches // BATCHES_PER_BUCKET, 1), MOST_BUCKETS))
 

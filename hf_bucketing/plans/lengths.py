@@ -112,8 +112,8 @@ def plan_lengths(
     """Plan an epoch of batches of samples that differ in length alone, the same number on every process.
 
     With `strategy="bucket"` this is a bucket plan, with the lockstep of [`plan_buckets`]; what remains of a bucket
-    joins what remains of the next shorter ones in full steps, of which only the last is smaller. Otherwise neighbouring
-    batches make a step. If their number does not divide evenly among the processes, those with the most samples are
+    joins what remains of the next shorter ones in full steps, of which only the last is smaller. Otherwise
+    neighbouring batches make a step. If their number does not divide evenly among the processes, those with the most samples are
     split; only if all hold one sample, fewer than `num_processes` samples are dropped.
 
     Args:
@@ -215,7 +215,8 @@ def _in_buckets(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: Epoc
         sizes = batch_sizes(bounds, max_tokens=_limit(config), max_samples=config.max_samples)
         size = dict(enumerate(sizes.tolist()))
     settings = BucketPlanConfig(batch_size=size, remainder=config.remainder)
-    return plan_lockstep(np.searchsorted(bounds, values), settings, chosen, join=True)
+    buckets = np.searchsorted(bounds, values).astype(np.int32)
+    return plan_lockstep(buckets, settings, chosen, join=True)
 
 
 def _one_after_the_other(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: EpochRows) -> EpochPlan:
