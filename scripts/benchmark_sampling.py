@@ -228,30 +228,36 @@ def efficiency(plan: EpochPlan, tokens: np.ndarray, *, window: int = 1) -> float
     return float((costs.mean(axis=1) / costs.max(axis=1)).mean())
 
 
-def measure_packs(samples: int) -> dict[str, float]:
-    figures: dict[str, float] = {"pack_samples": samples}
-    for max_tokens, name in ((32_768, "32k"), (65_536, "64k")):
+def measure_packs(samples: int) -> dict[str, object]:
+    """Measure the fill of packs by strategy, and how evenly processes are loaded by the way packs are dealt."""
+    fills, loads = [], []
+    for max_tokens in (32_768, 65_536):
         tokens = token_mix(samples, max_tokens)
         for strategy in ("sequential", "first_fit", "best_fit_decreasing"):
             config = PackPlanConfig(max_tokens=max_tokens, strategy=strategy)
             start = time.perf_counter()
             plan = plan_packs(tokens, config, epoch=0, num_processes=1)
-            figures[f"pack_{name}_{strategy}_s"] = time.perf_counter() - start
-            figures[f"pack_{name}_{strategy}_fill"] = float(tokens.sum() / (max_tokens * plan.num_batches))
+            fill = float(tokens.sum() / (max_tokens * plan.num_batches))
+            seconds = time.perf_counter() - start
+            fills.append({"tokens per pack": max_tokens, "strategy": strategy, "fill": fill, "seconds": seconds})
         largest = float(COST.cost(tokens).max())
         ways: dict[str, dict[str, Any]] = {
-            "random": {},
-            "like_costs": {"balance": "cost"},
-            "windows_of_8": {"balance": "cost", "accumulation_steps": 8},
-            "filled_to_cost": {"max_cost": largest, "max_tokens": 4 * max_tokens},
+            "packs in random order": {},
+            'balance="cost"': {"balance": "cost"},
+            'balance="cost", accumulation_steps=8': {"balance": "cost", "accumulation_steps": 8},
+            "max_cost of the largest sample": {"max_cost": largest, "max_tokens": 4 * max_tokens},
         }
-        for processes in (8, 64):
-            for way, options in ways.items():
-                config = PackPlanConfig(**{"max_tokens": max_tokens, "cost_model": COST, **options})
-                plan = plan_packs(tokens, config, epoch=0, num_processes=processes)
-                window = options.get("accumulation_steps", 1)
-                figures[f"pack_{name}_efficiency_{processes}_{way}"] = efficiency(plan, tokens, window=window)
-    return figures
+        for way, options in ways.items():
+            config = PackPlanConfig(**{"max_tokens": max_tokens, "cost_model": COST, **options})
+            window = options.get("accumulation_steps", 1)
+            even = {
+                f"{processes} processes": efficiency(
+                    plan_packs(tokens, config, epoch=0, num_processes=processes), tokens, window=window
+                )
+                for processes in (8, 64)
+            }
+            loads.append({"tokens per pack": max_tokens, "how": way, **even})
+    return {"pack_samples": samples, "fill_of_packs": fills, "mean_over_largest_cost_of_packs": loads}
 
 
 def measure_streams(rows: int) -> dict[str, float]:

@@ -113,8 +113,8 @@ def plan_lengths(
 
     With `strategy="bucket"` this is a bucket plan, with the lockstep of [`plan_buckets`]; what remains of a bucket
     joins what remains of the next shorter ones in full steps, of which only the last is smaller. Otherwise
-    neighbouring batches make a step. If their number does not divide evenly among the processes, those with the most samples are
-    split; only if all hold one sample, fewer than `num_processes` samples are dropped.
+    neighbouring batches make a step. If their number does not divide evenly among the processes, those with the most
+    samples are split; only if all hold one sample, fewer than `num_processes` samples are dropped.
 
     Args:
         lengths (array of `int` or `float`, shape `(n,)`): Length of each row in any unit, 0 or less for rejected ones.
@@ -215,7 +215,7 @@ def _in_buckets(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: Epoc
         sizes = batch_sizes(bounds, max_tokens=_limit(config), max_samples=config.max_samples)
         size = dict(enumerate(sizes.tolist()))
     settings = BucketPlanConfig(batch_size=size, remainder=config.remainder)
-    buckets = np.searchsorted(bounds, values).astype(np.int32)
+    buckets: npt.NDArray[Any] = np.searchsorted(bounds, values).astype(np.int32)
     return plan_lockstep(buckets, settings, chosen, join=True)
 
 
