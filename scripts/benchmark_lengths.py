@@ -97,11 +97,14 @@ def measure_seconds(rows: int, lazy_rows: int, processes: list[int], runs: int) 
     return table
 
 
-def grouped_by_transformers(lengths: np.ndarray, processes: int, epoch: int, *, distributed: bool = False) -> Batches:
-    """Return the batches of all processes, to which accelerate deals batches in turn, and transformers rows."""
-    if not distributed:
-        generator = torch.Generator().manual_seed(epoch)
-        return _cut(list(LengthGroupedSampler(BATCH_SIZE, lengths=lengths.tolist(), generator=generator)))
+def grouped_by_transformers(lengths: np.ndarray, epoch: int) -> Batches:
+    """Return batches that accelerate deals in turn to any number of processes."""
+    generator = torch.Generator().manual_seed(epoch)
+    return _cut(list(LengthGroupedSampler(BATCH_SIZE, lengths=lengths.tolist(), generator=generator)))
+
+
+def distributed_by_transformers(lengths: np.ndarray, processes: int, epoch: int) -> Batches:
+    """Return the batches of all processes, to which transformers deals rows in turn."""
     batches: Batches = []
     for rank in range(processes):
         sampler = DistributedLengthGroupedSampler(
@@ -132,18 +135,19 @@ def figures_of(batches_of: Callable[[int], Batches], lengths: np.ndarray) -> dic
 
 
 def batches_of_16(lengths: np.ndarray, processes: int) -> dict[str, Callable[[int], Batches]]:
-    """Return the epochs of all samplers by name; accelerate deals transformers' batches to any number of processes."""
-    ways: dict[str, Callable[[int], Batches]] = {}
-    if processes == 1:
-        ways[SHUFFLE] = lambda epoch: _cut(np.random.default_rng(epoch).permutation(len(lengths)).tolist())
-    ways[GROUPED] = lambda epoch: grouped_by_transformers(lengths, processes, epoch)
+    """Return the epochs of samplers by name; of several processes, only those that depend on their number."""
     if processes > 1:
-        ways["transformers: DistributedLengthGroupedSampler"] = lambda epoch: grouped_by_transformers(
-            lengths, processes, epoch, distributed=True
-        )
-    for name, buckets in ((OURS, None), (f"{OURS}, num_buckets=30", 30), (f"{OURS}, num_buckets=10", 10)):
-        ways[name] = partial(ours, lengths, processes, batch_size=BATCH_SIZE, num_buckets=buckets)
-    return ways
+        return {
+            "transformers: DistributedLengthGroupedSampler": partial(distributed_by_transformers, lengths, processes),
+            OURS: partial(ours, lengths, processes, batch_size=BATCH_SIZE),
+        }
+    return {
+        SHUFFLE: lambda epoch: _cut(np.random.default_rng(epoch).permutation(len(lengths)).tolist()),
+        GROUPED: partial(grouped_by_transformers, lengths),
+        OURS: partial(ours, lengths, 1, batch_size=BATCH_SIZE),
+        f"{OURS}, num_buckets=30": partial(ours, lengths, 1, batch_size=BATCH_SIZE, num_buckets=30),
+        f"{OURS}, num_buckets=10": partial(ours, lengths, 1, batch_size=BATCH_SIZE, num_buckets=10),
+    }
 
 
 def batches_by_tokens(lengths: np.ndarray) -> dict[str, Callable[[int], Batches]]:

@@ -86,20 +86,20 @@ class DrawByDraw:
 
     Args:
         sizes: Columns `width` and `height`.
-        rank: Process, of `processes`.
-        processes: Processes, which all draw alone.
+        rank: Process, of `num_processes`.
+        num_processes: Processes, which all draw alone.
     """
 
-    def __init__(self, sizes: dict[str, np.ndarray], *, rank: int, processes: int) -> None:
-        self.rng, self.rank, self.processes = np.random.default_rng(0), rank, processes
+    def __init__(self, sizes: dict[str, np.ndarray], *, rank: int, num_processes: int) -> None:
+        self.rng, self.rank, self.num_processes = np.random.default_rng(0), rank, num_processes
         aspects = np.array([size.width / size.height for size in novelai_ladder().sizes])
         ratios = (sizes["width"] / sizes["height"]).tolist()
         self.buckets = np.array([np.abs(aspects - ratio).argmin() for ratio in ratios])
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = self.rng.permutation(len(self.buckets))
-        rows = rows[: len(rows) // (BATCH_SIZE * self.processes) * BATCH_SIZE * self.processes]
-        rows = rows[self.rank :: self.processes]
+        rows = rows[: len(rows) // (BATCH_SIZE * self.num_processes) * BATCH_SIZE * self.num_processes]
+        rows = rows[self.rank :: self.num_processes]
         lists = {int(bucket): rows[self.buckets[rows] == bucket].tolist() for bucket in np.unique(self.buckets[rows])}
         mixed: list[int] = []
         for bucket, own in lists.items():
@@ -119,11 +119,11 @@ class NovelAIBatches:
     Args:
         path: The file bucketmanager.py.
         sizes: Columns `width` and `height`.
-        rank: Process, of `processes`.
-        processes: Processes.
+        rank: Process, of `num_processes`.
+        num_processes: Processes.
     """
 
-    def __init__(self, path: Path, sizes: dict[str, np.ndarray], *, rank: int, processes: int) -> None:
+    def __init__(self, path: Path, sizes: dict[str, np.ndarray], *, rank: int, num_processes: int) -> None:
         described = importlib.util.spec_from_file_location("bucketmanager", path)
         assert described is not None, "a file of Python"
         assert described.loader is not None, "a file of Python"
@@ -133,7 +133,7 @@ class NovelAIBatches:
         with tempfile.NamedTemporaryFile(suffix=".pkl") as file:
             file.write(pickle.dumps(dict(enumerate(pairs))))
             file.flush()
-            self.manager = module.BucketManager(file.name, bsz=BATCH_SIZE, world_size=processes, global_rank=rank)
+            self.manager = module.BucketManager(file.name, bsz=BATCH_SIZE, world_size=num_processes, global_rank=rank)
 
     def __iter__(self) -> Iterator[list[int]]:
         return (rows for rows, _ in self.manager.generator())
@@ -150,7 +150,7 @@ def bucketed_loader(sampler: str, dataset: datasets.Dataset, accelerator: Accele
         batches = BucketBatchSampler(map_columns(dataset, columns)["bucket_id"], table=table, batch_size=BATCH_SIZE)
         return accelerator.prepare(DataLoader(rows, batch_sampler=batches, **options))
     sizes = {name: dataset.with_format("numpy")[name][:] for name in ("width", "height")}
-    share = {"rank": accelerator.process_index, "processes": accelerator.num_processes}
+    share = {"rank": accelerator.process_index, "num_processes": accelerator.num_processes}
     own: Iterable[list[int]] = DrawByDraw(sizes, **share)
     if sampler == NOVELAI:
         assert novelai is not None, "main checks it"
