@@ -234,6 +234,22 @@ def make_parser() -> FlagParser:
     return parser
 
 
+def table_of(runs: dict[str, Any]) -> dict[str, Any]:
+    """Return the runs as the rows of a table, and how much more they take than planned, at least and at most."""
+    rows = [
+        {
+            "run": name,
+            "planned MB": result["planned_mb"],
+            "measured MB": result["measured_mb"],
+            "more than planned": result["measured_mb"] / result["planned_mb"] - 1,
+        }
+        for name, result in runs.items()
+    ]
+    more = [row["more than planned"] for row in rows]
+    shown = [{**row, "more than planned": f"{row['more than planned']:.1%}"} for row in rows]
+    return {"table": shown, "least_more_than_planned": min(more), "most_more_than_planned": max(more)}
+
+
 def main(args: argparse.Namespace) -> None:
     if args.child:
         measure(args.child, args.output)
@@ -246,6 +262,7 @@ def main(args: argparse.Namespace) -> None:
             result = figures["runs"][case.name] = run(case, Path(folder))
             print(f"{result['ratio']:.3f}  planned {result['planned_mb']:8.1f} MB, measured "
                   f"{result['measured_mb']:8.1f} MB: {case.name} ({result['plan']})", flush=True)  # fmt: skip
+    figures |= table_of(figures["runs"])
     if args.output:
         args.output.write_text(json.dumps(figures, indent=2) + "\n")
 

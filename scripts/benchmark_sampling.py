@@ -1,20 +1,41 @@
-r"""Compare epoch plans with straightforward samplers, as ratios of one run.
+r"""Time bucketed epochs as users run them, and count what packs, streams and plans of many rows cost.
 
 python scripts/benchmark_sampling.py --output scripts/benchmark_results/sampling.json
 
-`--scale_rows 10000000 100000000` takes about 8 GB.
+Epochs are timed from the columns of a `Dataset` to their end, through `accelerator.prepare(DataLoader(…))` in one and
+in two processes. `--novelai_path bucketmanager.py` adds the file of that name of NovelAI's repository
+novelai-aspect-ratio-bucketing. `--scale_rows 10000000 100000000` takes about 8 GB.
 """
 
 import argparse
+import importlib.util
 import itertools
+import pickle
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
-from benchmark_tools import benchmark_parser, in_fresh_process, machine, report, seconds_of, timed_with_memory
+import torch
+from accelerate import Accelerator
+from benchmark_tools import (
+    RowNumbers,
+    benchmark_parser,
+    in_fresh_process,
+    in_fresh_processes,
+    machine,
+    report,
+    seconds_of,
+    seconds_of_epoch,
+    timed_with_memory,
+)
+from torch.utils.data import DataLoader
 
-from hf_bucketing import LatentSpec
+from hf_bucketing import AssignmentRule, BucketBatchSampler, BucketColumns, LatentSpec, map_columns, novelai_ladder
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
@@ -23,6 +44,10 @@ from hf_bucketing.plans import BucketPlanConfig, EpochPlan, PackPlanConfig, plan
 BUCKETS, BATCH_SIZE = 19, 8
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 COST = CostModel.for_transformer(1536)
+SHUFFLE = "torch: shuffle=True, batches of any sizes"
+LOOP = "a loop as NovelAI describes it, written here"
+NOVELAI = "NovelAI: bucketmanager.py"
+OURS = "BucketBatchSampler"
 
 
 def bucket_column(rows: int) -> np.ndarray:
@@ -47,43 +72,122 @@ def bucket_plan_cost(rows: int, num_processes: int) -> tuple[float, float]:
     return timed_with_memory(lambda: plan_of_buckets(column, num_processes), lambda: plan_of_buckets(column[:50_000]))
 
 
-def draw_by_draw(column: np.ndarray, left: float) -> Iterator[list[int]]:
-    """Draw batches as the seed describes: a list of rows per bucket, a weighted draw, a slice off the front.
+def image_sizes(rows: int) -> dict[str, np.ndarray]:
+    """Draw widths and heights of images of log-normal aspect ratios and areas."""
+    rng = np.random.default_rng(0)
+    ratio, side = np.exp(rng.normal(0, 0.35, rows)), np.exp(rng.normal(np.log(1000), 0.3, rows))
+    return {"width": (side * np.sqrt(ratio)).astype(int), "height": (side / np.sqrt(ratio)).astype(int)}
+
+
+class DrawByDraw:
+    """Draw batches as the README of NovelAI's repository describes: lists, a weighted draw, a slice off the front.
+
+    Each process takes its share of the shuffled rows; what fills no batch of a bucket makes mixed batches.
 
     Args:
-        column: Bucket of each row.
-        left: Share of the epoch that remains.
+        sizes: Columns `width` and `height`.
+        rank: Process, of `num_processes`.
+        num_processes: Processes, which all draw alone.
     """
-    rng = np.random.default_rng(0)
-    lists = {}
-    for bucket in range(BUCKETS):
-        rows = rng.permutation(np.flatnonzero(column == bucket))
-        lists[bucket] = rows[: int(len(rows) * left) // BATCH_SIZE * BATCH_SIZE].tolist()
-    while any(lists.values()):
-        weights = np.array([len(rows) for rows in lists.values()], np.float64)
-        bucket = int(rng.choice(BUCKETS, p=weights / weights.sum()))
-        batch, lists[bucket] = lists[bucket][:BATCH_SIZE], lists[bucket][BATCH_SIZE:]
-        yield batch
+
+    def __init__(self, sizes: dict[str, np.ndarray], *, rank: int, num_processes: int) -> None:
+        self.rng, self.rank, self.num_processes = np.random.default_rng(0), rank, num_processes
+        aspects = np.array([size.width / size.height for size in novelai_ladder().sizes])
+        ratios = (sizes["width"] / sizes["height"]).tolist()
+        self.buckets = np.array([np.abs(aspects - ratio).argmin() for ratio in ratios])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = self.rng.permutation(len(self.buckets))
+        rows = rows[: len(rows) // (BATCH_SIZE * self.num_processes) * BATCH_SIZE * self.num_processes]
+        rows = rows[self.rank :: self.num_processes]
+        lists = {int(bucket): rows[self.buckets[rows] == bucket].tolist() for bucket in np.unique(self.buckets[rows])}
+        mixed: list[int] = []
+        for bucket, own in lists.items():
+            full = len(own) // BATCH_SIZE * BATCH_SIZE
+            lists[bucket], mixed = own[:full], mixed + own[full:]
+        lists[-1] = mixed
+        while lists := {bucket: own for bucket, own in lists.items() if own}:
+            weights = np.array([len(own) for own in lists.values()], np.float64)
+            bucket = int(self.rng.choice(list(lists), p=weights / weights.sum()))
+            batch, lists[bucket] = lists[bucket][:BATCH_SIZE], lists[bucket][BATCH_SIZE:]
+            yield batch
 
 
-def seconds_per_draw(column: np.ndarray, draws: int) -> float:
-    """Return the mean over the epoch; lists are longest, and slices slowest, at its start."""
+class NovelAIBatches:
+    """Batches of one process by NovelAI's own `BucketManager`, from a file that the user has.
+
+    Args:
+        path: The file bucketmanager.py.
+        sizes: Columns `width` and `height`.
+        rank: Process, of `num_processes`.
+        num_processes: Processes.
+    """
+
+    def __init__(self, path: Path, sizes: dict[str, np.ndarray], *, rank: int, num_processes: int) -> None:
+        described = importlib.util.spec_from_file_location("bucketmanager", path)
+        assert described is not None, "a file of Python"
+        assert described.loader is not None, "a file of Python"
+        module = importlib.util.module_from_spec(described)
+        described.loader.exec_module(module)
+        pairs = zip(sizes["width"].tolist(), sizes["height"].tolist(), strict=True)
+        with tempfile.NamedTemporaryFile(suffix=".pkl") as file:
+            file.write(pickle.dumps(dict(enumerate(pairs))))
+            file.flush()
+            self.manager = module.BucketManager(file.name, bsz=BATCH_SIZE, world_size=num_processes, global_rank=rank)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (rows for rows, _ in self.manager.generator())
+
+
+def bucketed_loader(sampler: str, dataset: datasets.Dataset, accelerator: Accelerator, novelai: Path | None) -> Any:
+    """Return a loader of batches of 8 as a user makes it, from the columns `width` and `height` of a data set."""
+    rows, options = RowNumbers(len(dataset)), {"collate_fn": torch.tensor}
+    if sampler == SHUFFLE:
+        return accelerator.prepare(DataLoader(rows, BATCH_SIZE, shuffle=True, **options))
+    if sampler == OURS:
+        table = novelai_ladder()
+        columns = BucketColumns(table, WAN, rule=AssignmentRule.novelai())
+        batches = BucketBatchSampler(map_columns(dataset, columns)["bucket_id"], table=table, batch_size=BATCH_SIZE)
+        return accelerator.prepare(DataLoader(rows, batch_sampler=batches, **options))
+    sizes = {name: dataset.with_format("numpy")[name][:] for name in ("width", "height")}
+    share = {"rank": accelerator.process_index, "num_processes": accelerator.num_processes}
+    own: Iterable[list[int]] = DrawByDraw(sizes, **share)
+    if sampler == NOVELAI:
+        assert novelai is not None, "main checks it"
+        own = NovelAIBatches(novelai, sizes, **share)
+    # These share the rows among processes by themselves, so their loaders are not prepared.
+    return DataLoader(rows, batch_sampler=own, **options)  # type: ignore[arg-type]
+
+
+def bucketed_epochs(samplers: list[str], rows: int, runs: int, novelai: Path | None) -> list[dict[str, float]]:
+    """Time an epoch of each sampler, from sizes on, in this process of the launch."""
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    accelerator = Accelerator(cpu=True)
+    dataset = datasets.Dataset.from_dict(image_sizes(rows))
     times = []
-    for left in (1.0, 0.75, 0.5, 0.25, 0.02):
-        batches = draw_by_draw(column, left)
-        next(batches)
-        start = time.perf_counter()
-        for _ in range(draws):
-            next(batches)
-        times.append((time.perf_counter() - start) / draws)
-    return float(np.trapezoid(times[::-1], [0.02, 0.25, 0.5, 0.75, 1.0]) / 0.98)
+    for sampler in samplers:
+        torch.manual_seed(0)
+        make = partial(bucketed_loader, sampler, dataset, accelerator, novelai)
+        times.append(seconds_of_epoch(make, runs=runs))
+    return times
 
 
-def measure_buckets(rows: int, runs: int, draws: int) -> dict[str, float]:
-    from datasets import Dataset
+def measure_epochs(rows: int, processes: list[int], runs: int, novelai: Path | None) -> list[dict[str, object]]:
+    """Time epochs of every sampler; of several processes, the slowest counts."""
+    samplers = [SHUFFLE, LOOP, *([NOVELAI] if novelai else []), OURS]
+    options = {"samplers": samplers, "rows": rows, "runs": runs, "novelai": novelai}
+    table: list[dict[str, object]] = []
+    for number in processes:
+        by_process = in_fresh_processes(bucketed_epochs, number, **options)
+        for sampler, times in zip(samplers, zip(*by_process, strict=True), strict=True):
+            seconds = {name: max(each[name] for each in times) for name in times[0]}
+            table.append({"sampler": sampler, "processes": number, "rows": rows, **seconds})
+    return table
 
-    from hf_bucketing import novelai_ladder
-    from hf_bucketing.loaders import BucketBatchSampler
+
+def measure_buckets(rows: int, runs: int) -> dict[str, float]:
+    """Measure one large plan, and its epoch without a loader."""
 
     def make_sampler() -> BucketBatchSampler:
         return BucketBatchSampler(dataset["bucket_id"], table=table, batch_size=BATCH_SIZE, num_processes=1)
@@ -91,24 +195,18 @@ def measure_buckets(rows: int, runs: int, draws: int) -> dict[str, float]:
     column = bucket_column(rows)
     (planned,) = seconds_of(lambda: plan_of_buckets(column), runs=runs)
     _, memory = in_fresh_process(bucket_plan_cost, rows=rows, num_processes=1)
-    dataset, table = Dataset.from_dict({"bucket_id": column}), novelai_ladder()
+    dataset, table = datasets.Dataset.from_dict({"bucket_id": column}), novelai_ladder()
     (made,) = seconds_of(make_sampler, runs=runs)
     sampler = make_sampler()
     sampler.plan()
-    first, iterated = seconds_of(lambda: next(iter(sampler)), lambda: sum(map(len, sampler)), runs=runs)
-    draw = seconds_per_draw(column, draws)
-    batches_per_s = sampler.plan().num_batches / (planned.median + iterated.median)
+    (iterated,) = seconds_of(lambda: sum(map(len, sampler)), runs=runs)
     return {
         "bucket_rows": rows,
         "bucket_sampler_from_column_s": made.median,
         "bucket_plan_s": planned.median,
         "bucket_plan_spread_s": planned.spread,
         "bucket_plan_extra_memory_mb": memory,
-        "bucket_first_batch_ms": first.median * 1e3,
-        "bucket_iteration_samples_per_s": rows / iterated.median,
-        "bucket_batches_per_s_with_plan": batches_per_s,
-        "draw_by_draw_batches_per_s": 1 / draw,
-        "bucket_times_faster_than_draw_by_draw": batches_per_s * draw,
+        "bucket_iteration_without_loader_s": iterated.median,
     }
 
 
@@ -130,42 +228,46 @@ def efficiency(plan: EpochPlan, tokens: np.ndarray, *, window: int = 1) -> float
     return float((costs.mean(axis=1) / costs.max(axis=1)).mean())
 
 
-def measure_packs(samples: int) -> dict[str, float]:
-    figures: dict[str, float] = {"pack_samples": samples}
-    for max_tokens, name in ((32_768, "32k"), (65_536, "64k")):
+def measure_packs(samples: int) -> dict[str, object]:
+    """Measure the fill of packs by strategy, and how evenly processes are loaded by the way packs are dealt."""
+    fills, loads = [], []
+    for max_tokens in (32_768, 65_536):
         tokens = token_mix(samples, max_tokens)
         for strategy in ("sequential", "first_fit", "best_fit_decreasing"):
             config = PackPlanConfig(max_tokens=max_tokens, strategy=strategy)
             start = time.perf_counter()
             plan = plan_packs(tokens, config, epoch=0, num_processes=1)
-            figures[f"pack_{name}_{strategy}_s"] = time.perf_counter() - start
-            figures[f"pack_{name}_{strategy}_fill"] = float(tokens.sum() / (max_tokens * plan.num_batches))
+            fill = float(tokens.sum() / (max_tokens * plan.num_batches))
+            seconds = time.perf_counter() - start
+            fills.append({"tokens per pack": max_tokens, "strategy": strategy, "fill": fill, "seconds": seconds})
         largest = float(COST.cost(tokens).max())
         ways: dict[str, dict[str, Any]] = {
-            "random": {},
-            "like_costs": {"balance": "cost"},
-            "windows_of_8": {"balance": "cost", "accumulation_steps": 8},
-            "filled_to_cost": {"max_cost": largest, "max_tokens": 4 * max_tokens},
+            "packs in random order": {},
+            'balance="cost"': {"balance": "cost"},
+            'balance="cost", accumulation_steps=8': {"balance": "cost", "accumulation_steps": 8},
+            "max_cost of the largest sample": {"max_cost": largest, "max_tokens": 4 * max_tokens},
         }
-        for processes in (8, 64):
-            for way, options in ways.items():
-                config = PackPlanConfig(**{"max_tokens": max_tokens, "cost_model": COST, **options})
-                plan = plan_packs(tokens, config, epoch=0, num_processes=processes)
-                window = options.get("accumulation_steps", 1)
-                figures[f"pack_{name}_efficiency_{processes}_{way}"] = efficiency(plan, tokens, window=window)
-    return figures
+        for way, options in ways.items():
+            config = PackPlanConfig(**{"max_tokens": max_tokens, "cost_model": COST, **options})
+            window = options.get("accumulation_steps", 1)
+            even = {
+                f"{processes} processes": efficiency(
+                    plan_packs(tokens, config, epoch=0, num_processes=processes), tokens, window=window
+                )
+                for processes in (8, 64)
+            }
+            loads.append({"tokens per pack": max_tokens, "how": way, **even})
+    return {"pack_samples": samples, "fill_of_packs": fills, "mean_over_largest_cost_of_packs": loads}
 
 
 def measure_streams(rows: int) -> dict[str, float]:
     """Group a stream of random sizes into batches of a table, beside reading the stream alone; in CPU seconds."""
-    from datasets import Dataset
-
     from hf_bucketing import token_ladder
     from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher
 
     rng = np.random.default_rng(0)
     sizes = {"num_frames": rng.integers(1, 120, rows), "height": rng.integers(200, 1200, rows)}
-    stream = Dataset.from_dict({**sizes, "width": rng.integers(200, 1200, rows)}).to_iterable_dataset()
+    stream = datasets.Dataset.from_dict({**sizes, "width": rng.integers(200, 1200, rows)}).to_iterable_dataset()
     table = token_ladder(WAN, [8190, 32760], frames=[1, 17, 49, 81])
     batches = StreamingBucketBatcher(stream, BucketGrouping(table=table, batch_size=BATCH_SIZE), collate_fn=as_it_is)
     start = time.process_time()
@@ -219,11 +321,12 @@ def measure_scale(rows: list[int], processes: list[int]) -> dict[str, object]:
 
 def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=5_300_000, help="Rows in 19 buckets.")
+    parser.add_argument("--rows", type=int, default=5_300_000, help="Rows of one plan, in 19 buckets.")
+    parser.add_argument("--epoch_rows", type=int, default=1_000_000, help="Rows of epochs beside other samplers.")
+    parser.add_argument("--epoch_runs", type=int, default=3, help="Runs of these, of which the median is reported.")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="Processes of the timed launches.")
+    parser.add_argument("--novelai_path", type=Path, help="NovelAI's bucketmanager.py, to be timed beside.")
     parser.add_argument("--samples", type=int, default=1_000_000, help="Samples to pack.")
-    parser.add_argument(
-        "--draws", type=int, default=300, help="Draws of the straightforward sampler at each of five points."
-    )
     parser.add_argument("--scale_rows", type=int, nargs="*", default=[], help="Sizes of plans, such as 10000000.")
     parser.add_argument(
         "--scale_processes",
@@ -236,8 +339,9 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    figures = machine("numpy")
-    figures.update(measure_buckets(args.rows, args.runs, args.draws))
+    figures = machine("numpy", "torch", "accelerate", "datasets")
+    figures["epochs_of_buckets"] = measure_epochs(args.epoch_rows, args.processes, args.epoch_runs, args.novelai_path)
+    figures.update(measure_buckets(args.rows, args.runs))
     figures.update(measure_packs(args.samples))
     figures.update(measure_streams(args.samples))
     if args.scale_rows:

@@ -5,13 +5,15 @@ import json
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hf_bucketing.command_line.flags import FlagParser
@@ -46,18 +48,41 @@ def seconds_of(
 
 def in_fresh_process(function: Callable[..., Any], **options: Any) -> Any:
     """Return the result of a function that runs in a new process."""
+    return in_fresh_processes(function, 1, **options)[0]
+
+
+def in_fresh_processes(function: Callable[..., Any], num_processes: int, /, **options: Any) -> list[Any]:
+    """Return the results of a function that runs in new processes, which accelerate takes for those of one launch."""
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(function, options, sender))
-    process.start()
-    sender.close()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    launch = {
+        "WORLD_SIZE": num_processes,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "ACCELERATE_USE_CPU": "true",
+    }
+    receivers, processes = [], []
+    for rank in range(num_processes):
+        receiver, sender = context.Pipe(duplex=False)
+        environment = {name: str(value) for name, value in {**launch, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        arguments = (function, options, environment if num_processes > 1 else {}, sender)
+        processes.append(context.Process(target=_send, args=arguments))
+        processes[-1].start()
+        sender.close()
+        receivers.append(receiver)
     try:
-        return receiver.recv()
+        return [receiver.recv() for receiver in receivers]
     finally:
-        process.join()
+        for process in processes:
+            process.join()
 
 
-def _send(function: Callable[..., Any], options: dict[str, Any], connection: Connection) -> None:
+def _send(
+    function: Callable[..., Any], options: dict[str, Any], environment: dict[str, str], connection: Connection
+) -> None:
+    os.environ |= environment
     connection.send(function(**options))
 
 
@@ -74,6 +99,75 @@ def memory_in_mb(name: str) -> float:
     """Return a figure of /proc/self/status, such as VmRSS, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+class RowNumbers(torch.utils.data.Dataset[int]):
+    """A data set whose samples are their own row numbers, so that a loader spends its time on sampling."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+    def __getitems__(self, rows: list[int]) -> list[int]:
+        return rows
+
+
+def seconds_of_epoch(make_loader: Callable[[], Iterable[Any]], *, runs: int) -> dict[str, float]:
+    """Time loaders from their making to the end of an epoch; return the medians of the runs in seconds.
+
+    Returns:
+        `dict`: `to first batch`, from the column on, and `to the end of the epoch`, which holds the former.
+    """
+    times = []
+    for run in range(runs + 1):
+        start = time.perf_counter()
+        batches = iter(make_loader())
+        next(batches)
+        first = time.perf_counter() - start
+        for _ in batches:
+            pass
+        if run:
+            times.append((first, time.perf_counter() - start))
+    first, end = (statistics.median(column) for column in zip(*times, strict=True))
+    return {"to first batch": first, "to the end of the epoch": end}
+
+
+def padding_of(batches: Sequence[np.ndarray], lengths: np.ndarray) -> float:
+    """Return the share of padding if each batch of row numbers is padded to its longest row."""
+    rows, starts, sizes = _flat(batches)
+    return 1 - float(lengths[rows].sum() / (np.maximum.reduceat(lengths[rows], starts) * sizes).sum())
+
+
+def largest_batch(batches: Sequence[np.ndarray], lengths: np.ndarray) -> float:
+    """Return the largest padded batch: its number of rows × the longest of them."""
+    rows, starts, sizes = _flat(batches)
+    return float((np.maximum.reduceat(lengths[rows], starts) * sizes).max())
+
+
+def companions(epoch: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
+    """Return among how many rows those of its batch are drawn, for a mean row, from batches of two epochs.
+
+    If the others of a batch of b rows are drawn evenly from n rows, then two rows that share a batch share one of the
+    other epoch with probability (b − 1) / n; n follows from how many do.
+    """
+    (rows, _, sizes), (other_rows, _, other_sizes) = _flat(epoch), _flat(other)
+    batch_of = np.empty(int(other_rows.max()) + 1, np.int64)
+    batch_of[other_rows] = np.repeat(np.arange(len(other_sizes)), other_sizes)
+    together = np.repeat(np.arange(len(sizes)), sizes) * len(other_sizes) + batch_of[rows]
+    again = np.unique(together, return_counts=True)[1]
+    pairs = float((again * (again - 1) / 2).sum())
+    chances = float((np.repeat(sizes - 1, sizes) / 2 * (other_sizes[batch_of[rows]] - 1)).sum())
+    return chances / pairs if pairs else float("nan")
+
+
+def _flat(batches: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    sizes = np.array([len(batch) for batch in batches])
+    return np.concatenate(batches), np.cumsum(sizes) - sizes, sizes
 
 
 def benchmark_parser(description: str | None) -> FlagParser:

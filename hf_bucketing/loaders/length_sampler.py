@@ -42,12 +42,14 @@ class LengthBatchSampler(PlannedBatchSampler):
         strategy (`str`): `"bucket"` makes batches of samples whose lengths lie between the same two boundaries;
             `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
             which pads and mixes least.
-        num_buckets (`int`): Number of buckets, for `"quantile"` and `"uniform"` boundaries.
-        boundaries (`str` or sequence of `float`): `"quantile"`: equally many samples in each bucket. `"uniform"`:
-            equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included; samples longer
-            than the last one make one more bucket.
-        remainder (`str`): What happens to samples that do not fill a step on all processes: `"short"` makes smaller
-            batches of them, `"drop"` drops them.
+        num_buckets (`int`, *optional*): Number of buckets, unless `boundaries` are given; by default as many as leave
+            each some 4 batches, at most 50. More buckets pad less; fewer let each sample meet more others.
+        boundaries (`str` or sequence of `float`): `"fitted"`: where padding, and with `max_tokens` also the room that
+            batches leave, is least over the lengths that occur. `"quantile"`: equally many samples in each bucket.
+            `"uniform"`: equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included;
+            samples longer than the last one make one more bucket.
+        remainder (`str`): What happens to samples that do not fill a step on all processes: `"short"` joins those of
+            neighbouring buckets, and only the last step is smaller; `"drop"` drops them.
         oversize (`str`): What happens to a sample longer than `max_tokens`: an `"error"` that names it, an
             `"own_batch"` above the limit, or a counted `"drop"`.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
@@ -82,8 +84,8 @@ class LengthBatchSampler(PlannedBatchSampler):
         max_tokens: float | None = None,
         max_samples: int | None = None,
         strategy: LengthStrategy = "bucket",
-        num_buckets: int = 10,
-        boundaries: Boundaries = "quantile",
+        num_buckets: int | None = None,
+        boundaries: Boundaries = "fitted",
         remainder: LengthRemainder = "short",
         oversize: Oversize = "error",
         weights: npt.ArrayLike | None = None,

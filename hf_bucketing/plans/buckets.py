@@ -144,8 +144,13 @@ def plan_buckets(
     return with_steps(plan, config.remainder, chosen)
 
 
-def plan_lockstep(bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochRows) -> EpochPlan:
-    """Plan steps in which all processes take the same bucket; without a generator, rows and buckets stay in order."""
+def plan_lockstep(
+    bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochRows, *, join: bool = False
+) -> EpochPlan:
+    """Plan steps in which all processes take the same bucket; without a generator, rows and buckets stay in order.
+
+    With `join`, a remainder that would be `"short"` joins those of the buckets before it, whose samples are smaller.
+    """
     rng = chosen.rng
     groups = group_rows(chosen.rows, bucket_ids, rng=None if chosen.repeats else rng)
     sizes = config.batch_sizes(groups.buckets)
@@ -159,7 +164,7 @@ def plan_lockstep(bucket_ids: IntArray, config: BucketPlanConfig, chosen: EpochR
         groups,
         sizes,
         chosen=chosen,
-        remainder=config.remainder,
+        remainder="join" if join and config.remainder == "short" else config.remainder,
         base_size=config.base_size,
         spare=spare,
     )

@@ -82,14 +82,14 @@ def deal(
     sizes: IntArray,
     *,
     chosen: EpochRows,
-    remainder: Remainder,
+    remainder: Remainder | Literal["join"],
     base_size: int | None = None,
     spare: Groups | None = None,
 ) -> Deal:
     """Deal the rows of `k` buckets into full steps, and their remainders as [`BucketBatchSampler`] describes.
 
     `sizes`, shape `(k,)`, and `base_size` are samples per process and step. The rows of `spare`, by default those of
-    `groups`, complete the steps of `"repeat"`.
+    `groups`, complete the steps of `"repeat"`. `"join"` is for buckets that rise in length: see [`_joined`].
     """
     num_processes = chosen.num_processes
     per_step = sizes * num_processes
@@ -111,6 +111,9 @@ def deal(
         count = len(left) // num_processes
         mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
         return _join(groups.rows, whole, short, extra=(left, mixed))
+    if remainder == "join":
+        left, steps = _joined(groups, first_left, sizes, chosen)
+        return _join(groups.rows, whole, extra=(left, steps))
     if remainder == "repeat":
         spare = groups if spare is None else spare
         some = left_over > 0
@@ -189,6 +192,30 @@ def _spread(left: IntArray, size: int, chosen: EpochRows) -> tuple[IntArray, Int
     full, short = divmod(len(left) // num_processes, size)
     order = spread_order(full * num_processes, size, num_short=num_processes if short else 0, short_size=short)
     return left[order], np.array([size] * full + [short] * (short > 0), np.int64)
+
+
+def _joined(groups: Groups, first_left: IntArray, sizes: IntArray, chosen: EpochRows) -> tuple[IntArray, Steps]:
+    """Deal the remainders into steps of neighbouring buckets, from the last bucket down; only the last may be smaller.
+
+    The first bucket of a step fixes its size, so that samples of the buckets before it, which are shorter, fit too.
+    """
+    left = _left(groups, first_left)
+    count = groups.starts + groups.counts - first_left
+    at = np.repeat(np.arange(len(groups.buckets)), count)
+    order = np.argsort(-at, kind="stable")
+    if len(left) % chosen.num_processes:
+        order = np.delete(order, chosen.spare(len(left)))
+    left, at = left[order], at[order]
+    first, size, bucket = [], [], []
+    position = 0
+    while position < len(left):
+        most = min(int(sizes[at[position]]), (len(left) - position) // chosen.num_processes)
+        stop = position + most * chosen.num_processes
+        first.append(position)
+        size.append(most)
+        bucket.append(int(groups.buckets[at[position]]) if at[position] == at[stop - 1] else MIXED)
+        position = stop
+    return left, Steps(*(np.array(column, np.int64) for column in (first, size, bucket)))
 
 
 def _join(rows: IntArray, *parts: Steps, extra: tuple[IntArray, Steps]) -> Deal:

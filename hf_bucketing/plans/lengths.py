@@ -17,6 +17,7 @@ from ..randomness import Purpose
 from ..settings import check_at_least
 from .assemble import unbucketed_plan, with_steps
 from .balance import even_batches
+from .boundaries import batch_sizes, default_num_buckets, fitted_bounds, quantile_bounds
 from .buckets import BucketPlanConfig, plan_lockstep
 from .deal import Remainder
 from .epoch import MIXED, EpochPlan
@@ -24,7 +25,8 @@ from .rows import EpochRows, Oversize, PlanConfig, check_positive, column_of, ep
 
 LengthStrategy = Literal["bucket", "random", "sorted"]
 LengthRemainder = Literal["short", "drop"]
-Boundaries = Literal["quantile", "uniform"] | Sequence[float]
+BoundariesName = Literal["fitted", "quantile", "uniform"]
+Boundaries = BoundariesName | Sequence[float]
 
 OLD_NAMES = {"capacity": "max_tokens", "drop_last": 'remainder="drop" or "short"'}
 
@@ -45,8 +47,8 @@ class LengthPlanConfig(PlanConfig):
     batch_size: int | None = None
     max_tokens: float | None = None
     max_samples: int | None = None
-    num_buckets: int = 10
-    boundaries: Boundaries = "quantile"
+    num_buckets: int | None = None
+    boundaries: Boundaries = "fitted"
     remainder: LengthRemainder = "short"
     oversize: Oversize = "error"
 
@@ -61,8 +63,9 @@ class LengthPlanConfig(PlanConfig):
         check_at_least(1, self, "batch_size", "max_samples", "num_buckets", error=PlanError)
         check_positive(self, "max_tokens")
         if isinstance(self.boundaries, str):
-            if self.boundaries not in ("quantile", "uniform"):
-                raise PlanError(f'`boundaries` must be "quantile", "uniform" or numbers, got {self.boundaries!r}.')
+            if self.boundaries not in get_args(BoundariesName):
+                names = ", ".join(f'"{name}"' for name in get_args(BoundariesName))
+                raise PlanError(f"`boundaries` must be {names} or numbers, got {self.boundaries!r}.")
         else:
             try:
                 bounds = tuple(map(float, self.boundaries))
@@ -86,11 +89,15 @@ class LengthPlanConfig(PlanConfig):
         if not isinstance(self.boundaries, str):
             bounds = np.array(self.boundaries, np.float64)
             return bounds if bounds[-1] >= longest else np.append(bounds, longest)
+        num_buckets = self.num_buckets
+        if num_buckets is None:
+            batches = len(lengths) / self.batch_size if self.batch_size else lengths.sum() / _limit(self)
+            num_buckets = default_num_buckets(float(batches))
         if self.boundaries == "uniform":
-            return np.linspace(lengths.min(), longest, self.num_buckets + 1)[1:]
-        # Bounds are lengths that occur, so that the sizes of batches follow from the longest sample of a bucket.
-        bounds = np.quantile(lengths, np.linspace(0, 1, self.num_buckets + 1)[1:], method="inverted_cdf")
-        return np.unique(bounds).astype(np.float64)
+            return np.linspace(lengths.min(), longest, num_buckets + 1)[1:]
+        if self.boundaries == "quantile":
+            return quantile_bounds(lengths, num_buckets)
+        return fitted_bounds(lengths, num_buckets, max_tokens=self.max_tokens, max_samples=self.max_samples)
 
 
 def plan_lengths(
@@ -104,7 +111,8 @@ def plan_lengths(
 ) -> EpochPlan:
     """Plan an epoch of batches of samples that differ in length alone, the same number on every process.
 
-    With `strategy="bucket"` this is a bucket plan: lockstep and remainders are those of [`plan_buckets`]. Otherwise
+    With `strategy="bucket"` this is a bucket plan, with the lockstep of [`plan_buckets`]; what remains of a bucket
+    joins what remains of the next shorter ones in full steps, of which only the last is smaller. Otherwise
     neighbouring batches make a step. If their number does not divide evenly among the processes, those with the most
     samples are split; only if all hold one sample, fewer than `num_processes` samples are dropped.
 
@@ -202,20 +210,13 @@ def _limit(config: LengthPlanConfig) -> float:
 def _in_buckets(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: EpochRows) -> EpochPlan:
     """Plan as for buckets of sizes."""
     bounds = length_buckets(values, config)
-    settings = BucketPlanConfig(
-        batch_size=_batch_sizes(bounds, config) if config.batch_size is None else config.batch_size,
-        remainder=config.remainder,
-    )
-    return plan_lockstep(np.searchsorted(bounds, values), settings, chosen)
-
-
-def _batch_sizes(bounds: npt.NDArray[Any], config: LengthPlanConfig) -> dict[int, int]:
-    """Return how many samples of each bucket fit, at least one."""
-    limit = _limit(config)
-    sizes = np.floor(limit / bounds)
-    sizes -= sizes * bounds > limit  # the division may have been rounded up
-    sizes = np.minimum(sizes, np.inf if config.max_samples is None else config.max_samples)
-    return dict(enumerate(np.maximum(sizes, 1).astype(int).tolist()))
+    size: int | dict[int, int] | None = config.batch_size
+    if size is None:
+        sizes = batch_sizes(bounds, max_tokens=_limit(config), max_samples=config.max_samples)
+        size = dict(enumerate(sizes.tolist()))
+    settings = BucketPlanConfig(batch_size=size, remainder=config.remainder)
+    buckets: npt.NDArray[Any] = np.searchsorted(bounds, values).astype(np.int32)
+    return plan_lockstep(buckets, settings, chosen, join=True)
 
 
 def _one_after_the_other(values: npt.NDArray[Any], config: LengthPlanConfig, chosen: EpochRows) -> EpochPlan:

@@ -63,7 +63,8 @@ VARIANTS = {
     ],
     length_sampler: [
         {"seed": 1}, {"max_tokens": None, "batch_size": 3}, {"strategy": "random"}, {"strategy": "sorted"},
-        {"num_buckets": 3}, {"max_samples": 5}, {"boundaries": "uniform"}, {"boundaries": [3, 7]},
+        {"num_buckets": 2}, {"max_samples": 5}, {"boundaries": "quantile"}, {"boundaries": "uniform"},
+        {"boundaries": [3, 7]},
         {"remainder": "drop"}, {"shuffle": False}, {"weights": WEIGHTS}, {"longest_first": True},
     ],
     pack_sampler: [
