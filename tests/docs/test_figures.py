@@ -1,0 +1,63 @@
+"""Every measured number of README.md and docs/ comes from a JSON file of a benchmark, and is up to date."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import run_script_here
+from tests.docs.pages import PAGES, Page
+
+MEASURED = re.compile(
+    r"(?<![\w.×/-])\d[\d,.]*(?: (?:million|billion))?\s?"
+    r"(?:%|per cent\b|×(?!\s?\d)|times\b|[KMGT]i?B\b|bytes\b|ms\b|s\b(?!')|seconds?\b|minutes?\b|hours?\b|"
+    r"(?:\w+ )?per (?:second|minute|hour)\b|\w+/s\b)"
+)
+
+# Numbers that nobody measured, as they stand on a page, and where they come from.
+GIVEN = {
+    "neighbours are at most `aspect_step` apart (8 % by default)": "default of `aspect_step`",
+    "by at most `tolerance` (10 %)": "default of `tolerance`",
+    "where padding is below 90 %": "advice, no result",
+}
+
+
+def numbers(page: Page) -> list[str]:
+    """Return the numbers with units of measurement in a page's prose, with the words around them."""
+    prose = page.prose
+    for phrase in GIVEN:
+        prose = prose.replace(re.sub(r"`[^`]*`", "", phrase), "")
+    return [prose[max(0, match.start() - 30) : match.end() + 20] for match in MEASURED.finditer(prose)]
+
+
+def test_figures_in_the_documentation_are_up_to_date() -> None:
+    run_script_here("update_docs.py", "--check")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_measured_numbers_come_from_a_file(name: str) -> None:
+    assert not numbers(PAGES[name]), "write these by a marker of update_docs.py, or list them in GIVEN with a reason"
+
+
+def test_every_given_number_stands_on_a_page() -> None:
+    whole = " ".join(" ".join(page.whole.split()) for page in PAGES.values())
+    assert not [phrase for phrase in GIVEN if phrase not in whole]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["3.1 GiB of memory", "4.9× faster", "12 % less", "28 times as fast", "a peak of 300 MB", "in 8 seconds",
+     "3,000 per second", "12 rows/s", "5 clips per second", "takes 0.3 s on a core"],
+)  # fmt: skip
+def test_a_measured_number_is_noticed(text: str) -> None:
+    assert numbers(Page("x.md", f"It is {text}."))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["clips of 480×832", "`--max_upscale 2` and `8 %`", "81×480×832 clips", "batches of 8 samples", "Python 3.10 to 3.13",
+     "<!-- figure: a.json b .1% -->3.3%<!-- end -->", "the 1990s"],
+)  # fmt: skip
+def test_other_numbers_are_not_measured(text: str) -> None:
+    assert not numbers(Page("x.md", f"It is {text}."))
