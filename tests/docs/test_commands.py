@@ -18,7 +18,10 @@ from hf_bucketing.training.script_settings import settings_of_scripts
 from tests.conftest import run_script_here
 from tests.docs.pages import PAGES
 
-OTHER_FLAGS = {"--cpu", "--multi_gpu", "--num_processes"}  # accelerate launch
+OTHER_FLAGS = {
+    *("--cpu", "--multi_gpu", "--num_processes"),  # accelerate launch
+    "--lora_rnk",  # mistyped, to show the message
+}
 
 
 class ParsedError(Exception):
