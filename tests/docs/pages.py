@@ -63,8 +63,10 @@ def spans(text: str) -> list[str]:
 
 
 def _pages() -> Iterator[Page]:
+    """Yield README.md and the pages whose text is in docs/, not those that are links to files elsewhere."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        yield Page(str(path.relative_to(ROOT)), path.read_text())
+        if not path.is_symlink():
+            yield Page(str(path.relative_to(ROOT)), path.read_text())
 
 
 PAGES = {page.name: page for page in _pages()}
