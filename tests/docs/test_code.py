@@ -106,7 +106,7 @@ class Given:
 
         return {
             **names,
-            "ds": self.files,
+            "ds": self.files.select(range(4)),
             "collate": lambda rows: one_size([{**row, "bucket_id": 0, "num_frames": 9, "fps": 8.0} for row in rows]),
             "loader": DataLoader(self.ds, batch_sampler=names["sampler"], collate_fn=names["collator"]),
             "latents": [drawn(channels, *size) for size in sizes],
