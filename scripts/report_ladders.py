@@ -7,11 +7,15 @@ python scripts/report_ladders.py --bucket_tokens 8190,32760 --bucket_frames 1,17
 """
 
 import argparse
+import json
+from typing import Any
 
 from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, novelai_ladder
 from hf_bucketing.command_line.flags import FlagParser, numbers
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.files import complete_file
 from hf_bucketing.report import LadderChoice, count_kept, format_ladders, measure_ladder
+from hf_bucketing.report.compare import LadderReport
 
 
 def make_parser() -> FlagParser:
@@ -29,7 +33,23 @@ def make_parser() -> FlagParser:
     parser.add_argument("--strides", type=numbers, default=[4, 8], help="Temporal and spatial stride of the VAE.")
     parser.add_argument("--patch", type=numbers, default=[1, 2, 2], help="Patch of the transformer.")
     parser.add_argument("--samples", type=int, default=100_000, help="Samples to measure on.")
+    parser.add_argument("--json", help="JSON file for the numbers, as the documentation shows them.")
     return parser
+
+
+def row_of(report: LadderReport) -> dict[str, Any]:
+    """Return a ladder as a row of the documentation's table, shares in per cent."""
+    choice = report.choice
+    return {
+        "own sizes": ", ".join(f"{height}×{width}" for height, width in choice.sizes) or "none",
+        "aspect_step": f"{choice.aspect_step:g}",
+        "buckets": report.num_buckets,
+        "common ratios, %": 100 * report.common,
+        "worst ratio, %": 100 * report.worst,
+        "mix, %": 100 * report.mix,
+        "too small, %": 100 * report.too_small,
+        "short batches, %": 100 * report.short_batches,
+    }
 
 
 def main(args: argparse.Namespace) -> None:
@@ -47,13 +67,18 @@ def main(args: argparse.Namespace) -> None:
         for sizes in ([own, []] if own else [own])
         for step in args.aspect_steps
     ]
-    print(format_ladders([measure_ladder(choice, spec, num_samples=args.samples) for choice in choices]))
+    reports = [measure_ladder(choice, spec, num_samples=args.samples) for choice in choices]
+    print(format_ladders(reports))
     rules = [AssignmentRule(), AssignmentRule.novelai()]
     ours, novelai = count_kept(novelai_ladder(), rules, num_samples=args.samples)
     print(
         f"\nOf {args.samples:,} images of the mix, novelai_ladder() keeps {ours:,} under the default rule (nothing is "
         f"enlarged) and {novelai:,} under AssignmentRule.novelai()."
     )
+    if args.json is not None:
+        kept = {"samples": args.samples, "novelai_kept_by_default": ours, "novelai_kept_by_its_rule": novelai}
+        with complete_file(args.json) as partial:
+            partial.write_text(json.dumps({"rows": [row_of(report) for report in reports], **kept}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

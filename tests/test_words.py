@@ -1,7 +1,7 @@
 """The project's own texts use the words of the field, one word per concept, in plain English.
 
-Texts are comments, docstrings and messages of the package and the scripts, README.md, ARCHITECTURE.md and the
-notebooks' Markdown. Code in backquotes is not text; some patterns search all code instead.
+Texts are comments, docstrings and messages of the package and the scripts, README.md, ARCHITECTURE.md, the
+pages under docs/ and the notebooks' Markdown. Code in backquotes is not text; some patterns search all code instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import pytest
 from tests.conftest import ROOT
 
 PYTHON = sorted([*(ROOT / "hf_bucketing").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
-MARKDOWN = [ROOT / "README.md", ROOT / "ARCHITECTURE.md"]
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.is_symlink()]
+MARKDOWN = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *PAGES]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 

@@ -1,4 +1,4 @@
-"""Every documented layout of data is read without changes to its files, and README lists it."""
+"""Every documented layout of data is read without changes to its files, and docs/formats.md lists it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_a_layout_is_read_as_its_trainer_documents_it(name: str, tmp_path: Path)
     assert TEXTS[case.files[0]] in example
 
 
-def test_readme_lists_the_layouts_that_are_tested() -> None:
+def test_the_page_of_formats_lists_the_layouts_that_are_tested() -> None:
     table = HEADER + "".join(f"| {case.title} | {case.who} | `{case.give}` |\n" for case in FORMATS.values())
-    assert table in (ROOT / "README.md").read_text(), f"README.md should hold:\n{table}"
+    assert table in (ROOT / "docs" / "formats.md").read_text(), f"docs/formats.md should hold:\n{table}"
 
 
 @pytest.mark.slow

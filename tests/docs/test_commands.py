@@ -1,0 +1,99 @@
+"""Every command, flag and file of settings that README.md and docs/ show is understood by the scripts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_bucketing.columns.preparation import SourceConfig
+from hf_bucketing.columns.source_lists import NOT_FLAGS, sources_from
+from hf_bucketing.command_line.flags import FlagParser
+from hf_bucketing.training.script_settings import settings_of_scripts
+from tests.conftest import run_script_here
+from tests.docs.pages import PAGES
+
+OTHER_FLAGS = {
+    *("--cpu", "--multi_gpu", "--num_processes"),  # accelerate launch
+    "--lora_rnk",  # mistyped, to show the message
+}
+
+
+class ParsedError(Exception):
+    """A script's parser has taken its arguments."""
+
+
+def parse(script: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """Parse arguments by a script's own parser, and return it; the script goes no further."""
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse_only(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = original(self, args, namespace)
+        if not isinstance(self, FlagParser):  # the one that looks for --config
+            return found, unknown
+        assert not unknown, f"{script} does not know {unknown}"
+        raise ParsedError(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
+        with pytest.raises(ParsedError) as parsed:
+            run_script_here(script, *arguments)
+    return parsed.value.args[0]
+
+
+@pytest.fixture
+def files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """The named YAML files that the pages show, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    files = {}
+    for page in PAGES.values():
+        for block in page.blocks("yaml"):
+            name = re.match(r"# (\S+\.yaml)\n", block)
+            if name:
+                files[name[1]] = tmp_path / name[1]
+                files[name[1]].write_text(block)
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "config.yaml").write_text(files["run.yaml"].read_text())  # as a run leaves it
+    return files
+
+
+def test_every_block_of_settings_is_yaml() -> None:
+    for page in PAGES.values():
+        for block in page.blocks("yaml"):
+            assert isinstance(yaml.safe_load(block), dict), f"{page.name}:\n{block}"
+
+
+def test_the_file_of_settings_lists_sources(files_of_settings: dict[str, Path]) -> None:
+    parser = FlagParser(None)
+    parser.add_settings(SourceConfig, skip=NOT_FLAGS, several=["dataset"])
+    parser.add_config("prepare_dataset", others=settings_of_scripts)
+    first, second = sources_from(parser.parse_args(["--config", str(files_of_settings["run.yaml"])]))
+    assert (first.dataset, first.target_fps, first.repeats) == ("clips", 16.0, 1.0)
+    assert (second.dataset, second.target_fps, second.repeats) == ("faces.parquet", 8.0, 2.0)
+    assert first.table.bucket_tokens == second.table.bucket_tokens == [8190, 18480]
+
+
+@pytest.mark.usefixtures("files_of_settings")
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.script_calls()])
+def test_every_call_of_a_script_is_understood_by_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for script, arguments in PAGES[name].script_calls():
+        parse(script, arguments, monkeypatch)
+
+
+@pytest.mark.usefixtures("files_of_settings")
+def test_every_flag_that_the_text_names_is_one_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [call for page in PAGES.values() for call in page.script_calls()]
+    assert {script for script, _ in calls} >= {
+        *("prepare_dataset.py", "train_text_to_video.py", "sample_video.py", "cache_latents.py", "report_buckets.py"),
+        "report_training.py",
+    }
+    parsers = [parse(script, arguments, monkeypatch) for script, arguments in dict(calls).items()]
+    known = {option for parser in parsers for option in parser._option_string_actions} | OTHER_FLAGS
+    for page in PAGES.values():
+        named = [flag for span in page.spans for flag in re.findall(r"(?<!\S)--\w+", span)]
+        assert not [flag for flag in named if flag not in known], page.name

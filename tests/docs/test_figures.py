@@ -1,0 +1,74 @@
+"""Every measured number of README.md and docs/ comes from a JSON file of a benchmark, and is up to date."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import run_script_here
+from tests.docs.pages import PAGES, Page
+
+MEASURED = re.compile(
+    r"(?<![\w.×/-])\d[\d,.]*(?: (?:million|billion))?"
+    r"(?:\s?(?:%|×(?!\s?\d))|\s?[KMGT]i?B\b| (?:per cent|times|bytes|ms|s|seconds?|minutes?|hours?|\w+/s)\b"
+    r"|(?: \w+)? per (?:second|minute|hour)\b)"
+)
+
+NOT_MEASURED = re.compile(r"\d+ frames per second|GPUs? (?:of|with) \d+ GiB")
+"""Frame rates of files and models, and sizes of devices."""
+
+# Other numbers that nobody measured, as the prose of a page has them (without code), and where they come from.
+GIVEN = {
+    "apart (8 % by default)": "default of `aspect_step`",
+    "by at most (10 %)": "default of `tolerance`",
+    "where padding is below 90 %": "advice, not a result",
+    "lies at 0 seconds": "the time of an image's frame",
+}
+
+
+def numbers(page: Page) -> list[str]:
+    """Return the numbers with units of measurement in a page's prose, with the words around them."""
+    prose = NOT_MEASURED.sub("", page.prose)
+    for phrase in GIVEN:
+        prose = prose.replace(phrase, "")
+    return [prose[max(0, match.start() - 30) : match.end() + 20] for match in MEASURED.finditer(prose)]
+
+
+def test_figures_in_the_documentation_are_up_to_date() -> None:
+    run_script_here("update_docs.py", "--check")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_line_of_prose_begins_with_a_figure(name: str) -> None:
+    """Markdown takes a line that begins with a comment for HTML, and ends the paragraph there."""
+    assert not re.findall(r"^<!-- figure.*", PAGES[name].text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_measured_numbers_come_from_a_file(name: str) -> None:
+    found = numbers(PAGES[name])
+    assert not found, "write these by a marker of update_docs.py, or list them in GIVEN with a reason"
+
+
+def test_every_given_number_stands_on_a_page() -> None:
+    prose = " ".join(page.prose for page in PAGES.values())
+    assert not [phrase for phrase in GIVEN if phrase not in prose]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["3.1 GiB of memory", "4.9× faster", "12 % less", "28 times as fast", "a peak of 300 MB", "in 8 seconds",
+     "3,000 per second", "12 rows/s", "5 clips per second", "takes 0.3 s on a core"],
+)  # fmt: skip
+def test_a_measured_number_is_noticed(text: str) -> None:
+    assert numbers(Page("x.md", f"It is {text}."))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["clips of 480×832", "`--max_upscale 2` and `8 %`", "81×480×832 clips", "batches of 8 samples", "Python 3.10",
+     "<!-- figure: a.json b .1% -->3.3%<!-- end -->", "a GPU of 80 GiB", "24 frames per second"],
+)  # fmt: skip
+def test_other_numbers_are_not_measured(text: str) -> None:
+    assert not numbers(Page("x.md", f"It is {text}."))
