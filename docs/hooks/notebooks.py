@@ -23,6 +23,8 @@ TEMPLATE = """
 ```
 {% endblock data_text -%}
 """
+PANDAS_TABLE = '<table border="1" class="dataframe">'
+"""Tables without a class look as all others, and scroll where they are too wide."""
 LINK = re.compile(r"(?<=\.)ipynb(?=[)#])")
 
 
@@ -35,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         stem = notebook.src_uri.removesuffix(".ipynb")
         names = {"unique_key": stem.rpartition("/")[2]}
         text, resources = exporter.from_filename(notebook.abs_src_path, resources=names)
-        title, _, rest = text.lstrip().partition("\n")
+        title, _, rest = text.replace(PANDAS_TABLE, "<table>").lstrip().partition("\n")
         download = f"[Download this notebook]({notebook.name}.ipynb)"
         files.append(File.generated(config, f"{stem}.md", content=f"{title}\n\n{download}\n{pages(rest)}"))
         for name, content in resources["outputs"].items():

@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 
 MARKER = re.compile(r"<!-- flags: (\S+) -->")
 COMMAND = re.compile(r"(?:python|accelerate launch) ")
+TYPES = {None: "text", str: "text", int: "int", float: "float", Path: "path"}
 FLAG = re.compile(r"(?<![\w-])--[a-z]\w*")
 
 
@@ -58,13 +59,13 @@ def describe(folder: Path, name: str) -> str:
 
 def entry(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
     """Return a flag and its help as an entry of a definition list."""
-    name = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
+    name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
     if action.choices is not None:
         values = "|".join(map(str, action.choices))
-    elif isinstance(action.metavar, str) and action.option_strings:
-        values = action.metavar
+    elif action.nargs == 0:
+        values = ""
     else:
-        values = {int: "int", float: "float"}.get(action.type, "" if action.nargs == 0 else action.dest.upper())
+        values = action.metavar or TYPES.get(action.type, "value")
     several = " …" if action.nargs in ("+", "*") else ""
     shown = f"{name} {values}{several}".rstrip() if action.option_strings else name + several
     required = " **Required.**" if action.required and action.option_strings else ""
