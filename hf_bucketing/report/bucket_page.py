@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..buckets.sizes import Size
-from ..units import format_bytes
 from .charts import Chart, bar_chart, histogram_chart
 from .compare import Report, StrategyReport
 from .crops import WorstCrop
@@ -203,9 +202,9 @@ def _buckets(report: Report) -> list[Block]:
         f"tokens and {units.sample} ({units.counts}) are those of one sample. Batches are those of all processes, "
         f"short ones hold fewer than {config.batch_size} samples; mixed and dropped count samples."
     )
-    title = (
-        f"The {len(shown)} fullest of {len(buckets.used)} buckets" if len(shown) < len(buckets.used) else "Occupancy"
-    )
+    title = "Samples by bucket and kind of batch"
+    if len(shown) < len(buckets.used):
+        title += f": the {len(shown)} fullest of {len(buckets.used)}"
     blocks: list[Block] = []
     if shown:
         how = "Samples in short batches and mixed steps fill less of a step."
@@ -213,10 +212,19 @@ def _buckets(report: Report) -> list[Block]:
         blocks.append(Table(title="Buckets in use, the fullest first", head=head, rows=rows, note=note))
     else:
         blocks.append(Paragraphs(texts=["No bucket holds a sample."]))
-    empty = [f"{one.bucket_id}: {size_label(one.size)}" for one in buckets.buckets if not one.num_samples]
+    empty = [one for one in buckets.buckets if not one.num_samples]
     if empty:
-        named = ", ".join(empty[:200]) + (", …" if len(empty) > 200 else "")
-        blocks.append(Paragraphs(texts=[f"{len(empty):,} buckets without a sample: {named}."]))
+        blocks.append(
+            Table(
+                title=f"{len(empty):,} buckets without a sample",
+                head=("bucket", "id", "width ÷ height", "tokens"),
+                rows=[
+                    (size_label(one.size), f"{one.bucket_id}", f"{one.size.aspect_ratio:.3f}", f"{one.num_tokens:,}")
+                    for one in empty
+                ],
+                folded=True,
+            )
+        )
     return blocks
 
 
@@ -359,7 +367,7 @@ def _plan(report: Report, beside: Beside) -> list[Block]:
         for name in ("bucketing", "packing")
         for fact in (
             (f"steps of an epoch, {name}", f"{by_name[name].num_steps:,}"),
-            (f"plan of an epoch, {name}", format_bytes(by_name[name].plan_bytes)),
+            (f"bytes of that plan, {name}", f"{by_name[name].plan_bytes:,}"),
         )
     ]
     blocks: list[Block] = [

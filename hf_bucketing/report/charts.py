@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 480, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 50
-_LETTER = 7.3
+_LETTER = 8.2
 """Mean width of a letter, in the units of WIDTH."""
 _MOST_POINTS = 400
 """Points of a line; a longer one is thinned, its first and last point kept."""

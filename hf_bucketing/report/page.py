@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from .charts import Chart
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from markupsafe import Markup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,4 +131,12 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["flags"] = _with_flags
     return environment.get_template("page.html")
+
+
+def _with_flags(text: str) -> Markup:
+    """Escape a text, and keep its flags, such as --max_upscale, in one piece."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"--[a-z_]+", r"<code>\g<0></code>", str(escape(text))))
