@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..buckets.arrays import FloatArray
+from ..buckets.sizes import Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, MediaError
 from ..media.source import MediaSource
@@ -33,9 +34,12 @@ from .review import (
     time_unit,
 )
 from .run_log import TABLE, log_path, read_log, read_sample_logs
+from .validation import rendering_name
 
 _SHOWN_STEPS = 3
 """Renderings of a prompt that are shown: the first, one between, the last."""
+_MOST_BARS = 20
+"""Buckets whose losses are drawn."""
 _MOST_PICTURES = 24
 """Renderings of a run that are shown."""
 _MOST_BYTES = 2_500_000
@@ -201,47 +205,48 @@ def _noise(runs: Sequence[_Run]) -> Charts:
 def _buckets(runs: Sequence[_Run]) -> list[Block]:
     blocks: list[Block] = []
     for run in runs:
-        trained = losses_by_bucket(run.folder)
         held_out = {one["bucket_id"]: one for one in run.held_out[-1]["by_bucket"]} if run.held_out else {}
-        if not trained and not held_out:
+        trained = losses_by_bucket(run.folder)
+        if trained:
+            blocks += _trained_buckets(run, trained, held_out)
+        elif held_out:
+            rows = [(_size_of(one), f"{one['samples']:,}", _number(one["loss"])) for one in held_out.values()]
+            head = ("size", "samples held out", "loss, last")
+            blocks.append(Table(title=f"{run.name}, which trained on packs: held out", head=head, rows=rows))
+        else:
             blocks.append(Paragraphs(texts=[f"{run.name} trained on packs, whose samples have no bucket."]))
-            continue
-        sizes = _size_labels(run, held_out)
-        ids = sorted({*trained, *held_out})
-        rows = []
-        for bucket in ids:
-            count, loss = trained.get(bucket, (0, math.nan))
-            apart = held_out.get(bucket, {"samples": 0, "loss": math.nan})
-            rows.append(
-                (
-                    sizes[bucket],
-                    f"{bucket}",
-                    f"{count:,}",
-                    _number(loss),
-                    f"{apart['samples']:,}",
-                    _number(apart["loss"]),
-                )
-            )
-        largest = sorted(trained, key=lambda bucket: -trained[bucket][0])[:20]
-        bars = [(sizes[bucket], (trained[bucket][1],), _number(trained[bucket][1])) for bucket in largest]
-        if bars:
-            alt = f"Mean loss of {run.name} by bucket in the second half."
-            chart = bar_chart(bars, alt=alt, x_label="mean loss in the second half", colours=[run.colour] * len(bars))
-            note = "The buckets of most samples come first; a bucket is frames×height×width."
-            blocks.append(Charts(charts=[(run.name, chart, note)]))
-        head = ("bucket", "id", "samples, second half", "mean loss", "samples held out", "held-out loss, last")
-        blocks.append(Table(title=f"Buckets of {run.name}", head=head, rows=rows, folded=len(rows) > 20))
     return blocks
 
 
-def _size_labels(run: _Run, held_out: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """Return what buckets are called: by their size in the run's table, or in its held-out log."""
+def _trained_buckets(
+    run: _Run, trained: Mapping[int, tuple[int, float]], held_out: Mapping[int, Mapping[str, Any]]
+) -> list[Block]:
     table = log_path(run.folder, "losses").with_name(TABLE)
     sizes = BucketTable.from_json(table.read_text()).sizes if table.is_file() else ()
-    names = {bucket: size_label(size) for bucket, size in enumerate(sizes)}
-    trained = losses_by_bucket(run.folder)
-    others = {bucket: "×".join(map(str, one["size"])) for bucket, one in held_out.items()}
-    return {bucket: names.get(bucket) or others.get(bucket) or f"bucket {bucket}" for bucket in {*trained, *held_out}}
+    names = {bucket: f"bucket {bucket}" for bucket in trained}
+    names |= {bucket: _size_of(one) for bucket, one in held_out.items()}
+    names |= {bucket: size_label(size) for bucket, size in enumerate(sizes)}
+    fullest = sorted(trained, key=lambda bucket: -trained[bucket][0])
+    bars = [(names[bucket], (trained[bucket][1],), _number(trained[bucket][1])) for bucket in fullest[:_MOST_BARS]]
+    alt = f"Mean loss of {run.name} by bucket in the second half."
+    chart = bar_chart(bars, alt=alt, x_label="mean loss in the second half", colours=[run.colour] * len(bars))
+    note = "The buckets of most samples come first; a bucket is frames×height×width, or height×width for images."
+    rows = []
+    for bucket in [*fullest, *(set(held_out) - set(trained))]:
+        count, loss = trained.get(bucket, (0, math.nan))
+        apart = held_out.get(bucket, {"samples": 0, "loss": math.nan})
+        numbers = (f"{count:,}", _number(loss), f"{apart['samples']:,}", _number(apart["loss"]))
+        rows.append((names[bucket], f"{bucket}", *numbers))
+    head = ("bucket", "id", "samples, second half", "mean loss", "samples held out", "held-out loss, last")
+    title = f"{run.name}: loss by bucket"
+    return [
+        Charts(charts=[(title, chart, note)]),
+        Table(title=f"{title} in numbers", head=head, rows=rows, folded=len(rows) > _MOST_BARS),
+    ]
+
+
+def _size_of(entry: Mapping[str, Any]) -> str:
+    return size_label(Size(*entry["size"]))
 
 
 def _speed(runs: Sequence[_Run]) -> Charts:
@@ -290,24 +295,23 @@ def _samples(runs: Sequence[_Run]) -> list[Block]:
             (file for file in (run.folder / "validation").glob("step-*/*.*") if file.suffix in (".mp4", ".png")),
             key=lambda file: (file.stem, _step_of(file)),
         )
-        pictures: list[Picture] = []
-        faults: list[str] = []
-        beyond = 0
-        for _, same in groupby(files, key=lambda file: file.stem):
+        count, beyond, faults = 0, 0, []
+        for stem, same in groupby(files, key=lambda file: file.stem):
             every = list(same)
-            shown = {round(at) for at in np.linspace(0, len(every) - 1, min(len(every), _SHOWN_STEPS))}
-            for file in [every[at] for at in sorted(shown)]:
-                if len(pictures) == _MOST_PICTURES or left <= 0:
+            size, prompt = _prompt_of(run, stem)
+            pictures: list[Picture] = []
+            for at in sorted({round(at) for at in np.linspace(0, len(every) - 1, min(len(every), _SHOWN_STEPS))}):
+                if count == _MOST_PICTURES or left <= 0:
                     beyond += 1
                     continue
                 try:
-                    pictures.append(_picture(file))
+                    pictures.append(_picture(every[at], prompt))
                 except MediaError as error:
-                    faults.append(f"{file} could not be shown: {error}")
+                    faults.append(f"{every[at]} could not be shown: {error}")
                     continue
-                left -= len(pictures[-1].source)
-        if pictures:
-            blocks.append(Gallery(title=f"Renderings of {run.name}", pictures=pictures))
+                count, left = count + 1, left - len(pictures[-1].source)
+            if pictures:
+                blocks.append(Gallery(title=f"{run.name}, {size}: {prompt}", pictures=pictures))
         if faults:
             blocks.append(Paragraphs(texts=faults, warning=True))
         if beyond:
@@ -319,17 +323,23 @@ def _step_of(file: Path) -> int:
     return int(file.parent.name.removeprefix("step-"))
 
 
-def _picture(file: Path) -> Picture:
-    size, _, prompt = file.stem.partition("-")
-    said = prompt.replace("-", " ")
+def _prompt_of(run: _Run, stem: str) -> tuple[str, str]:
+    """Return the size and the prompt of a rendering by its file's name; the name's words if no prompt has it."""
+    size, _, words = stem.partition("-")
+    prompts = run.settings.get("validation_prompts") or []
+    shape = Size(*map(int, size.split("x")))
+    named = {rendering_name(prompts, number, shape): prompt for number, prompt in enumerate(prompts)}
+    return size_label(shape), named.get(stem, words.replace("-", " "))
+
+
+def _picture(file: Path, prompt: str) -> Picture:
     small = animation(MediaSource.from_cell(file))
     return Picture(
         source=small.uri,
         width=small.width,
         height=small.height,
-        alt=f"Rendering of “{said}” after step {_step_of(file)}.",
+        alt=f"Rendering of “{prompt}” after step {_step_of(file)}.",
         name=f"step {_step_of(file):,}",
-        lines=(said, size.replace("x", "×")),
     )
 
 
