@@ -118,13 +118,13 @@ def read_thumbnails(
 
 def plan_of_memory(args: argparse.Namespace, prepared: PreparedDataset, report: Report) -> tuple[str, list[MemoryRow]]:
     """Plan the memory of a step of the most expensive bucket; of the data set's own pipeline, say why it cannot be."""
-    from hf_bucketing.settings import changed
-    from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
-
     own = prepared.settings.get("prepare_dataset", {}).get("pretrained_model_name_or_path")
     model, buckets = args.pretrained_model_name_or_path or own, report.buckets.used
     if model is None or not buckets:
         return "", []
+    from hf_bucketing.settings import changed
+    from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
+
     largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
     base = PlanConfig(sample_size=[*largest.size], train_batch_size=samples, cached="all")
     settings = {

@@ -63,8 +63,9 @@ def bucket_page(report: Report, beside: Beside) -> Page:
         Section(name="plan", title="Plan and memory", blocks=_plan(report, beside)),
     ]
     strides = f"{spec.temporal_stride} frames × {spec.spatial_stride} pixels, patch {'×'.join(map(str, spec.patch))}"
+    processes = "1 process" if config.num_processes == 1 else f"{config.num_processes} processes"
     subtitle = (
-        f"{beside.name}: what its buckets make of the data, planned for {config.num_processes} processes with "
+        f"{beside.name}: what its buckets make of the data, planned for {processes} with "
         f"batches of {config.batch_size}. Strides of the model: {strides}. {beside.assignment}"
     )
     return Page(title="Buckets and batches", subtitle=subtitle, sections=sections)
@@ -209,7 +210,10 @@ def _buckets(report: Report) -> list[Block]:
     if shown:
         how = "Samples in short batches and mixed steps fill less of a step."
         blocks += [Charts(charts=[(title, chart, how)])]
-        blocks.append(Table(title="Buckets in use, the fullest first", head=head, rows=rows, note=note))
+        title = "Buckets in use, the fullest first"
+        blocks.append(Table(title=title, head=head, rows=rows[:MAX_BARS], note=note))
+        if len(rows) > MAX_BARS:
+            blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
     else:
         blocks.append(Paragraphs(texts=["No bucket holds a sample."]))
     empty = [one for one in buckets.buckets if not one.num_samples]

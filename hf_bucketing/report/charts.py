@@ -106,7 +106,7 @@ def histogram_chart(histogram: Histogram, *, alt: str, x_label: str, y_label: st
     edges = histogram.edges
     most = max((max(counts) for counts in histogram.counts.values()), default=0)
     x = _Scale(edges[0], edges[-1], _LEFT, WIDTH - _RIGHT, True)
-    y = _Scale(0, max(most, 1) * 1.05, HEIGHT - _BOTTOM, _TOP)
+    y = _Scale(0, max(most, 5) * 1.05, HEIGHT - _BOTTOM, _TOP)  # from 5 on, ticks are whole numbers
     parts = [_axes(x, y, x_label=x_label, y_label=y_label)]
     for number, counts in enumerate(histogram.counts.values()):
         places = [x(edge) for edge in edges]
@@ -119,7 +119,7 @@ def histogram_chart(histogram: Histogram, *, alt: str, x_label: str, y_label: st
     return Chart(_svg(parts, alt=alt), legend)
 
 
-def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str, y_high: float | None = None) -> Chart:
+def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -> Chart:
     """Draw lines from 0 up.
 
     Args:
@@ -127,13 +127,14 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str, y
         alt (`str`): What the chart shows, for those who do not see it.
         x_label (`str`): Title and unit of the axis of places.
         y_label (`str`): Title and unit of the axis of values.
-        y_high (`float`, *optional*): Top of the axis of values; by default the largest value that is not of a faint
-            line, or what 98 % of those do not exceed where that is more. Points above it are drawn at the top.
+
+    The axis of values ends at the largest value that is not of a faint line, or where 98 % of a faint line lie below;
+    points above it are drawn at its end.
     """
     finite = [one._replace(x=one.x[ok], y=one.y[ok]) for one in lines if (ok := np.isfinite(one.y)).any()]
     x = _Scale(0, max(float(one.x.max()) for one in finite) or 1, _LEFT, WIDTH - _RIGHT)
     tops = [float(np.quantile(one.y, 0.98) if one.style == "faint" else one.y.max()) for one in finite]
-    high = y_high or max(tops) * 1.05
+    high = max(tops) * 1.05
     y = _Scale(0, high if high > 0 else 1, HEIGHT - _BOTTOM, _TOP)
     parts = [_axes(x, y, x_label=x_label, y_label=y_label)]
     for line in sorted(finite, key=lambda one: one.style != "faint"):
