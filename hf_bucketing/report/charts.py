@@ -35,7 +35,7 @@ class Chart(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a chart: finite points are joined, others interrupt it.
+    """A line of a chart, through its finite points.
 
     Attributes:
         name (`str`): Its name in the legend; empty for none.
@@ -123,7 +123,7 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -
     """Draw lines from 0 up.
 
     Args:
-        lines (sequence of [`Line`]): At least one with a finite point.
+        lines (sequence of [`Line`]): Lines; those without a finite point are not drawn.
         alt (`str`): What the chart shows, for those who do not see it.
         x_label (`str`): Title and unit of the axis of places.
         y_label (`str`): Title and unit of the axis of values.
@@ -132,10 +132,9 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -
     points above it are drawn at its end.
     """
     finite = [one._replace(x=one.x[ok], y=one.y[ok]) for one in lines if (ok := np.isfinite(one.y)).any()]
-    x = _Scale(0, max(float(one.x.max()) for one in finite) or 1, _LEFT, WIDTH - _RIGHT)
+    x = _Scale(0, max((float(one.x.max()) for one in finite), default=0) or 1, _LEFT, WIDTH - _RIGHT)
     tops = [float(np.quantile(one.y, 0.98) if one.style == "faint" else one.y.max()) for one in finite]
-    high = max(tops) * 1.05
-    y = _Scale(0, high if high > 0 else 1, HEIGHT - _BOTTOM, _TOP)
+    y = _Scale(0, max(tops, default=0) * 1.05 or 1, HEIGHT - _BOTTOM, _TOP)
     parts = [_axes(x, y, x_label=x_label, y_label=y_label)]
     for line in sorted(finite, key=lambda one: one.style != "faint"):
         kept = np.unique(np.linspace(0, len(line.x) - 1, min(len(line.x), _MOST_POINTS)).round().astype(int))

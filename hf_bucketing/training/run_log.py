@@ -128,7 +128,7 @@ class RunLog:
         self._write("validation", {"global_step": global_step, **entry})
 
     def write_resume(self, global_step: int, entry: Mapping[str, Any]) -> None:
-        """Log that the run goes on after an optimizer step, in process 0."""
+        """Log that the run was resumed after an optimizer step, in process 0."""
         self._write("resumes", {"global_step": global_step, **entry})
 
     def state_dict(self) -> dict[str, int]:

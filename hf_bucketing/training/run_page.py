@@ -140,7 +140,14 @@ def _overview(runs: Sequence[_Run], min_fall: float) -> list[Block]:
         *("run", "batching", "processes", "steps", "samples", "time", "loss, first tenth", "loss, last tenth"),
         *("held-out loss, last", "lowest", "tokens per second, median"),
     )
+    counts = [(run, int(np.count_nonzero(~np.isfinite(run.steps.loss)))) for run in runs]
+    texts = [
+        f"The loss of {run.name} is not finite in {count:,} of {len(run.steps.loss):,} steps."
+        for run, count in counts
+        if count
+    ]
     return [
+        *([Paragraphs(texts=texts, warning=True)] if texts else []),
         Table(title="Runs", head=head, rows=rows, texts=(1,), note="The first and last tenth of a run's steps."),
         Table(title="Checks", head=("run", "result", "what was checked"), rows=checks, texts=(1, 2)),
     ]

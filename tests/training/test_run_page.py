@@ -105,12 +105,12 @@ def test_runs_without_plans_and_with_few_steps_are_shown_with_what_they_have(tmp
         run_page([tmp_path / "none"])
 
 
-def test_losses_that_are_not_finite_do_not_break_the_page(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     lines = [json.loads(line) for line in (run / "logs" / "losses.jsonl").read_text().splitlines()]
     lines[3]["train_loss"] = math.nan
     (run / "logs" / "losses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "NaN" not in check_complete(render_page(run_page([run]))).text
+    assert "The loss of run is not finite in 1 of 24 steps." in check_complete(render_page(run_page([run]))).text
 
 
 @pytest.mark.slow
