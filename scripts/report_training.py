@@ -45,15 +45,15 @@ def other_scripts() -> Mapping[str, Collection[str]]:
 
 def main(args: argparse.Namespace) -> None:
     check_writable(args.figure, args.html)
-    reviews = [review_run(run, min_fall=args.min_fall) for run in args.runs]
-    if args.figure:
-        draw_losses(args.runs, args.figure)
-        print(f"Loss curves: {args.figure}")
     if args.html:
         page = render_page(run_page(args.runs, min_fall=args.min_fall))
         with complete_file(args.html) as partial:
             partial.write_text(page, encoding="utf-8")
         print(f"Page: {args.html}")
+    reviews = [review_run(run, min_fall=args.min_fall) for run in args.runs]
+    if args.figure:
+        draw_losses(args.runs, args.figure)
+        print(f"Loss curves: {args.figure}")
     for review in reviews:
         print(review)
     for run in args.runs:
