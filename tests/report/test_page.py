@@ -17,7 +17,7 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import Beside, MemoryRow, SizeColumns, bucket_page, make_report, render_page
 from hf_bucketing.report.charts import Line, even_ticks, line_chart
 from hf_bucketing.report.page import Charts, Gallery, Page, Paragraphs, Picture, Section, Table
-from tests.browser import WIDTHS, browser, look_at  # noqa: F401
+from tests.browser import WIDTHS, look_at
 from tests.conftest import run_script_here
 from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
 
@@ -190,7 +190,7 @@ def test_the_script_shows_frames_and_names_files_that_cannot_be_read(tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_page_is_whole_in_a_browser(prepared_dir: Path, tmp_path: Path, browser) -> None:  # noqa: F811
+def test_the_page_is_whole_in_a_browser(prepared_dir: Path, tmp_path: Path, browser) -> None:
     for name, folder in {"videos": prepared_dir, "images": save_images(tmp_path / "images")}.items():
         page = tmp_path / f"{name}.html"
         run_script_here("report_buckets.py", folder, "--num_processes", 1, "--batch_size", 2, "--html", page)
@@ -203,7 +203,7 @@ def test_the_page_is_whole_in_a_browser(prepared_dir: Path, tmp_path: Path, brow
 
 
 @pytest.mark.slow
-def test_a_click_on_a_head_sorts_the_table_by_its_numbers(tmp_path: Path, browser) -> None:  # noqa: F811
+def test_a_click_on_a_head_sorts_the_table_by_its_numbers(tmp_path: Path, browser) -> None:
     table = Table(title="t", head=("name", "count"), rows=[("a", "1,000"), ("b", "30"), ("c", "–"), ("d", "200")])
     page = Page(title="t", subtitle="", sections=[Section(name="s", title="t", blocks=[table])])
     (tmp_path / "t.html").write_text(render_page(page), encoding="utf-8")

@@ -16,7 +16,7 @@ from hf_bucketing.training.adapters import SETTINGS
 from hf_bucketing.training.review import losses_by_bucket
 from hf_bucketing.training.run_log import TABLE, RunLog
 from hf_bucketing.training.run_page import run_page
-from tests.browser import WIDTHS, browser, look_at  # noqa: F401
+from tests.browser import WIDTHS, look_at
 from tests.conftest import run_script_here
 from tests.report.test_page import check_complete
 
@@ -114,7 +114,7 @@ def test_losses_that_are_not_finite_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_two_runs_is_whole_in_a_browser(tmp_path: Path, browser) -> None:  # noqa: F811
+def test_the_page_of_two_runs_is_whole_in_a_browser(tmp_path: Path, browser) -> None:
     runs = write_run(tmp_path / "bucket"), write_run(tmp_path / "pack", pack=True)
     page = tmp_path / "run.html"
     assert f"Page: {page}" in run_script_here("report_training.py", *runs, "--html", page).stdout
