@@ -1,34 +1,46 @@
 r"""Report what a bucket table does to a data set, and compare padding, bucketing and packing on it.
 
 python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 --max_tokens 640 --strip_length 16 \
-    --json demo/report.json --figures demo/report
+    --json demo/report.json --figures demo/report --html demo/report.html
 """
 
 import argparse
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
-from hf_bucketing import BucketingError, BucketTable, novelai_ladder
+from hf_bucketing import BucketingError, BucketTable, MediaError, novelai_ladder
 from hf_bucketing.buckets import read_cost_model
 from hf_bucketing.columns import PreparedDataset, column_array
+from hf_bucketing.columns.apply import undecoded
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
+from hf_bucketing.media.rows import CLIP_START
+from hf_bucketing.media.source import MediaSource
+from hf_bucketing.media.thumbnails import Thumbnail, thumbnail
 from hf_bucketing.report import (
     AssignedColumns,
+    Beside,
+    MemoryRow,
+    Report,
     ReportConfig,
     SizeColumns,
+    bucket_page,
     count_sources,
     describe_sources,
     draw_figures,
     format_report,
     make_report,
+    render_page,
 )
+from hf_bucketing.report.crops import WorstCrop
+from hf_bucketing.report.text import size_label
 from hf_bucketing.settings import not_default
 
 
@@ -48,6 +60,11 @@ def make_parser() -> FlagParser:
     )
     parser.add_argument("--json", type=Path, help="JSON file for the report.")
     parser.add_argument("--figures", type=Path, help="Folder for the figures.")
+    parser.add_argument("--html", type=Path, help="HTML file for the report as a page that holds everything itself.")
+    parser.add_argument(
+        "--pretrained_model_name_or_path",
+        help="Pipeline whose memory --html shows for the most expensive step (default: that of the data set).",
+    )
     # The table of a file is the one that the data set was prepared with.
     names = {"dataset": ("dataset_dir",), "table": (), "buckets": (), "bucket_frames": ()}
     parser.add_config("report_buckets", others=other_scripts, names=names)
@@ -77,11 +94,81 @@ def read_sizes(dataset: Dataset) -> SizeColumns:
     names = [name for name in ("num_frames", "height", "width") if name in dataset.column_names]
     columns = dataset.select_columns(names).with_format("numpy")[:]
     sizes = {name: np.nan_to_num(column.astype(np.float64), nan=-1) for name, column in columns.items()}
-    return SizeColumns(sizes.get("num_frames", np.ones(len(dataset))), sizes["height"], sizes["width"])
+    fps = np.nan_to_num(column_array(dataset, "fps").astype(np.float64)) if "fps" in dataset.column_names else None
+    return SizeColumns(sizes.get("num_frames", np.ones(len(dataset))), sizes["height"], sizes["width"], fps)
+
+
+def read_thumbnails(
+    prepared: PreparedDataset, crops: Sequence[WorstCrop]
+) -> tuple[dict[int, Thumbnail], dict[int, str]]:
+    """Decode the frame in the middle of some rows; return them, and what is wrong with files that cannot be read."""
+    thumbnails, faults = {}, {}
+    columns = [name for name in (prepared.column, "fps", CLIP_START) if name in prepared.dataset.column_names]
+    rows = undecoded(prepared.dataset.select_columns(columns).select([crop.row for crop in crops]), [prepared.column])
+    for crop, row in zip(crops, rows, strict=True):
+        fps = row.get("fps") or 0.0
+        second = (row.get(CLIP_START) or 0.0) + crop.size.frames // 2 / fps if fps else 0.0
+        try:
+            source = MediaSource.from_cell(row[prepared.column], root=prepared.root, name=f"row {crop.row}")
+            thumbnails[crop.row] = thumbnail(source, second=second)
+        except MediaError as error:
+            faults[crop.row] = str(error)
+    return thumbnails, faults
+
+
+def plan_of_memory(args: argparse.Namespace, prepared: PreparedDataset, report: Report) -> tuple[str, list[MemoryRow]]:
+    """Plan the memory of a step of the most expensive bucket; of the data set's own pipeline, say why it cannot be."""
+    own = prepared.settings.get("prepare_dataset", {}).get("pretrained_model_name_or_path")
+    model, buckets = args.pretrained_model_name_or_path or own, report.buckets.used
+    if model is None or not buckets:
+        return "", []
+    from hf_bucketing.settings import changed
+    from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
+
+    largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
+    base = PlanConfig(sample_size=[*largest.size], train_batch_size=samples, cached="all")
+    settings = {
+        "all weights": changed(base, gradient_checkpointing=True),
+        "LoRA 16": changed(base, gradient_checkpointing=True, lora_rank=16),
+        "LoRA 16, int8": changed(base, gradient_checkpointing=True, lora_rank=16, quantize_base="int8"),
+    }
+    try:
+        plans = {name: plan_memory(model, config) for name, config in settings.items()}
+    except BucketingError as error:
+        if args.pretrained_model_name_or_path is not None:
+            raise
+        return f"The memory of {model} is not planned: {error}", []
+    said = (
+        f"{model} on one GPU, {samples} × {size_label(largest.size)} ({samples * largest.num_tokens:,} tokens), in "
+        "bf16 with gradient checkpointing, latents and texts cached."
+    )
+    return said, [MemoryRow(settings=name, parts=asdict(plan.peak)) for name, plan in plans.items()]
+
+
+def write_page(args: argparse.Namespace, prepared: PreparedDataset, report: Report, **beside: Any) -> None:
+    shown = [*report.worst_crops, *(row for reason in report.rejected for row in reason.examples)]
+    rows = [one if isinstance(one, int) else one.row for one in shown]
+    thumbnails, faults = read_thumbnails(prepared, report.worst_crops)
+    model, memory = plan_of_memory(args, prepared, report)
+    page = bucket_page(
+        report,
+        Beside(
+            name=args.dataset,
+            files=dict(zip(rows, prepared.file_names(rows), strict=True)),
+            thumbnails=thumbnails,
+            faults=faults,
+            model=model,
+            memory=memory,
+            **beside,
+        ),
+    )
+    with complete_file(args.html) as partial:
+        partial.write_text(render_page(page), encoding="utf-8")
+    print(f"Page: {args.html}")
 
 
 def main(args: argparse.Namespace) -> None:
-    check_writable(args.json)
+    check_writable(args.json, args.html)
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
     table = choose_table(args, prepared)
@@ -92,9 +179,10 @@ def main(args: argparse.Namespace) -> None:
     if table is prepared.table and has_buckets and not not_default(config, "max_aspect_error", "max_upscale"):
         assigned = AssignedColumns(*(column_array(prepared.dataset, name) for name in ("bucket_id", "rejection")))
     report = make_report(sizes, table, spec=prepared.spec, config=config, assigned=assigned)
-    print("Rows are assigned anew." if assigned is None else "Rows have the buckets that they were prepared with.")
+    origin = "are assigned anew" if assigned is None else "have the buckets that they were prepared with"
+    print(f"Rows {origin}.")
     print(format_report(report))
-    values = report.to_dict()
+    values, counts = report.to_dict(), []
     if prepared.sources is not None:
         counts = count_sources(**prepared.source_columns())
         print("\nSources, as they were prepared\n" + describe_sources(counts))
@@ -105,6 +193,8 @@ def main(args: argparse.Namespace) -> None:
         print(f"Report: {args.json}")
     if args.figures:
         print("Figures:", *draw_figures(report, args.figures))
+    if args.html:
+        write_page(args, prepared, report, assignment=f"Rows {origin}.", sources=counts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""Check training runs by their logs (every sample seen, equal steps, a falling loss); show and draw their losses.
 
-python scripts/report_training.py demo/bucket demo/pack --figure demo/loss.png
+python scripts/report_training.py demo/bucket demo/pack --figure demo/loss.png --html demo/run.html
 """
 
 import argparse
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.files import check_writable
+from hf_bucketing.files import check_writable, complete_file
+from hf_bucketing.report import render_page
 from hf_bucketing.training.review import (
     describe_held_out,
     draw_losses,
@@ -18,12 +19,14 @@ from hf_bucketing.training.review import (
     review_run,
     review_sources,
 )
+from hf_bucketing.training.run_page import run_page
 
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of train_text_to_video.py.")
     parser.add_argument("--figure", type=Path, help="PNG file to draw the loss curves into.")
+    parser.add_argument("--html", type=Path, help="HTML file for the report as a page that holds everything itself.")
     parser.add_argument(
         "--by_bucket", action="store_true", help="Print the mean loss of each bucket, trained on and held out."
     )
@@ -41,7 +44,12 @@ def other_scripts() -> Mapping[str, Collection[str]]:
 
 
 def main(args: argparse.Namespace) -> None:
-    check_writable(args.figure)
+    check_writable(args.figure, args.html)
+    if args.html:
+        page = render_page(run_page(args.runs, min_fall=args.min_fall))
+        with complete_file(args.html) as partial:
+            partial.write_text(page, encoding="utf-8")
+        print(f"Page: {args.html}")
     reviews = [review_run(run, min_fall=args.min_fall) for run in args.runs]
     if args.figure:
         draw_losses(args.runs, args.figure)

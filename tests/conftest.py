@@ -17,6 +17,8 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.browser import browser  # noqa: F401  (a fixture of the session: playwright starts once)
+
 # Results of an earlier run in datasets' cache must not hide what this run would compute.
 _cache = tempfile.TemporaryDirectory(prefix="hf_bucketing_cache_")
 os.environ["HF_DATASETS_CACHE"] = _cache.name

@@ -34,6 +34,8 @@ def test_the_wheel_holds_all_that_an_import_needs(built: Path, tmp_path: Path) -
     code = """
 import hf_bucketing, hf_bucketing.columns, hf_bucketing.loaders, hf_bucketing.packing, hf_bucketing.losses
 assert "venv" in hf_bucketing.__file__, hf_bucketing.__file__
+from hf_bucketing.report.page import Page, render_page
+assert "<title>of a wheel</title>" in render_page(Page(title="of a wheel", subtitle="", sections=[]))
 print(hf_bucketing.__version__, len(hf_bucketing.novelai_ladder()))
 """
     result = run([python, "-I", "-c", code])

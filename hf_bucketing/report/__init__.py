@@ -1,18 +1,23 @@
-"""Reports about tables, columns and plans: text, JSON, and figures, for which alone matplotlib is needed."""
+"""Reports about tables, columns and plans: text, JSON, pages, and figures, for which alone matplotlib is needed."""
 
+from .bucket_page import Beside, MemoryRow, bucket_page
 from .compare import LadderChoice, Report, count_kept, make_report, measure_ladder
 from .figures import draw_figures
 from .measure import AssignedColumns, ReportConfig, SizeColumns
+from .page import render_page
 from .sources import SourceUse, count_sources, describe_sources
 from .text import describe_assignment, format_ladders, format_report
 
 __all__ = [
     "AssignedColumns",
+    "Beside",
     "LadderChoice",
+    "MemoryRow",
     "Report",
     "ReportConfig",
     "SizeColumns",
     "SourceUse",
+    "bucket_page",
     "count_kept",
     "count_sources",
     "describe_assignment",
@@ -22,4 +27,5 @@ __all__ = [
     "format_report",
     "make_report",
     "measure_ladder",
+    "render_page",
 ]

@@ -18,24 +18,24 @@ from ..buckets.table import BucketTable
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
 from ..randomness import Purpose, generator
+from .crops import WorstCrop, worst_crops
+from .histograms import Histogram, aspect_histogram, duration_histogram, size_histogram, token_histogram
 from .measure import (
     AssignedColumns,
     BucketReport,
-    Histogram,
     ReportConfig,
     SizeColumns,
     Sizes,
     Subject,
     Targets,
-    aspect_histogram,
     bucket_targets,
     empty_plan,
     mean,
     measure_buckets,
     plan_batches,
     read_subject,
-    token_histogram,
 )
+from .rejections import RejectedRows, explain_rejections
 
 StrategyName = Literal["padding", "bucketing", "packing"]
 
@@ -65,6 +65,7 @@ class StrategyReport:
         max_tokens (`int`, *optional*): Packing: tokens per process and step. None for the others.
         token_use (`float`): Real tokens ÷ computed tokens.
         tokens_per_sample (`float`): Mean tokens of a kept sample, without padding.
+        plan_bytes (`int`): Bytes of the arrays of the epoch's plan, which each process holds.
     """
 
     name: StrategyName
@@ -82,6 +83,7 @@ class StrategyReport:
     max_tokens: int | None = None
     token_use: float
     tokens_per_sample: float
+    plan_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,10 @@ class Report:
         strategies (`tuple[StrategyReport, ...]`): Padding, bucketing and packing compared.
         aspects ([`Histogram`]): Samples by aspect ratio.
         tokens ([`Histogram`]): Samples by tokens.
+        sizes ([`Histogram`]): Samples by the square root of their frame's area, in pixels.
+        durations ([`Histogram`], *optional*): Videos by seconds; None if no frame rate is known.
+        rejected (`tuple` of [`RejectedRows`]): Rejected rows by reason, with examples.
+        worst_crops (`tuple` of [`WorstCrop`]): Samples that lose most of their frame, the worst buckets first.
     """
 
     config: ReportConfig
@@ -103,6 +109,10 @@ class Report:
     strategies: tuple[StrategyReport, ...]
     aspects: Histogram
     tokens: Histogram
+    sizes: Histogram
+    durations: Histogram | None
+    rejected: tuple[RejectedRows, ...]
+    worst_crops: tuple[WorstCrop, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, NaN as None."""
@@ -153,6 +163,10 @@ def make_report(
         strategies=compare_strategies(subject),
         aspects=aspect_histogram(subject),
         tokens=token_histogram(subject),
+        sizes=size_histogram(subject),
+        durations=duration_histogram(subject, columns.fps),
+        rejected=explain_rejections(subject.sizes, subject.bucketed.rejection, table=table, rule=config.rule),
+        worst_crops=worst_crops(subject),
     )
 
 
@@ -249,6 +263,7 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
         max_tokens=epoch.max_tokens,
         token_use=real / computed if computed else math.nan,
         tokens_per_sample=real / plan.kept if plan.kept else math.nan,
+        plan_bytes=sum(array.nbytes for array in (plan.indices, plan.offsets, plan.bucket_ids)),
     )
 
 

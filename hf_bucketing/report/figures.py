@@ -13,7 +13,7 @@ import numpy as np
 
 from ..files import complete_file
 from .compare import Report
-from .measure import Histogram
+from .histograms import Histogram
 from .text import percent, short_number, size_label
 
 if TYPE_CHECKING:

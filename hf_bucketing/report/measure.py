@@ -31,11 +31,13 @@ class SizeColumns(NamedTuple):
             sample is unreadable.
         heights (array of `int`, shape `(n,)`): Heights in pixels.
         widths (array of `int`, shape `(n,)`): Widths in pixels.
+        fps (array of `float`, shape `(n,)`, *optional*): Frame rates of training, 0 for images; they give durations.
     """
 
     frames: npt.ArrayLike
     heights: npt.ArrayLike
     widths: npt.ArrayLike
+    fps: npt.ArrayLike | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,7 @@ def read_subject(
 
 def read_sizes(columns: SizeColumns) -> Sizes:
     """Return the columns as arrays, or raise if they are empty or differ in length."""
-    sizes = Sizes(*as_columns(*columns))
+    sizes = Sizes(*as_columns(*columns[:3]))
     if not len(sizes.frames):
         raise BucketingError("The data set is empty: there is nothing to report about.")
     return sizes
@@ -403,41 +405,3 @@ def _uses(subject: Subject, plan: EpochPlan) -> tuple[BucketUse, ...]:
         BucketUse(bucket_id=position, size=size, **{name: column[position].item() for name, column in columns.items()})
         for position, size in enumerate(table.sizes)
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Histogram:
-    """Counts of several groups of samples in the same bins.
-
-    Attributes:
-        edges (`tuple[float, ...]`): Rising edges, one more than there are bins; a bin holds its lower edge, the last
-            bin both.
-        counts (mapping of `str` to `tuple[int, ...]`): Samples in each bin, by group.
-    """
-
-    edges: tuple[float, ...]
-    counts: Mapping[str, tuple[int, ...]]
-
-
-def aspect_histogram(subject: Subject, *, num_bins: int = 60) -> Histogram:
-    """Count readable samples by aspect ratio (width ÷ height), those with a bucket and those rejected."""
-    sizes, kept = subject.sizes, has_bucket(subject.bucketed.bucket_id)
-    known = np.minimum.reduce(sizes) > 0
-    ratios = sizes.widths / np.maximum(sizes.heights, 1)
-    return _in_log_bins({"with a bucket": ratios[kept], "rejected": ratios[known & ~kept]}, num_bins)
-
-
-def token_histogram(subject: Subject, *, num_bins: int = 50) -> Histogram:
-    """Count samples by their tokens, at the sizes of their buckets and at their own."""
-    bucketed, own = subject.bucketed.num_tokens, subject.own.num_tokens
-    groups = {"at their bucket's size": bucketed[bucketed > 0], "at their own size": own[own > 0]}
-    return _in_log_bins(groups, num_bins)
-
-
-def _in_log_bins(groups: Mapping[str, npt.NDArray[np.number[Any]]], num_bins: int) -> Histogram:
-    """Count in bins of equal ratio that hold all values."""
-    values = np.concatenate([np.asarray(group, np.float64) for group in groups.values()])
-    low, high = (values.min(), values.max()) if len(values) else (1.0, 1.0)
-    edges = np.geomspace(low / 1.05, high * 1.05, num_bins + 1)
-    counts = {name: tuple(np.histogram(group, edges)[0].tolist()) for name, group in groups.items()}
-    return Histogram(edges=tuple(edges.tolist()), counts=counts)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from textwrap import fill
 
 import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import whole_column
-from ..buckets.assignment import AssignmentRule, Rejection, count_rejections
+from ..buckets.assignment import AssignmentRule
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from .compare import LadderReport, Report, StrategyReport
@@ -21,38 +20,14 @@ from .measure import (
     CostUnits,
     ReportConfig,
     SizeColumns,
-    Sizes,
     Spread,
     assigned_targets,
     mean,
     read_sizes,
 )
+from .rejections import explain_rejections
 
 Line = tuple[str, ...]
-
-_UPSCALES = (1.1, 1.25, 1.5, 2, 3, 4, 8)
-_REASONS = {
-    Rejection.ASPECT: (
-        "no bucket is near their aspect ratio",
-        "raise --max_aspect_ratio, which adds buckets, or --max_aspect_error, which crops more",
-    ),
-    Rejection.TOO_SHORT: (
-        "fewer frames than every bucket of their kind",
-        "add a smaller number of frames to --bucket_frames, 1 for images",
-    ),
-    Rejection.TOO_SMALL: ("every bucket near their aspect ratio would enlarge them", ""),  # depends on their sizes
-    Rejection.UNREADABLE: (
-        "their size or frames could not be read",
-        "repair the files; --on_error raise says what is wrong with the first one",
-    ),
-    Rejection.EMPTY: ("they hold no frame or no pixel", "write the files again or remove the rows"),
-    Rejection.CAPTION: ("their caption is missing or not a text", "add captions, or name another --caption_column"),
-    Rejection.CONDITION: (
-        "what they would be shown is missing or does not fit",
-        "write those files again; --on_error raise says what is wrong with the first ones",
-    ),
-    Rejection.CLIP: ("their clip does not lie in its file", "correct the columns start and end, in seconds"),
-}
 
 
 def format_report(report: Report) -> str:
@@ -233,28 +208,14 @@ def describe_assignment(
     kept = ids >= 0
     area = f", kept area {percent(mean(targets.kept_area[kept]))} on average" if kept.any() else ""
     parts.append(f"{int(kept.sum()):,} of {len(ids):,} rows assigned to {len(used):,} of {len(table):,} buckets{area}")
-    for label in count_rejections(rejection):
-        rows = np.flatnonzero(rejection == label)
-        why, remedy = _REASONS[Rejection[label.upper()]]
-        if not remedy:
-            remedy = _upscale_that_keeps(Sizes(*(column[rows] for column in sizes)), table, rule)
-        names = ", ".join(name_rows(rows[:3].tolist())) + (", …" if len(rows) > 3 else "")
-        noun = "row" if len(rows) == 1 else "rows"
-        parts.append(f"{len(rows):,} {noun} rejected: {label} ({why}): {names}\n    to keep them: {remedy}")
+    for reason in explain_rejections(sizes, rejection, table=table, rule=rule):
+        names = ", ".join(name_rows(reason.examples)) + (", …" if reason.count > len(reason.examples) else "")
+        noun = "row" if reason.count == 1 else "rows"
+        parts.append(
+            f"{reason.count:,} {noun} rejected: {reason.label} ({reason.why}): {names}\n"
+            f"    to keep them: {reason.remedy}"
+        )
     return "\n".join(parts)
-
-
-def _upscale_that_keeps(sizes: Sizes, table: BucketTable, rule: AssignmentRule) -> str:
-    """Return the smallest `--max_upscale` that keeps a sample, the one that keeps most, and other options."""
-    kept: dict[int, float] = {}
-    for limit in _UPSCALES:
-        if limit > rule.max_upscale:
-            ids = table.assign(*sizes, rule=replace(rule, max_upscale=limit)).bucket_id
-            kept.setdefault(int(np.count_nonzero(ids >= 0)), limit)
-    kept.pop(0, None)
-    limits = dict.fromkeys([min(kept), max(kept)]) if kept else {}
-    options = [f"--max_upscale {kept[count]:g} (keeps {count:,})" for count in limits]
-    return ", ".join([*options, "or smaller sizes: --bucket_tokens, --bucket_sizes, --buckets"])
 
 
 def format_ladders(reports: Sequence[LadderReport]) -> str:

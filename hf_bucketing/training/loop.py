@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..buckets.calibration import read_cost_model
+from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
@@ -69,7 +70,7 @@ from .memory.shards import SHARDED, averaged
 from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
-from .run_log import COST_MODEL, RunLog, StepMetrics, read_log, write_cost_model
+from .run_log import COST_MODEL, TABLE, RunLog, StepMetrics, read_log, write_cost_model
 from .script_settings import settings_to_repeat
 from .steps import StepLosses, check_cached, check_positions, make_step
 from .streamed import StreamedData, make_streamed_data, open_stream
@@ -271,6 +272,7 @@ class Trainer:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
             (self.folder / SETTINGS).write_text(json.dumps(self.config.flat(), indent=2) + "\n")
             (self.folder / CONFIG_FILE).write_text(self._settings_to_repeat(), encoding="utf-8")
+            self._log_start()
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
         for line in self.describe():
@@ -298,6 +300,17 @@ class Trainer:
             raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
         self.bar.close()
         self._finish()
+
+    def _log_start(self) -> None:
+        """Log the sizes of the buckets, and the resume if this is one."""
+        table = self.folder / "logs" / TABLE
+        table.unlink(missing_ok=True)
+        if isinstance(self.data.table, BucketTable):
+            table.write_text(self.data.table.to_json())
+        if self.checkpoint is not None:
+            changes = applied_changes(self.checkpoint.progress.settings, self.config, self.accelerator)
+            entry = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes, "changes": changes}
+            self.log.write_resume(self.global_step, entry)
 
     def _settings_to_repeat(self) -> str:
         """Return the settings of the run as YAML by which a run in another folder does the same from its start."""

@@ -42,7 +42,12 @@ class StepLog(NamedTuple):
     seconds: FloatArray
 
 
-def _steps_of(output_dir: Path) -> StepLog:
+def steps_of(output_dir: Path) -> StepLog:
+    """Return what a run logged of each optimizer step.
+
+    Raises:
+        BucketingError: If the run left no log of its steps.
+    """
     lines = read_log(output_dir, "losses")
     if not lines or any("samples" not in line or "seconds" not in line for line in lines):
         path = log_path(output_dir, "losses")
@@ -271,6 +276,11 @@ def running_mean(steps: StepLog, *, window: int) -> FloatArray:
     return np.where(first >= 0, means, np.nan)
 
 
+def time_unit(seconds: float) -> tuple[str, int]:
+    """Return the name and the seconds of the largest unit of which a time has at least three, or seconds."""
+    return next((name, size) for name, size in _TIME_UNITS if seconds >= 3 * size or size == 1)
+
+
 def draw_losses(runs: Iterable[Path], path: Path) -> None:
     """Draw the losses of runs over the samples seen and over time, as a PNG.
 
@@ -285,11 +295,11 @@ def draw_losses(runs: Iterable[Path], path: Path) -> None:
     from matplotlib.figure import Figure
 
     runs = list(runs)
-    logs = {run.name: _steps_of(run) for run in runs}
+    logs = {run.name: steps_of(run) for run in runs}
     held_out_of = {run.name: held_out_losses(run) for run in runs}
     window = max(1, min(int(steps.samples.sum()) for steps in logs.values()) // 20)
     longest = max(float(steps.seconds.sum()) for steps in logs.values())
-    unit, seconds = next((name, size) for name, size in _TIME_UNITS if longest >= 3 * size or size == 1)
+    unit, seconds = time_unit(longest)
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     by_samples, by_time = figure.subplots(1, 2, sharey=True)
     for name, steps in logs.items():

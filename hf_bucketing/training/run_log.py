@@ -25,6 +25,9 @@ _COUNTS = 6
 COST_MODEL = "cost_model.json"
 """File in the output folder of a run that holds the measured cost of its steps."""
 
+TABLE = "table.json"
+"""File in the folder of logs that holds the buckets of a run, if it has any."""
+
 _FITTED_STEPS = 5000
 """Most steps that a cost model is fitted to, the last ones."""
 
@@ -81,6 +84,8 @@ class RunLog:
             names = ["plans", "losses"]
             if held_out or log_path(output_dir, "validation").is_file():
                 names.append("validation")
+            if keep or log_path(output_dir, "resumes").is_file():
+                names.append("resumes")
             for name in names:
                 self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep.get(name, 0))
             for path in _sample_logs(output_dir)[num_processes // degree :]:
@@ -121,6 +126,10 @@ class RunLog:
     def write_validation(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log a held-out loss, in process 0."""
         self._write("validation", {"global_step": global_step, **entry})
+
+    def write_resume(self, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log that the run was resumed after an optimizer step, in process 0."""
+        self._write("resumes", {"global_step": global_step, **entry})
 
     def state_dict(self) -> dict[str, int]:
         """Return the batches that each process has logged, and the lines of the other logs."""
@@ -258,12 +267,12 @@ def write_cost_model(output_dir: Path) -> str:
 
 
 def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
-    """Return the path of a log: `"plans"`, `"losses"`, `"validation"` or `"samples"`."""
+    """Return the path of a log: `"plans"`, `"losses"`, `"validation"`, `"resumes"` or `"samples"`."""
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 
 def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the entries of the log `"plans"`, `"losses"` or `"validation"`, or the last of them.
+    """Return the entries of the log `"plans"`, `"losses"`, `"validation"` or `"resumes"`, or the last of them.
 
     Raises:
         BucketingError: If there is no such file.

@@ -30,8 +30,9 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         | {"max_sequence_length"},
         "train_text_to_video": {*names_of(TrainingConfig)},
         "plan_memory": {*names_of(PlanConfig), pipeline, "gpu_memory", "figure"},
-        "report_buckets": {*report, "dataset", "table", "buckets", "novelai", "bucket_frames", "json", "figures"},
-        "report_training": {"runs", "figure", "by_bucket", "min_fall"},
+        "report_buckets": {*report, "dataset", "table", "buckets", "novelai", "bucket_frames", "json", "figures"}
+        | {"html", pipeline},
+        "report_training": {"runs", "figure", "html", "by_bucket", "min_fall"},
     }
     return {script: frozenset(own) for script, own in names.items()}
 

@@ -106,12 +106,7 @@ class Validation:
 
         Its name has the first 60 characters of the prompt, and a number where those of an earlier prompt are the same.
         """
-        words = [
-            re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty"
-            for prompt in (self.config.validation_prompts or [])[: number + 1]
-        ]
-        alike = words.count(words[number])
-        name = f"{size.frames}x{size.height}x{size.width}-{words[number]}{f'-{alike}' if alike > 1 else ''}"
+        name = rendering_name(self.config.validation_prompts or [], number, size)
         return self.folder / f"step-{step}" / f"{name}.{'png' if size.frames == 1 else 'mp4'}"
 
     def last_files(self, global_step: int) -> dict[Path, str]:
@@ -132,6 +127,13 @@ class Validation:
             generator=torch.Generator().manual_seed(self.seed),
         )
         return (frames * 255).round().astype(np.uint8)
+
+
+def rendering_name(prompts: Sequence[str], number: int, size: Size) -> str:
+    """Return the name, without its ending, of the file that a prompt, given by its position, is rendered to."""
+    words = [re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty" for prompt in prompts[: number + 1]]
+    alike = words.count(words[number])
+    return f"{size.frames}x{size.height}x{size.width}-{words[number]}{f'-{alike}' if alike > 1 else ''}"
 
 
 def images_of(config: ValidationConfig, *, each: int, pipeline_class: str) -> list[list[MediaSource]]:

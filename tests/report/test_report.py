@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, LatentSpec, Size, cover_resize
 from hf_bucketing.report import ReportConfig, SizeColumns, format_report, make_report
 from hf_bucketing.report.compare import StrategyReport
-from hf_bucketing.report.measure import BucketReport, aspect_histogram, read_subject, token_histogram
+from hf_bucketing.report.histograms import aspect_histogram, token_histogram
+from hf_bucketing.report.measure import BucketReport, read_subject
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))  # a token is 16 × 16 pixels
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 32, 64), Size(9, 32, 32), Size(9, 32, 64)))

@@ -28,6 +28,7 @@ from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.on_resume import ON_RESUME, applied_changes, resumed_config, settings_of
 from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.run_log import read_log
 from tests.training.training_cases import in_process, run
 
 Make = Callable[..., TrainingConfig]
@@ -84,6 +85,9 @@ def test_changed_settings_of_the_optimizer_are_applied_and_said(make: Make, capl
     run(config)
     assert learning_rates(config)[2:] == pytest.approx([0.25e-3, 1e-7], rel=1e-2)
     assert len(losses_of(Path(config.output_dir))) == 4
+    (logged,) = read_log(Path(config.output_dir), "resumes")
+    assert (logged["global_step"], logged["num_processes"]) == (2, 1)
+    assert line.endswith(", ".join(logged["changes"]))
 
 
 @pytest.mark.slow

@@ -1,0 +1,142 @@
+"""Pages of one self-contained HTML file: sections of charts, tables, facts and pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
+
+from .charts import Chart
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from markupsafe import Markup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paragraphs:
+    """Paragraphs of text; `warning` sets them off."""
+
+    kind: ClassVar[str] = "paragraphs"
+    texts: Sequence[str]
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Numbers with what they count, the most important ones of a section."""
+
+    kind: ClassVar[str] = "facts"
+    facts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charts:
+    """Charts side by side where there is room: title, chart, and how to read it."""
+
+    kind: ClassVar[str] = "charts"
+    charts: Sequence[tuple[str, Chart, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table that readers can sort by a click on a column's head.
+
+    Attributes:
+        title (`str`): Its title.
+        head (sequence of `str`): Titles of the columns.
+        rows (sequence of sequences of `str`): Cells, the first of each row being its title.
+        texts (sequence of `int`): Columns of text beside the first; all others are numbers.
+        note (`str`): What the columns mean.
+        folded (`bool`): Whether it is shown only when it is opened.
+    """
+
+    kind: ClassVar[str] = "table"
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: Sequence[int] = ()
+    note: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture in a gallery.
+
+    Attributes:
+        source (`str`): Its data as a URI.
+        width (`int`): Width in pixels.
+        height (`int`): Height in pixels.
+        alt (`str`): What it shows.
+        name (`str`): Its title.
+        lines (sequence of `str`): What is said below.
+        box (`tuple` of `float`, *optional*): Left, top, width and height of a region that is marked, as shares.
+    """
+
+    source: str
+    width: int
+    height: int
+    alt: str
+    name: str
+    lines: Sequence[str] = ()
+    box: tuple[float, float, float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gallery:
+    """Pictures under a title."""
+
+    kind: ClassVar[str] = "gallery"
+    title: str
+    pictures: Sequence[Picture]
+
+
+Block = Paragraphs | Facts | Charts | Table | Gallery
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A section of a page: its name in links, its title, and what it holds."""
+
+    name: str
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A page: its title, what it is about, and its sections."""
+
+    title: str
+    subtitle: str
+    sections: Sequence[Section]
+
+
+def render_page(page: Page) -> str:
+    """Return the page as HTML that asks nothing of any server; all texts are escaped."""
+    return _template().render(page=page)
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("hf_bucketing.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["flags"] = _with_flags
+    return environment.get_template("page.html")
+
+
+def _with_flags(text: str) -> Markup:
+    """Escape a text, and keep its flags, such as --max_upscale, in one piece."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"--[a-z_]+", r"<code>\g<0></code>", str(escape(text))))

@@ -1,0 +1,103 @@
+"""Why rows were rejected, and the option that would keep them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..buckets.assignment import AssignmentRule, Rejection, count_rejections
+from ..buckets.table import BucketTable
+from .measure import Sizes
+
+EXAMPLES = 3
+"""Rows that are named of each kind of rejection."""
+
+_UPSCALES = (1.1, 1.25, 1.5, 2, 3, 4, 8)
+_REASONS = {
+    Rejection.ASPECT: (
+        "no bucket is near their aspect ratio",
+        "raise --max_aspect_ratio, which adds buckets, or --max_aspect_error, which crops more",
+    ),
+    Rejection.TOO_SHORT: (
+        "fewer frames than every bucket of their kind",
+        "add a smaller number of frames to --bucket_frames, 1 for images",
+    ),
+    Rejection.TOO_SMALL: ("every bucket near their aspect ratio would enlarge them", ""),  # depends on their sizes
+    Rejection.UNREADABLE: (
+        "their size or frames could not be read",
+        "repair the files; --on_error raise says what is wrong with the first one",
+    ),
+    Rejection.EMPTY: ("they hold no frame or no pixel", "write the files again or remove the rows"),
+    Rejection.CAPTION: ("their caption is missing or not a text", "add captions, or name another --caption_column"),
+    Rejection.CONDITION: (
+        "what they would be shown is missing or does not fit",
+        "write those files again; --on_error raise says what is wrong with the first ones",
+    ),
+    Rejection.CLIP: ("their clip does not lie in its file", "correct the columns start and end, in seconds"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedRows:
+    """Rows that were rejected for one reason.
+
+    Attributes:
+        label (`str`): Label of the [`Rejection`][hf_bucketing.Rejection].
+        count (`int`): Number of the rows.
+        why (`str`): What the reason means.
+        remedy (`str`): Options that would keep them.
+        examples (`tuple` of `int`): Numbers of the first rows.
+        sizes (`tuple` of `tuple[int, int, int]`): Frames, height and width of the examples; negative if unreadable.
+    """
+
+    label: str
+    count: int
+    why: str
+    remedy: str
+    examples: tuple[int, ...]
+    sizes: tuple[tuple[int, int, int], ...]
+
+
+def explain_rejections(
+    sizes: Sizes, rejection: npt.NDArray[Any], *, table: BucketTable, rule: AssignmentRule
+) -> tuple[RejectedRows, ...]:
+    """Return the rejected rows by reason.
+
+    Args:
+        sizes ([`Sizes`]): Sizes of all rows.
+        rejection (array, shape `(n,)`): A [`Rejection`][hf_bucketing.Rejection] of each row, or its label.
+        table ([`BucketTable`][hf_bucketing.BucketTable]): Table that the rows were assigned by.
+        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Rule by which they were assigned.
+    """
+    by_label = rejection.dtype.kind not in "iu"
+    found = []
+    for label in count_rejections(rejection):
+        reason = Rejection[label.upper()]
+        rows = np.flatnonzero(rejection == (label if by_label else reason))
+        why, remedy = _REASONS[reason]
+        if not remedy:
+            remedy = _upscale_that_keeps(Sizes(*(column[rows] for column in sizes)), table, rule)
+        examples = rows[:EXAMPLES].tolist()
+        shown = tuple((int(frames), int(height), int(width)) for frames, height, width in zip(
+            *(column[examples] for column in sizes), strict=True
+        ))  # fmt: skip
+        found.append(
+            RejectedRows(label=label, count=len(rows), why=why, remedy=remedy, examples=tuple(examples), sizes=shown)
+        )
+    return tuple(found)
+
+
+def _upscale_that_keeps(sizes: Sizes, table: BucketTable, rule: AssignmentRule) -> str:
+    """Return the smallest `--max_upscale` that keeps a sample, the one that keeps most, and other options."""
+    kept: dict[int, float] = {}
+    for limit in _UPSCALES:
+        if limit > rule.max_upscale:
+            ids = table.assign(*sizes, rule=replace(rule, max_upscale=limit)).bucket_id
+            kept.setdefault(int(np.count_nonzero(ids >= 0)), limit)
+    kept.pop(0, None)
+    limits = dict.fromkeys([min(kept), max(kept)]) if kept else {}
+    options = [f"--max_upscale {kept[count]:g} (keeps {count:,})" for count in limits]
+    return ", ".join([*options, "or smaller sizes: --bucket_tokens, --bucket_sizes, --buckets"])

@@ -1,0 +1,392 @@
+"""Runs as a page: losses, speed, samples, settings and resumes, from their logs alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..buckets.arrays import FloatArray
+from ..buckets.sizes import Size
+from ..buckets.table import BucketTable
+from ..errors import BucketingError, MediaError
+from ..media.source import MediaSource
+from ..media.thumbnails import animation
+from ..report.charts import Chart, Line, bar_chart, line_chart
+from ..report.page import Block, Charts, Gallery, Page, Paragraphs, Picture, Section, Table
+from ..report.text import short_number, size_label
+from .adapters import SETTINGS
+from .review import (
+    StepLog,
+    held_out_losses,
+    losses_by_bucket,
+    review_run,
+    review_sources,
+    running_mean,
+    steps_of,
+    summarise_losses,
+    time_unit,
+)
+from .run_log import TABLE, log_path, read_log, read_sample_logs
+from .validation import rendering_name
+
+_SHOWN_STEPS = 3
+"""Renderings of a prompt that are shown: the first, one between, the last."""
+_MOST_BARS = 20
+"""Buckets whose losses are drawn."""
+_MOST_PICTURES = 24
+"""Renderings of a run that are shown."""
+_MOST_BYTES = 2_500_000
+"""Bytes of all renderings on a page, as text."""
+_NOISE = "loss_by_noise/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Logs of a run.
+
+    Attributes:
+        name (`str`): Name of the run on the page.
+        folder (`Path`): Its output folder.
+        colour (`int`): Number of its colour.
+        steps ([`StepLog`]): Its optimizer steps.
+        lines (`list` of `dict`): The same steps as they were logged.
+        held_out (`list` of `dict`): Held-out losses.
+        settings (mapping): Settings by name.
+    """
+
+    name: str
+    folder: Path
+    colour: int
+    steps: StepLog
+    lines: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    settings: Mapping[str, Any]
+
+    def column(self, name: str) -> FloatArray:
+        """Return a value of each step, NaN where it is not logged."""
+        return np.array([line.get(name, math.nan) for line in self.lines], np.float64)
+
+
+def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
+    """Lay out the logs of runs as a page.
+
+    Args:
+        folders (sequence of `Path`): Output folders of runs.
+        min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss.
+
+    Raises:
+        BucketingError: If a run left no log.
+    """
+    names = [folder.name for folder in folders]
+    unique = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    runs = [_read(folder, name, colour) for colour, (folder, name) in enumerate(zip(folders, unique, strict=True))]
+    sections = [
+        Section(name="overview", title="Overview", blocks=_overview(runs, min_fall)),
+        Section(name="loss", title="Loss", blocks=[_losses(runs)]),
+        Section(name="noise", title="Loss by noise level", blocks=[_noise(runs)]),
+        Section(name="buckets", title="Loss by bucket", blocks=_buckets(runs)),
+        Section(name="speed", title="Speed, fill and balance", blocks=[_speed(runs)]),
+        *([Section(name="sources", title="Sources", blocks=blocks)] if (blocks := _sources(runs)) else []),
+        Section(name="samples", title="Samples", blocks=_samples(runs)),
+        Section(name="settings", title="Settings", blocks=_settings(runs)),
+        Section(name="resumes", title="Resumes", blocks=_resumes(runs)),
+    ]
+    return Page(title="Training report", subtitle=f"Runs: {', '.join(unique)}", sections=sections)
+
+
+def _read(folder: Path, name: str, colour: int) -> _Run:
+    settings = folder / SETTINGS
+    return _Run(
+        name=name,
+        folder=folder,
+        colour=colour % 6,
+        steps=steps_of(folder),
+        lines=read_log(folder, "losses"),
+        held_out=held_out_losses(folder),
+        settings=json.loads(settings.read_text()) if settings.is_file() else {},
+    )
+
+
+def _overview(runs: Sequence[_Run], min_fall: float) -> list[Block]:
+    rows, checks = [], []
+    for run in runs:
+        enough = len(run.steps.loss) >= 10
+        first, last = summarise_losses(run.steps.loss.tolist()) if enough else (math.nan, math.nan)
+        held_out = [float(entry["validation_loss"]) for entry in run.held_out]
+        rows.append(
+            (
+                run.name,
+                str(run.settings.get("batching", "–")),
+                f"{len(read_sample_logs(run.folder)):,}",
+                f"{len(run.steps.loss):,}",
+                f"{int(run.steps.samples.sum()):,}",
+                _duration(float(run.steps.seconds.sum())),
+                _number(first),
+                _number(last),
+                _number(held_out[-1] if held_out else math.nan),
+                _number(min(held_out) if held_out else math.nan),
+                short_number(float(np.median(run.column("tokens_per_second")))),
+            )
+        )
+        checks += [(run.name, *check) for check in _checks(run, min_fall)]
+    head = (
+        *("run", "batching", "processes", "steps", "samples", "time", "loss, first tenth", "loss, last tenth"),
+        *("held-out loss, last", "lowest", "tokens per second, median"),
+    )
+    counts = [(run, int(np.count_nonzero(~np.isfinite(run.steps.loss)))) for run in runs]
+    texts = [
+        f"The loss of {run.name} is not finite in {count:,} of {len(run.steps.loss):,} steps."
+        for run, count in counts
+        if count
+    ]
+    return [
+        *([Paragraphs(texts=texts, warning=True)] if texts else []),
+        Table(title="Runs", head=head, rows=rows, texts=(1,), note="The first and last tenth of a run's steps."),
+        Table(title="Checks", head=("run", "result", "what was checked"), rows=checks, texts=(1, 2)),
+    ]
+
+
+def _checks(run: _Run, min_fall: float) -> Iterator[tuple[str, str]]:
+    try:
+        review = review_run(run.folder, min_fall=min_fall)
+    except BucketingError as error:  # a stream has no plan, and a short run no tenths
+        yield "not checked", str(error)
+        return
+    yield from (("holds" if check.holds else "FAILED", check.statement) for check in review.checks)
+
+
+def _losses(runs: Sequence[_Run]) -> Charts:
+    window = max(1, min(int(run.steps.samples.sum()) for run in runs) // 20)
+    longest = max(float(run.steps.seconds.sum()) for run in runs)
+    unit, seconds = time_unit(longest)
+    places: dict[str, Callable[[_Run], FloatArray]] = {
+        "samples seen": lambda run: np.cumsum(run.steps.samples).astype(np.float64),
+        f"training time in {unit}": lambda run: np.cumsum(run.steps.seconds) / seconds,
+    }
+    charts = []
+    for label, place in places.items():
+        lines = []
+        for run in runs:
+            x = place(run)
+            lines.append(Line("", x, run.steps.loss, run.colour, "faint"))
+            lines.append(Line(run.name, x, running_mean(run.steps, window=window), run.colour))
+            if run.held_out:
+                at = np.array([entry["global_step"] for entry in run.held_out]) - 1
+                values = np.array([entry["validation_loss"] for entry in run.held_out], np.float64)
+                lines.append(Line(f"{run.name}, held out", x[at], values, run.colour, "dots"))
+        alt = f"Training loss over {label} of {', '.join(run.name for run in runs)}."
+        chart = line_chart(lines, alt=alt, x_label=label, y_label="loss")
+        note = f"Thick: running mean over {window:,} samples; pale: single steps; dots: the held-out samples."
+        charts.append((f"Loss over {label}", chart, note))
+    return Charts(charts=charts)
+
+
+def _noise(runs: Sequence[_Run]) -> Charts:
+    charts = []
+    for run in runs:
+        names = sorted({name for line in run.lines for name in line if name.startswith(_NOISE)})
+        levels = np.array([float(name.removeprefix(_NOISE)) + 0.05 for name in names])
+        half = len(run.lines) // 2
+        lines = []
+        for number, (title, part) in enumerate({"first half": slice(half), "second half": slice(half, None)}.items()):
+            columns = [run.column(name)[part] for name in names]
+            means = [np.nan if np.isnan(one).all() else float(np.nanmean(one)) for one in columns]
+            lines.append(Line(f"trained on, {title}", levels, np.array(means), number))
+        if run.held_out:
+            last = run.held_out[-1]["by_noise"]
+            x, y = (np.array([one[name] for one in last]) for name in ("noise_level", "loss"))
+            lines.append(Line("held out, last", x, y, 2, "dots"))
+        alt = f"Mean loss of {run.name} by noise level."
+        chart = line_chart(lines, alt=alt, x_label="noise level, 0 clean, 1 only noise", y_label="loss")
+        charts.append((run.name, chart, "Means over steps; each point covers a tenth of the noise levels."))
+    return Charts(charts=charts)
+
+
+def _buckets(runs: Sequence[_Run]) -> list[Block]:
+    blocks: list[Block] = []
+    for run in runs:
+        held_out = {one["bucket_id"]: one for one in run.held_out[-1]["by_bucket"]} if run.held_out else {}
+        trained = losses_by_bucket(run.folder)
+        if trained:
+            blocks += _trained_buckets(run, trained, held_out)
+        elif held_out:
+            rows = [(_size_of(one), f"{one['samples']:,}", _number(one["loss"])) for one in held_out.values()]
+            head = ("size", "samples held out", "loss, last")
+            blocks.append(Table(title=f"{run.name}, which trained on packs: held out", head=head, rows=rows))
+        else:
+            blocks.append(Paragraphs(texts=[f"{run.name} trained on packs, whose samples have no bucket."]))
+    return blocks
+
+
+def _trained_buckets(
+    run: _Run, trained: Mapping[int, tuple[int, float]], held_out: Mapping[int, Mapping[str, Any]]
+) -> list[Block]:
+    table = log_path(run.folder, "losses").with_name(TABLE)
+    sizes = BucketTable.from_json(table.read_text()).sizes if table.is_file() else ()
+    names = {bucket: f"bucket {bucket}" for bucket in trained}
+    names |= {bucket: _size_of(one) for bucket, one in held_out.items()}
+    names |= {bucket: size_label(size) for bucket, size in enumerate(sizes)}
+    fullest = sorted(trained, key=lambda bucket: -trained[bucket][0])
+    bars = [(names[bucket], (trained[bucket][1],), _number(trained[bucket][1])) for bucket in fullest[:_MOST_BARS]]
+    alt = f"Mean loss of {run.name} by bucket in the second half."
+    chart = bar_chart(bars, alt=alt, x_label="mean loss in the second half", colours=[run.colour] * len(bars))
+    note = "The buckets of most samples come first; a bucket is frames×height×width, or height×width for images."
+    rows = []
+    for bucket in [*fullest, *(set(held_out) - set(trained))]:
+        count, loss = trained.get(bucket, (0, math.nan))
+        apart = held_out.get(bucket, {"samples": 0, "loss": math.nan})
+        numbers = (f"{count:,}", _number(loss), f"{apart['samples']:,}", _number(apart["loss"]))
+        rows.append((names[bucket], f"{bucket}", *numbers))
+    head = ("bucket", "id", "samples, second half", "mean loss", "samples held out", "held-out loss, last")
+    title = f"{run.name}: loss by bucket"
+    return [
+        Charts(charts=[(title, chart, note)]),
+        Table(title=f"{title} in numbers", head=head, rows=rows, folded=len(rows) > _MOST_BARS),
+    ]
+
+
+def _size_of(entry: Mapping[str, Any]) -> str:
+    return size_label(Size(*entry["size"]))
+
+
+def _speed(runs: Sequence[_Run]) -> Charts:
+    fills = [run for run in runs if np.isfinite(run.column("fill")).any()]
+    panels = (
+        ("Tokens per second", runs, "tokens_per_second", "tokens per second", "All processes together."),
+        ("Fill", fills, "fill", "tokens ÷ max_tokens", "1 is full; of runs whose batches have a limit of tokens."),
+        ("Imbalance", runs, "imbalance", "largest ÷ mean cost", "1: no process waits for another."),
+    )
+    charts: list[tuple[str, Chart, str]] = []
+    for title, shown, column, label, note in panels:
+        if shown:
+            lines = []
+            for run in shown:
+                x, values = np.arange(1.0, len(run.lines) + 1), run.column(column)
+                lines.append(Line("", x, values, run.colour, "faint"))
+                median = f"{run.name} (median {short_number(float(np.nanmedian(values)))})"
+                lines.append(Line(median, x, _moving_mean(values), run.colour))
+            alt = f"{title} over the optimizer steps."
+            chart = line_chart(lines, alt=alt, x_label="optimizer steps", y_label=label)
+            charts.append((title, chart, f"{note} Thick: mean over a twentieth of the steps."))
+    return Charts(charts=charts)
+
+
+def _moving_mean(values: FloatArray) -> FloatArray:
+    """Return the mean over the last twentieth of the values, or over those that there are."""
+    window = max(1, len(values) // 20)
+    sums = np.append(0.0, np.cumsum(values))
+    first = np.maximum(np.arange(1, len(values) + 1) - window, 0)
+    return (sums[1:] - sums[first]) / (np.arange(1, len(values) + 1) - first)
+
+
+def _sources(runs: Sequence[_Run]) -> list[Block]:
+    lines = [
+        f"{run.name}: {line}" for run in runs if read_log(run.folder, "plans") for line in review_sources(run.folder)
+    ]
+    return [Paragraphs(texts=lines)] if lines else []
+
+
+def _samples(runs: Sequence[_Run]) -> list[Block]:
+    """Show the renderings of each run, prompt by prompt, as long as the page stays small."""
+    blocks: list[Block] = []
+    left = _MOST_BYTES
+    for run in runs:
+        files = sorted(
+            (file for file in (run.folder / "validation").glob("step-*/*.*") if file.suffix in (".mp4", ".png")),
+            key=lambda file: (file.stem, _step_of(file)),
+        )
+        count, beyond, faults = 0, 0, []
+        for stem, same in groupby(files, key=lambda file: file.stem):
+            every = list(same)
+            size, prompt = _prompt_of(run, stem)
+            pictures: list[Picture] = []
+            for at in sorted({round(at) for at in np.linspace(0, len(every) - 1, min(len(every), _SHOWN_STEPS))}):
+                if count == _MOST_PICTURES or left <= 0:
+                    beyond += 1
+                    continue
+                try:
+                    pictures.append(_picture(every[at], prompt))
+                except MediaError as error:
+                    faults.append(f"{every[at]} could not be shown: {error}")
+                    continue
+                count, left = count + 1, left - len(pictures[-1].source)
+            if pictures:
+                blocks.append(Gallery(title=f"{run.name}, {size}: {prompt}", pictures=pictures))
+        if faults:
+            blocks.append(Paragraphs(texts=faults, warning=True))
+        if beyond:
+            blocks.append(Paragraphs(texts=[f"{beyond:,} more renderings lie in {run.folder / 'validation'}."]))
+    return blocks or [Paragraphs(texts=["No run rendered a prompt (--validation_prompts)."])]
+
+
+def _step_of(file: Path) -> int:
+    return int(file.parent.name.removeprefix("step-"))
+
+
+def _prompt_of(run: _Run, stem: str) -> tuple[str, str]:
+    """Return the size and the prompt of a rendering by its file's name; the name's words if no prompt has it."""
+    size, _, words = stem.partition("-")
+    prompts = run.settings.get("validation_prompts") or []
+    shape = Size(*map(int, size.split("x")))
+    named = {rendering_name(prompts, number, shape): prompt for number, prompt in enumerate(prompts)}
+    return size_label(shape), named.get(stem, words.replace("-", " "))
+
+
+def _picture(file: Path, prompt: str) -> Picture:
+    small = animation(MediaSource.from_cell(file))
+    return Picture(
+        source=small.uri,
+        width=small.width,
+        height=small.height,
+        alt=f"Rendering of “{prompt}” after step {_step_of(file)}.",
+        name=f"step {_step_of(file):,}",
+    )
+
+
+def _settings(runs: Sequence[_Run]) -> list[Block]:
+    names = [*dict.fromkeys(name for run in runs for name in run.settings)]
+    if not names:
+        return [Paragraphs(texts=[f"No run left its settings ({SETTINGS})."])]
+    table = {name: [_setting(run.settings.get(name)) for run in runs] for name in names}
+    head, texts = ("setting", *(run.name for run in runs)), range(1, len(runs) + 1)
+    different = [(name, *values) for name, values in table.items() if len(set(values)) > 1]
+    blocks: list[Block] = []
+    if different:
+        blocks.append(Table(title="Settings that differ", head=head, rows=different, texts=texts))
+    rows = [(name, *values) for name, values in table.items()]
+    blocks.append(Table(title="All settings", head=head, rows=rows, texts=texts, folded=True))
+    return blocks
+
+
+def _setting(value: object) -> str:
+    return "not given" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _resumes(runs: Sequence[_Run]) -> list[Block]:
+    rows = []
+    for run in runs:
+        for line in read_log(run.folder, "resumes") if log_path(run.folder, "resumes").is_file() else []:
+            changes = ", ".join(line["changes"]) or "none"
+            rows.append(
+                (run.name, f"{line['global_step']:,}", f"{line['epoch']}", f"{line['num_processes']}", changes)
+            )
+    if not rows:
+        return [Paragraphs(texts=["No run was resumed."])]
+    head = ("run", "after step", "in epoch", "processes", "settings that changed")
+    return [Table(title="Resumes", head=head, rows=rows, texts=(4,))]
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4f}"
+
+
+def _duration(seconds: float) -> str:
+    unit, size = time_unit(seconds)
+    return f"{seconds / size:.1f} {unit}"

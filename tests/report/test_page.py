@@ -1,0 +1,215 @@
+"""The report as a page: it holds everything itself, says what the JSON says, and is whole in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from PIL import Image
+
+from hf_bucketing import BucketTable, LatentSpec, Size, open_table
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.report import Beside, MemoryRow, SizeColumns, bucket_page, make_report, render_page
+from hf_bucketing.report.charts import Line, even_ticks, line_chart
+from hf_bucketing.report.page import Charts, Gallery, Page, Paragraphs, Picture, Section, Table
+from tests.browser import WIDTHS, look_at
+from tests.conftest import run_script_here
+from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
+
+
+class Parsed(HTMLParser):
+    """What tests ask of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.images: list[str] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.words: list[str] = []
+        self._tags: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self._tags.append(tag)
+        self.ids += [values["id"]] if "id" in values else []
+        self.links += [values[name] for name in ("src", "href", "data", "poster", "srcset") if values.get(name)]
+        if tag == "img":
+            assert values["alt"]
+            self.images.append(values["alt"])
+        if tag == "svg":
+            assert values["aria-label"]
+        if tag == "caption":
+            self._table: list[list[str]] = []
+        if tag == "tr":
+            self._table.append([])
+        if tag in ("td", "th"):
+            self._table[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._tags and self._tags.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._tags or "script" in self._tags:
+            return
+        if self._tags[-1:] == ["caption"]:
+            self.tables[data] = self._table
+        elif {"td", "th"} & {*self._tags[-3:]}:
+            self._table[-1][-1] += data.strip("\n")
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def check_complete(text: str) -> Parsed:
+    """Check that a page asks nothing of any host and that its contents lead to its sections."""
+    page = Parsed(text)
+    outside = [link for link in page.links if not link.startswith(("#", "data:"))]
+    assert not outside
+    assert "url(" not in text
+    assert "@import" not in text
+    inside = [link[1:] for link in page.links if link.startswith("#")]
+    assert inside
+    assert set(inside) == {*page.ids}
+    assert len(page.ids) == len({*page.ids})
+    return page
+
+
+def test_the_page_says_what_the_report_says() -> None:
+    report = make_report(SAMPLES, TABLE, spec=SPEC, config=TWO)
+    files = {row: f"clip-{row}.mp4" for row in range(17)}
+    memory = [MemoryRow(settings="LoRA", parts={"weights": 3 * 2**30, "vae": 0, "context": 2**30})]
+    beside = Beside(name="clips", assignment="Assigned.", files=files, model="tiny, 2 × 64×64", memory=memory)
+    page = check_complete(render_page(bucket_page(report, beside)))
+    buckets = page.tables["Buckets in use, the fullest first"]
+    assert buckets[1][:5] == ["64×64", "0", "1.000", "7", "100.0%"]
+    assert buckets[2][:5] == ["32×64", "1", "2.000", "4", "80.0%"]
+    assert [row[0] for row in page.tables["1 buckets without a sample"][1:]] == ["9×32×64"]
+    rejected = {row[0]: row for row in page.tables["Rejected rows by reason"][1:]}
+    assert {label: int(row[1]) for label, row in rejected.items()} == report.buckets.rejections
+    assert "clip-13.mp4 (32×32)" in rejected["too_small"][3]
+    assert "--max_upscale 2 (keeps 1)" in rejected["too_small"][4]
+    assert rejected["unreadable"][3] == "clip-15.mp4 (no size)"
+    ways = {row[0]: row for row in page.tables["The same in numbers"][1:]}
+    for strategy in report.strategies:
+        assert int(ways[strategy.name][1]) == strategy.kept
+        assert int(ways[strategy.name][3]) == strategy.num_steps
+        assert ways[strategy.name][-1] == f"{strategy.efficiency:.1%}"
+    head, row = page.tables["GiB by kind at the highest moment of that step"]
+    assert head == ["settings", "weights", "context", "total"]
+    assert row == ["LoRA", "3.0", "1.0", "4.0"]
+    assert "tiny, 2 × 64×64" in page.text
+
+
+def test_the_worst_crops_are_those_that_keep_least_of_their_frame() -> None:
+    crops = make_report(SAMPLES, TABLE, spec=SPEC, config=TWO).worst_crops
+    assert [(crop.bucket_id, crop.row) for crop in crops] == [(1, 7), (1, 8), (1, 9), (2, 11)]
+    assert crops[0].kept_area == pytest.approx(0.8)
+    assert crops[0].box() == pytest.approx((0.1, 0, 0.8, 1))
+    assert crops[3].kept_frames == 0.5
+    squares = make_report(SizeColumns([1] * 9, [64] * 9, [64] * 9), TABLE, spec=SPEC, config=TWO)
+    assert squares.worst_crops == ()
+
+
+def test_durations_are_those_of_videos_alone() -> None:
+    sizes = SizeColumns([32, 16, 1, 9], [64] * 4, [64] * 4, [16.0, 16.0, 0.0, 18.0])
+    durations = make_report(sizes, TABLE, spec=SPEC, config=TWO).durations
+    assert durations is not None
+    assert sum(map(sum, durations.counts.values())) == 3
+    assert (durations.edges[0], durations.edges[-1]) == pytest.approx((0.5 / 1.05, 2 * 1.05))
+    assert make_report(sizes._replace(fps=None), TABLE, spec=SPEC, config=TWO).durations is None
+
+
+def test_texts_are_escaped_wherever_they_stand() -> None:
+    name = """<b> & "ü" '--max_upscale'"""
+    uri = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
+    picture = Picture(source=uri, width=1, height=1, alt=name, name=name, lines=[name], box=(0, 0, 1, 1))
+    chart = line_chart(
+        [Line(name, np.arange(3.0), np.array([1.0, math.nan, 2.0]))], alt=name, x_label=name, y_label=name
+    )
+    blocks = [
+        Paragraphs(texts=[name], warning=True),
+        Table(title=name, head=(name, name), rows=[(name, name)], texts=(1,), note=name),
+        Gallery(title=name, pictures=[picture]),
+        Charts(charts=[(name, chart, name)]),
+    ]
+    text = render_page(Page(title=name, subtitle=name, sections=[Section(name="a", title=name, blocks=blocks)]))
+    assert "<b>" not in text
+    page = check_complete(text)
+    assert page.images == [name]
+    assert page.tables[name][1] == [name, name]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"), [(0, 23, [0, 5, 10, 15, 20]), (0, 1.05, [0, 0.5, 1]), (3, 7, [3, 4, 5, 6, 7])]
+)
+def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
+    assert even_ticks(low, high) == ticks
+
+
+def save_images(folder: Path) -> Path:
+    """Prepare three images: a wide one, one that is no image, and one that every bucket would enlarge."""
+    folder.mkdir()
+    Image.fromarray(np.full((40, 100, 3), 200, np.uint8)).save(folder / "a<b> & ü.png")
+    Image.fromarray(np.full((8, 8, 3), 90, np.uint8)).save(folder / "small.png")
+    (folder / "broken.png").write_bytes(b"no image")
+    files = ["a<b> & ü.png", "broken.png", "small.png"]
+    rows = Dataset.from_dict({"image": files, "width": [100, 100, 8], "height": [40, 40, 8]})
+    table = BucketTable(sizes=(Size(1, 64, 64), Size(1, 32, 64)))
+    spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+    data = PreparedDataset(
+        dataset=rows, table=table, open_table=open_table(spec), column="image", caption_column=None, root=str(folder)
+    )
+    data.save(folder / "prepared")
+    return folder / "prepared"
+
+
+def test_the_script_shows_frames_and_names_files_that_cannot_be_read(tmp_path: Path) -> None:
+    prepared = save_images(tmp_path / "images")
+    written = ("--html", tmp_path / "page.html", "--json", tmp_path / "report.json")
+    run_script_here("report_buckets.py", prepared, "--num_processes", 1, "--batch_size", 1, *written)
+    page = check_complete((tmp_path / "page.html").read_text())
+    assert page.images == ["Frame of a<b> & ü.png with the part marked that its bucket keeps."]
+    assert "broken.png could not be shown" in page.text
+    report = json.loads((tmp_path / "report.json").read_text())
+    buckets = {int(row[1]): int(row[3]) for row in page.tables["Buckets in use, the fullest first"][1:]}
+    entries = {one["bucket_id"]: one["num_samples"] for one in report["buckets"]["buckets"]}
+    assert buckets == {bucket: count for bucket, count in entries.items() if count}
+    ways = [row[0:2] for row in page.tables["The same in numbers"][1:]]
+    assert ways == [[one["name"], str(one["kept"])] for one in report["strategies"]]
+    assert [one["examples"] for one in report["rejected"]] == [[2]]
+
+
+@pytest.mark.slow
+def test_the_page_is_whole_in_a_browser(prepared_dir: Path, tmp_path: Path, browser) -> None:
+    for name, folder in {"videos": prepared_dir, "images": save_images(tmp_path / "images")}.items():
+        page = tmp_path / f"{name}.html"
+        run_script_here("report_buckets.py", folder, "--num_processes", 1, "--batch_size", 2, "--html", page)
+        assert page.stat().st_size < 3_000_000
+        for width in WIDTHS:
+            assert not any(look_at(browser, page.as_uri(), width=width)), f"{name} at {width} px"
+    assert "tiny-wan on one GPU" in (tmp_path / "videos.html").read_text()
+    unknown = ("--html", tmp_path / "page.html", "--pretrained_model_name_or_path", tmp_path / "none")
+    assert run_script_here("report_buckets.py", prepared_dir, *unknown, check=False).returncode == 1
+
+
+@pytest.mark.slow
+def test_a_click_on_a_head_sorts_the_table_by_its_numbers(tmp_path: Path, browser) -> None:
+    table = Table(title="t", head=("name", "count"), rows=[("a", "1,000"), ("b", "30"), ("c", "–"), ("d", "200")])
+    page = Page(title="t", subtitle="", sections=[Section(name="s", title="t", blocks=[table])])
+    (tmp_path / "t.html").write_text(render_page(page), encoding="utf-8")
+    view = browser.new_page()
+    view.goto((tmp_path / "t.html").as_uri())
+    for order in ("cbda", "adbc"):
+        view.click("thead th:nth-child(2) button")
+        assert "".join(view.eval_on_selector_all("tbody th", "all => all.map(one => one.textContent)")) == order
+    view.close()

@@ -1,0 +1,123 @@
+"""Runs as a page, made of their logs alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_bucketing import BucketingError, BucketTable, Size
+from hf_bucketing.media.write import write_image, write_video
+from hf_bucketing.report import render_page
+from hf_bucketing.training.adapters import SETTINGS
+from hf_bucketing.training.review import losses_by_bucket
+from hf_bucketing.training.run_log import TABLE, RunLog
+from hf_bucketing.training.run_page import run_page
+from tests.browser import WIDTHS, look_at
+from tests.conftest import run_script_here
+from tests.report.test_page import check_complete
+
+PROMPTS = ["a <red> square & more", "a cat"]
+STEPS = 24
+
+
+def write_run(folder: Path, *, pack: bool = False, streamed: bool = False) -> Path:
+    """Write the logs, settings and renderings of a run of one epoch on two processes."""
+    for process in range(2):
+        log = RunLog(folder, process_index=process, num_processes=2, held_out=True, keep={} if process else None)
+        if not streamed:
+            counts = {"num_steps": STEPS, "num_mixed_steps": 0, "kept": 2 * STEPS, "repeated": 0, "dropped": {}}
+            log.write_plan(0, {"num_processes": 2, **counts})
+        for step in range(STEPS):
+            index, loss = [2 * step + process], [4.0 - 0.15 * step]
+            log.write_samples(epoch=0, step=step, bucket_id=None if pack else step % 2, index=index, loss=loss)
+            values = {"tokens_per_second": 100.0 + step, "imbalance": 1.0, **({"fill": 0.9} if pack else {})}
+            by_noise = {f"loss_by_noise/0.{step % 10}": loss[0]}
+            log.write_loss(step + 1, {"train_loss": loss[0], "samples": 2, "seconds": 2.0, **values, **by_noise})
+        log.write_validation(STEPS, {
+            "validation_loss": 1.25,
+            "samples": 3,
+            "by_bucket": [{"bucket_id": 1, "size": [9, 32, 48], "samples": 3, "loss": 1.25}],
+            "by_noise": [{"noise_level": 0.5, "loss": 1.25}],
+        })  # fmt: skip
+        log.close()
+    settings = {"batching": "pack" if pack else "bucket", "validation_prompts": PROMPTS, "learning_rate": 1e-4}
+    (folder / SETTINGS).write_text(json.dumps(settings))
+    if not pack:
+        (folder / "logs" / TABLE).write_text(BucketTable(sizes=(Size(1, 64, 64), Size(9, 32, 48))).to_json())
+    for step in (5, 10, 15, 20):
+        place = folder / "validation" / f"step-{step}"
+        place.mkdir(parents=True)
+        write_video(place / "9x32x48-a-red-square-more.mp4", np.zeros((9, 32, 48, 3), np.uint8), fps=8)
+        write_image(place / "1x64x64-a-cat.png", np.zeros((64, 64, 3), np.uint8))
+    return folder
+
+
+def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
+    bucket, pack = write_run(tmp_path / "bucket"), write_run(tmp_path / "pack", pack=True)
+    (bucket / "validation" / "step-20" / "1x64x64-a-cat.png").write_bytes(b"no image")
+    log = RunLog(bucket, process_index=0, num_processes=2, keep={"samples": STEPS, "losses": STEPS, "plans": 1})
+    log.write_resume(STEPS, {"epoch": 0, "num_processes": 2, "changes": ["learning_rate 0.1 → 0.2"]})
+    log.close()
+    assert log.state_dict()["resumes"] == 1
+    page = check_complete(render_page(run_page([bucket, pack])))
+    runs = {row[0]: row for row in page.tables["Runs"][1:]}
+    assert runs["bucket"][1:5] == ["bucket", "2", f"{STEPS}", f"{2 * STEPS}"]
+    assert runs["pack"][6:8] == [f"{4 - 0.15 / 2:.4f}", f"{4 - 0.15 * (STEPS - 1.5):.4f}"]
+    assert {row[1] for row in page.tables["Checks"][1:]} == {"holds"}
+    buckets = {int(row[1]): row for row in page.tables["bucket: loss by bucket in numbers"][1:]}
+    assert {bucket: row[0] for bucket, row in buckets.items()} == {0: "64×64", 1: "9×32×48"}
+    for number, (count, loss) in losses_by_bucket(bucket).items():
+        assert buckets[number][2:4] == [str(count), f"{loss:.4f}"]
+    assert page.tables["pack, which trained on packs: held out"][1] == ["9×32×48", "3", "1.2500"]
+    said = [f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 15, 20)]
+    assert [alt for alt in page.images if PROMPTS[0] in alt] == 2 * said
+    assert "1x64x64-a-cat.png could not be shown" in page.text
+    assert page.tables["Settings that differ"][1:] == [["batching", "bucket", "pack"]]
+    assert page.tables["Resumes"][1] == ["bucket", f"{STEPS}", "0", "2", "learning_rate 0.1 → 0.2"]
+
+
+def test_a_new_run_forgets_the_resumes_of_an_earlier_one(tmp_path: Path) -> None:
+    for keep, lines in (({"samples": 0}, 1), ({"samples": 0, "resumes": 1}, 2), (None, 0)):
+        log = RunLog(tmp_path, process_index=0, num_processes=1, keep=keep)
+        if keep is not None:
+            log.write_resume(3, {})
+        log.close()
+        assert len((tmp_path / "logs" / "resumes.jsonl").read_text().splitlines()) == lines
+
+
+def test_runs_without_plans_and_with_few_steps_are_shown_with_what_they_have(tmp_path: Path) -> None:
+    streamed = write_run(tmp_path / "streamed", streamed=True)
+    short = tmp_path / "short"
+    log = RunLog(short, process_index=0, num_processes=1)
+    log.write_samples(epoch=0, step=0, bucket_id=0, index=[0], loss=[1.0])
+    log.write_loss(1, {"train_loss": 1.0, "samples": 1, "seconds": 1.0, "tokens_per_second": 9.0, "imbalance": 1.0})
+    log.close()
+    page = check_complete(render_page(run_page([streamed, short])))
+    checks = {row[0]: row[1:] for row in page.tables["Checks"][1:]}
+    assert checks["streamed"][0] == checks["short"][0] == "not checked"
+    assert "drew from a stream" in checks["streamed"][1]
+    assert "ten optimizer steps" in checks["short"][1]
+    with pytest.raises(BucketingError, match="does not exist"):
+        run_page([tmp_path / "none"])
+
+
+def test_losses_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "logs" / "losses.jsonl").read_text().splitlines()]
+    lines[3]["train_loss"] = math.nan
+    (run / "logs" / "losses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "The loss of run is not finite in 1 of 24 steps." in check_complete(render_page(run_page([run]))).text
+
+
+@pytest.mark.slow
+def test_the_page_of_two_runs_is_whole_in_a_browser(tmp_path: Path, browser) -> None:
+    runs = write_run(tmp_path / "bucket"), write_run(tmp_path / "pack", pack=True)
+    page = tmp_path / "run.html"
+    assert f"Page: {page}" in run_script_here("report_training.py", *runs, "--html", page).stdout
+    assert page.stat().st_size < 3_000_000
+    for width in WIDTHS:
+        assert not any(look_at(browser, page.as_uri(), width=width)), f"at {width} px"
