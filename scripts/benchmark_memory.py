@@ -234,6 +234,14 @@ def make_parser() -> FlagParser:
     return parser
 
 
+def rows_of(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs as rows of a table."""
+    return [
+        {"run": name, "planned MB": run["planned_mb"], "measured MB": run["measured_mb"], "planned ÷ measured": run["ratio"]}
+        for name, run in runs.items()
+    ]
+
+
 def main(args: argparse.Namespace) -> None:
     if args.child:
         measure(args.child, args.output)
@@ -246,6 +254,7 @@ def main(args: argparse.Namespace) -> None:
             result = figures["runs"][case.name] = run(case, Path(folder))
             print(f"{result['ratio']:.3f}  planned {result['planned_mb']:8.1f} MB, measured "
                   f"{result['measured_mb']:8.1f} MB: {case.name} ({result['plan']})", flush=True)  # fmt: skip
+    figures["rows"] = rows_of(figures["runs"])
     if args.output:
         args.output.write_text(json.dumps(figures, indent=2) + "\n")
 

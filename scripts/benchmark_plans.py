@@ -25,11 +25,12 @@ from hf_bucketing.training.memory.options import MemoryOption, option_rows, plan
 
 
 class Model(NamedTuple):
-    """A published pipeline: its name, that of its configurations here, and the size of samples that is planned."""
+    """A published pipeline: its name, that of its configurations here, the size of the samples, whether LoRA loads."""
 
     hub: str
     configs: str
     sample_size: str
+    adapters: bool = True
 
 
 MODELS = {
@@ -41,7 +42,7 @@ MODELS = {
     "ltx_2": Model("Lightricks/LTX-2", "ltx-2", "121 512 768"),
     "hunyuan_video": Model("hunyuanvideo-community/HunyuanVideo", "hunyuan-video", "129 544 960"),
     "hunyuan_video_1_5": Model(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5", "121 480 848"
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5", "121 480 848", False
     ),
     "qwen_image": Model("Qwen/Qwen-Image", "qwen-image", "1 1328 1328"),
 }
@@ -93,6 +94,8 @@ def make_parser() -> FlagParser:
 def plans_of(name: str, figures: Path | None) -> Iterator[tuple[str, object]]:
     model, summaries = MODELS[name], []
     for setup, (title, gpu_memory, flags) in SETUPS.items():
+        if "--lora_rank" in flags and not model.adapters:
+            continue
         command = command_of(model, gpu_memory, flags)
         rows = planned(model, command)
         table = option_rows(rows, gpu_memory=gpu_memory)
