@@ -237,7 +237,12 @@ def make_parser() -> FlagParser:
 def rows_of(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the runs as rows of a table."""
     return [
-        {"run": name, "planned MB": run["planned_mb"], "measured MB": run["measured_mb"], "planned ÷ measured": run["ratio"]}
+        {
+            "run": name,
+            "planned MB": run["planned_mb"],
+            "measured MB": run["measured_mb"],
+            "planned ÷ measured": run["ratio"],
+        }
         for name, run in runs.items()
     ]
 

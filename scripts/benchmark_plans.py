@@ -106,7 +106,7 @@ def plans_of(name: str, figures: Path | None) -> Iterator[tuple[str, object]]:
         if figures and (name, setup) == ("wan_14b", "lora_24"):
             draw_options(rows, figures / "plan_wan_14b.png", gpu_memory=gpu_memory)
     yield "summary", summaries
-    yield "sample", {"size": str(shape.size), "tokens": shape.tokens, "text_tokens": shape.text_tokens}
+    yield "sample", {"size": "×".join(map(str, shape.size)), "tokens": shape.tokens, "text_tokens": shape.text_tokens}
 
 
 def main(args: argparse.Namespace) -> None:

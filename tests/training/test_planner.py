@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,16 +240,21 @@ def test_a_sharded_run_is_planned_beside_its_own_process_group(configs) -> None:
 
 @pytest.mark.slow
 def test_the_tables_in_the_documentation_are_what_the_script_writes(tmp_path: Path) -> None:
-    write_published_configs(tmp_path / "configs", "ltx-2b")
-    plan = json.loads(PLANS.read_text())["ltx_2b"]["lora_24"]
+    write_published_configs(tmp_path / "configs", "ltx-13b")
+    plan = json.loads(PLANS.read_text())["ltx_13b"]["lora_24"]
     flags = shlex.split(plan["command"])[3:]
     run_script("plan_memory.py", tmp_path / "configs", *flags, "--json", tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text()) == plan["rows"]
 
 
-def test_the_commands_in_the_documentation_are_those_of_the_tables() -> None:
-    setups = [setup for model in json.loads(PLANS.read_text()).values() for setup in model.values()]
-    known = {setup["command"] for setup in setups if "command" in setup}
+def test_the_commands_in_the_documentation_are_those_of_the_tables(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    plans = importlib.import_module("benchmark_plans")
+    known = {
+        plans.command_of(model, gpu_memory, flags)
+        for model in plans.MODELS.values()
+        for _, gpu_memory, flags in plans.SETUPS.values()
+    }
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     shown = set(re.findall(r"^python scripts/plan_memory.py .*$", pages.replace("\\\n", ""), re.MULTILINE))
     assert len(shown) >= 5
