@@ -6,11 +6,12 @@ python scripts/plan_memory.py Wan-AI/Wan2.1-T2V-14B-Diffusers --gpu_memory 24 --
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.files import check_writable
+from hf_bucketing.files import check_writable, complete_file
 
 
 def make_parser() -> FlagParser:
@@ -23,6 +24,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("pretrained_model_name_or_path", help="Diffusers pipeline, on the hub or in a folder.")
     parser.add_argument("--gpu_memory", type=float, required=True, help="GiB of each GPU.")
     parser.add_argument("--figure", type=Path, help="PNG file to draw the options into.")
+    parser.add_argument("--json", type=Path, help="JSON file to write the table's rows into.")
     of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters"} - {"optimizer"}
     parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
     parser.add_config("plan_memory", others=settings_of_scripts)
@@ -31,10 +33,11 @@ def make_parser() -> FlagParser:
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.training.memory.figure import draw_options
-    from hf_bucketing.training.memory.options import check_fits, format_options, plan_options
+    from hf_bucketing.training.memory.options import check_fits, format_options, option_rows, plan_options
     from hf_bucketing.training.memory.planner import PlanConfig
 
     check_writable(args.figure)
+    check_writable(args.json)
     config = from_flags(PlanConfig, args)
     rows = plan_options(args.pretrained_model_name_or_path, config, gpu_memory=args.gpu_memory)
     plan = rows[0].plan
@@ -47,6 +50,10 @@ def main(args: argparse.Namespace) -> None:
     if args.figure:
         draw_options(rows, args.figure, gpu_memory=args.gpu_memory)
         print(f"Figure: {args.figure}")
+    if args.json:
+        with complete_file(args.json) as partial:
+            partial.write_text(json.dumps(option_rows(rows, gpu_memory=args.gpu_memory), indent=2) + "\n")
+        print(f"Rows: {args.json}")
     check_fits(rows, gpu_memory=args.gpu_memory)
 
 

@@ -1,37 +1,42 @@
-"""README's table of models: each cell is a row of a test that runs."""
+"""The tables of models in README and in docs/models: each cell is a row of a test that runs."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import pytest
 
 from hf_bucketing.media.conditions import CONDITIONS
 from hf_bucketing.models.registry import families, recipes
 from hf_bucketing.models.unpackable import UNPACKABLE
 from tests.conftest import ROOT
 
-COLUMNS = ("model", "packs", "trains in buckets", "in packs", "LoRA", "image-to-video", "conditions", "pipelines")
-HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
+
+class Model(NamedTuple):
+    """What the cases of a family show; the suites of families and of recipes have one for each cell."""
+
+    title: str
+    trains: bool
+    adapters: bool
+    images: bool
+    conditions: list[str]
+    pipelines: list[str]
 
 
-def rows() -> Iterator[str]:
-    """Yield the row of each family; the suites of families and of recipes have a case for each of its cells."""
+def models() -> Iterator[Model]:
+    """Yield the families that pack, by title."""
     for name, family in sorted(families().items(), key=lambda item: title(item[0]).lower()):
         own = [recipe for recipe in recipes().values() if recipe.family is family]
-        adapted = any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own)
-        trains, images = bool(own), any(recipe.takes_image for recipe in own)
-        pipelines = sorted(recipe.pipeline_class.removesuffix("Pipeline") for recipe in own)
-        cells = [
-            "yes",
-            *(("yes" if cell else "–") for cell in (trains, trains, adapted, images)),
-            ", ".join(name for name in CONDITIONS if any(name in recipe.shown for recipe in own)),
-            ", ".join(pipelines),
-        ]
-        yield f"| {title(name)} | {' | '.join(cells)} |\n"
-    refused = ", ".join(
-        name.split("Transformer")[0].removesuffix("Image") for name in sorted(UNPACKABLE, key=str.lower)
-    )
-    yield f"| {refused} | refused | – | – | – | – | | |\n"
+        yield Model(
+            title=title(name),
+            trains=bool(own),
+            adapters=any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own),
+            images=any(recipe.takes_image for recipe in own),
+            conditions=[name for name in CONDITIONS if any(name in recipe.shown for recipe in own)],
+            pipelines=sorted(recipe.pipeline_class.removesuffix("Pipeline") for recipe in own),
+        )
 
 
 def title(name: str) -> str:
@@ -40,6 +45,48 @@ def title(name: str) -> str:
     return str(importlib.import_module(folder).__doc__).partition(":")[0].rstrip(".")
 
 
-def test_the_table_of_models_is_what_the_cases_show() -> None:
-    table = HEADER + "".join(rows())
-    assert table in (ROOT / "README.md").read_text(), f"README.md should hold:\n{table}"
+def refused() -> str:
+    return ", ".join(name.split("Transformer")[0].removesuffix("Image") for name in sorted(UNPACKABLE, key=str.lower))
+
+
+def written(cell: bool | str | Sequence[str]) -> str:
+    if isinstance(cell, bool):
+        return "yes" if cell else "–"
+    return cell if isinstance(cell, str) else ", ".join(cell)
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[bool | str | Sequence[str]]]) -> str:
+    lines = [f"| {' | '.join(titles)} |", f"{'|---' * len(titles)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(written, row))} |" for row in rows)]) + "\n"
+
+
+def full_table() -> str:
+    """Return the table of docs/models/index.md."""
+    rows = [
+        (one.title, True, one.trains, one.trains, one.adapters, one.images, one.conditions, one.pipelines)
+        for one in models()
+    ]
+    titles = ("model", "packs", "trains in buckets", "in packs", "LoRA", "image-to-video", "conditions", "pipelines")
+    return table(titles, [*rows, (refused(), "refused", "–", "–", "–", "–", "", "")])
+
+
+def compact_table() -> str:
+    """Return the table of README: models that train, and of conditions only that there are some."""
+    rows = [
+        (one.title, one.adapters, one.images, [name for name in one.conditions if not name.endswith("_frame")])
+        for one in models()
+        if one.trains
+    ]
+    return table(("model", "LoRA", "image-to-video", "conditions"), rows)
+
+
+@pytest.mark.parametrize(("page", "expected"), [("docs/models/index.md", full_table)])
+def test_the_tables_of_models_are_what_the_cases_show(page: str, expected) -> None:
+    assert expected() in (ROOT / page).read_text(), f"{page} should hold:\n{expected()}"
+
+
+def test_the_compact_table_fits_into_the_readme_and_names_every_model_that_trains() -> None:
+    lines = compact_table().splitlines()
+    assert len(lines) <= 28
+    assert [line.split(" | ")[0].lstrip("| ") for line in lines[2:]] == [one.title for one in models() if one.trains]
+    assert all(line.count("|") == 5 for line in lines[:1] + lines[2:])

@@ -35,6 +35,7 @@ from ..models.recipe import PARTS, pipeline_folder, read_config
 from ..models.registry import recipe_of
 from ..settings import changed
 from .adapters import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
+from .agreement import check_same, check_shared
 from .card import Run, write_card
 from .checkpoint import (
     Progress,
@@ -106,6 +107,8 @@ class Trainer:
         self.accelerator = make_accelerator(config)
         set_seed(config.seed)
         name = config.checkpoints.resume_from_checkpoint
+        if name is not None or config.checkpoints.checkpointing_steps is not None:
+            check_shared(self.accelerator, self.folder)
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
@@ -164,6 +167,10 @@ class Trainer:
             else:
                 self.data = make_streamed_data(self.config, spec, opened=opened, **about_tokens)
             held_out = make_held_out_data(self.config, spec, **about_tokens)
+        if isinstance(self.data, TrainingData):
+            rows = self.data.sampler.state_dict()["fingerprint"]
+            advice = "copy the folder of `dataset_dir` from one to the others, or put it where all see it"
+            check_same(self.accelerator, rows, what="rows in `dataset_dir`", advice=advice)
         self.step.empty_text = self.data.empty_text
         for data in (self.data, *([] if held_out is None else [held_out])):
             self._check_buckets(data, data.bucket_counts())

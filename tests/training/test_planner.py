@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from hf_bucketing.training.memory.options import check_fits, format_options, pla
 from hf_bucketing.training.memory.planner import StepShape, largest_tokens, plan_components
 from tests.conftest import ROOT, run_script, run_script_here
 
+PLANS = ROOT / "scripts" / "benchmark_results" / "plans.json"
 MIB = 2**20
 CPU = PlanConfig(sample_size=[9, 64, 64], device="cpu", mixed_precision="no", cached="all", max_sequence_length=16)
 LORA = dataclasses.replace(CPU, adapters=AdapterConfig(lora_rank=4))
@@ -236,16 +239,26 @@ def test_a_sharded_run_is_planned_beside_its_own_process_group(configs) -> None:
 
 
 @pytest.mark.slow
-def test_the_tables_in_the_readme_are_what_the_script_prints(tmp_path: Path) -> None:
-    write_published_configs(tmp_path, "wan-14b")
-    readme = (ROOT / "README.md").read_text()
-    commands = re.findall(r"python scripts/plan_memory.py Wan-AI/Wan2.1-T2V-14B-Diffusers (.*)", readme)
-    assert len(commands) == 2
-    for command in commands:
-        flags = command.replace("--figure memory.png", "").split()
-        printed = run_script("plan_memory.py", tmp_path, *flags).stdout
-        table = "\n".join(line for line in printed.splitlines() if line.startswith("| "))
-        assert table in readme
+def test_the_tables_in_the_documentation_are_what_the_script_writes(tmp_path: Path) -> None:
+    write_published_configs(tmp_path / "configs", "ltx-13b")
+    plan = json.loads(PLANS.read_text())["ltx_13b"]["lora_24"]
+    flags = shlex.split(plan["command"])[3:]
+    run_script("plan_memory.py", tmp_path / "configs", *flags, "--json", tmp_path / "rows.json")
+    assert json.loads((tmp_path / "rows.json").read_text()) == plan["rows"]
+
+
+def test_the_commands_in_the_documentation_are_those_of_the_tables(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    plans = importlib.import_module("benchmark_plans")
+    known = {
+        plans.command_of(model, gpu_memory, flags)
+        for model in plans.MODELS.values()
+        for _, gpu_memory, flags in plans.SETUPS.values()
+    }
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    shown = set(re.findall(r"^python scripts/plan_memory.py .*$", pages.replace("\\\n", ""), re.MULTILINE))
+    assert len(shown) >= 5
+    assert shown <= known
 
 
 def test_measured_runs_were_planned_within_15_percent() -> None:

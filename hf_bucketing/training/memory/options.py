@@ -125,21 +125,44 @@ _FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "train
 _COLUMNS = ("weights", "gradients", "optimizer", "averages", "activations", "text_encoder", "vae", "context")
 
 
-def format_options(rows: Sequence[MemoryOption], *, gpu_memory: float) -> str:
-    """Return a table in Markdown: GiB by kind at the highest moment of a step, and the tokens that would fit."""
+def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict[str, str | float | int]]:
+    """Return rows of a table: GiB by kind at the highest moment of a step, and the tokens that would fit.
+
+    Args:
+        rows (sequence of [`MemoryOption`]): Options.
+        gpu_memory (`float`): GiB of each device.
+
+    Returns:
+        `list` of `dict`: Cells by column title. Kinds of less than 64 MiB in all rows have no column.
+    """
     peaks = [asdict(row.plan.peak) for row in rows]
     columns = [name for name in _COLUMNS if any(peak[name] >= 2**26 for peak in peaks)]
     titles = [name.replace("_", " ").replace("vae", "VAE") for name in columns]
-    lines = [
-        ["each with those above", *titles, "total", "saves", f"fits {gpu_memory:g} GiB", "most tokens per step"],
-        ["---", *["---:"] * (len(titles) + 2), "---", "---:"],
+    return [
+        {
+            "each with those above": row.name,
+            **{title: _gib(peak[name]) for title, name in zip(titles, columns, strict=True)},
+            "total": _gib(row.plan.total),
+            "saves": _gib(row.saved) if row.saved else "",
+            f"fits {gpu_memory:g} GiB": "yes" if row.plan.total <= gpu_memory * 2**30 else "no",
+            "most tokens per step": row.max_tokens,
+        }
+        for row, peak in zip(rows, peaks, strict=True)
     ]
-    for row, peak in zip(rows, peaks, strict=True):
-        fits = "yes" if row.plan.total <= gpu_memory * 2**30 else "no"
-        numbers = [_gib(peak[name]) for name in columns] + [_gib(row.plan.total)]
-        lines.append([row.name, *numbers, _gib(row.saved) if row.saved else "", fits, f"{row.max_tokens:,}"])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f}"
+def format_options(rows: Sequence[MemoryOption], *, gpu_memory: float) -> str:
+    """Return [`option_rows`] as a table in Markdown."""
+    cells = option_rows(rows, gpu_memory=gpu_memory)
+    numbers = [not isinstance(cell, str) for cell in cells[-1].values()]
+    lines = [list(cells[0]), ["---:" if number else "---" for number in numbers]]
+    lines += [[_written(cell) for cell in row.values()] for row in cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _written(cell: str | float | int) -> str:
+    return f"{cell:.1f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def _gib(count: float) -> float:
+    return round(count / 2**30, 3)

@@ -1,0 +1,118 @@
+r"""Plan the memory of published models for the tables of the documentation, from configurations that lie beside this.
+
+python scripts/benchmark_plans.py --output scripts/benchmark_results/plans.json --figures docs/figures
+
+No weight is loaded, and no figure depends on the machine. The rows are those that scripts/plan_memory.py prints for
+the pipeline on the hub whose name stands in the command.
+"""
+
+import argparse
+import shlex
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import plan_memory
+from benchmark_tools import write_figures
+
+from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.testing.published import write_published_configs
+from hf_bucketing.training import PlanConfig
+from hf_bucketing.training.memory.figure import draw_options
+from hf_bucketing.training.memory.options import MemoryOption, option_rows, plan_options
+
+
+class Model(NamedTuple):
+    """A published pipeline: its name, that of its configurations here, the size of the samples, whether LoRA loads."""
+
+    hub: str
+    configs: str
+    sample_size: str
+    adapters: bool = True
+
+
+MODELS = {
+    "wan_1_3b": Model("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "wan-1.3b", "81 480 832"),
+    "wan_5b": Model("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "wan-5b", "121 704 1280"),
+    "wan_14b": Model("Wan-AI/Wan2.1-T2V-14B-Diffusers", "wan-14b", "81 480 832"),
+    "ltx_2b": Model("Lightricks/LTX-Video", "ltx-2b", "121 512 704"),
+    "ltx_13b": Model("Lightricks/LTX-Video-0.9.7-dev", "ltx-13b", "121 512 704"),
+    "ltx_2": Model("Lightricks/LTX-2", "ltx-2", "121 512 768"),
+    "hunyuan_video": Model("hunyuanvideo-community/HunyuanVideo", "hunyuan-video", "129 544 960"),
+    "hunyuan_video_1_5": Model(
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5", "121 480 848", False
+    ),
+    "qwen_image": Model("Qwen/Qwen-Image", "qwen-image", "1 1328 1328"),
+}
+"""Models of the pages under docs/models/, at sizes that they were made for."""
+
+SETUPS = {
+    "lora_24": ("LoRA, one GPU of 24 GiB", 24, "--lora_rank 16"),
+    "lora_8x24": ("LoRA, eight GPUs of 24 GiB", 24, "--lora_rank 16 --num_processes 8"),
+    "full_80": ("all weights, one GPU of 80 GiB", 80, ""),
+    "full_8x80": ("all weights, eight GPUs of 80 GiB", 80, "--num_processes 8"),
+}
+"""What is trained where: title, GiB of each GPU, and further flags of scripts/plan_memory.py."""
+
+
+def command_of(model: Model, gpu_memory: int, flags: str) -> str:
+    size = f"--sample_size {model.sample_size} --gpu_memory {gpu_memory}"
+    return f"python scripts/plan_memory.py {model.hub} {size} {flags}".strip()
+
+
+def planned(model: Model, command: str) -> list[MemoryOption]:
+    """Plan what a command names, for configurations that are written here in place of the pipeline on the hub."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_published_configs(Path(folder), model.configs)
+        args = plan_memory.make_parser().parse_args([folder, *shlex.split(command)[3:]])
+        return plan_options(folder, from_flags(PlanConfig, args), gpu_memory=args.gpu_memory)
+
+
+def summary_of(title: str, rows: list[MemoryOption], gpu_memory: int) -> dict[str, str | float | int]:
+    """Return a row for the first options with which as much is trained and that fit, or for those that need least."""
+    rows = [row for row in rows if row.config.adapters == rows[0].config.adapters]
+    fitting = [row for row in rows if row.plan.total <= gpu_memory * 2**30]
+    chosen = fitting[0] if fitting else min(rows, key=lambda row: row.plan.total)
+    return {
+        "training": title,
+        "fits with the options up to": chosen.name if fitting else "none",
+        "GiB per GPU": round(chosen.plan.total / 2**30, 3),
+        "most tokens per step": chosen.max_tokens,
+    }
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="Models to plan.")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures.")
+    parser.add_argument("--figures", type=Path, help="Folder to draw the plans of Wan 2.1 14B into.")
+    return parser
+
+
+def plans_of(name: str, figures: Path | None) -> Iterator[tuple[str, object]]:
+    model, summaries = MODELS[name], []
+    for setup, (title, gpu_memory, flags) in SETUPS.items():
+        if "--lora_rank" in flags and not model.adapters:
+            continue
+        command = command_of(model, gpu_memory, flags)
+        rows = planned(model, command)
+        table = option_rows(rows, gpu_memory=gpu_memory)
+        shape = rows[0].plan.shape
+        summaries.append(summary_of(title, rows, gpu_memory))
+        print(f"{name} {summaries[-1]}", flush=True)
+        yield setup, {"command": command, "rows": table}
+        if figures and (name, setup) == ("wan_14b", "lora_24"):
+            draw_options(rows, figures / "plan_wan_14b.png", gpu_memory=gpu_memory)
+    yield "summary", summaries
+    yield "sample", {"size": "×".join(map(str, shape.size)), "tokens": shape.tokens, "text_tokens": shape.text_tokens}
+
+
+def main(args: argparse.Namespace) -> None:
+    figures = {name: dict(plans_of(name, args.figures)) for name in args.models}
+    write_figures(figures, args.output)
+
+
+if __name__ == "__main__":
+    run_script(main, make_parser)

@@ -1,0 +1,90 @@
+"""Processes on machines with disks of their own: they agree, or the run ends with the reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hf_bucketing import BucketingError
+from hf_bucketing.training import agreement
+from hf_bucketing.training.review import losses_of
+from tests.conftest import HANG_GUARD, TRAINING_SCRIPT
+
+TWO = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
+
+
+def test_a_different_value_is_named_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {"rows": "5", "table": "a"}
+    monkeypatch.setattr(agreement, "gather_object", lambda mine: [*mine, theirs])
+    agreement.check_same(TWO, theirs, what="rows", advice="copy them")
+    with pytest.raises(BucketingError, match=r"Processes 0 and 1 have different data: rows 4 and 5. If .* copy them"):
+        agreement.check_same(TWO, {**theirs, "rows": "4"}, what="data", advice="copy them")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_folder_that_another_process_does_not_see_is_refused(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "gather_object", lambda mine: [*mine, shared])
+    monkeypatch.setattr(agreement, "broadcast_object_list", lambda values: values)
+    if shared:
+        agreement.check_shared(TWO, tmp_path)
+    else:
+        with pytest.raises(BucketingError, match="Process 1 does not see"):
+            agreement.check_shared(TWO, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def start(rank: int, port: int, *args: object) -> subprocess.Popen[str]:
+    """Start one of two machines, which has one process."""
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", 2),
+        *("--num_processes", 2, "--machine_rank", rank, "--main_process_ip", "127.0.0.1"),
+        *("--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no", TRAINING_SCRIPT, *args),
+    ]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    return subprocess.Popen(
+        [str(part) for part in command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def on_two_machines(*args: object, folders: tuple[Path, Path], outputs: tuple[Path, Path]) -> list[tuple[int, str]]:
+    """Return the exit code and the output of each machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    machines = [
+        start(rank, port, *args, "--dataset_dir", folder, "--output_dir", output)
+        for rank, (folder, output) in enumerate(zip(folders, outputs, strict=True))
+    ]
+    texts = [machine.communicate(timeout=HANG_GUARD)[0] for machine in machines]
+    return [(machine.returncode, text) for machine, text in zip(machines, texts, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_one_run_and_refuse_to_differ(
+    pipeline_dirs: dict[str, Path], prepared_dir: Path, tmp_path: Path
+) -> None:
+    common = (
+        "--pretrained_model_name_or_path",
+        pipeline_dirs["wan"],
+        "--max_sequence_length",
+        32,
+        "--report_to",
+        "none",
+    )
+    flags = (*common, "--train_batch_size", 2, "--max_train_steps", 2, "--dataloader_num_workers", 0)
+    copied = shutil.copytree(prepared_dir, tmp_path / "copied")
+    one, two = tmp_path / "one", tmp_path / "two"
+    done = on_two_machines(*flags, folders=(prepared_dir, copied), outputs=(one, one))
+    assert [code for code, _ in done] == [0, 0], done
+    assert len(losses_of(one)) == 2
+    ended = on_two_machines(*flags, "--checkpointing_steps", 1, folders=(prepared_dir, copied), outputs=(one, two))
+    assert all(code and "Process 1 does not see" in text for code, text in ended), ended
