@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +21,19 @@ from ..files import complete_folder
 from .media import COLORS, DIRECTIONS, SHAPES
 
 VAE_FILE = Path(__file__).with_name("demo_vae.safetensors")
-"""Weights of the VAE, in float16, with the means and deviations of its latents; by `scripts/train_demo_vae.py`."""
+"""The components that the VAE keeps of 8×8 pixels; by `scripts/fit_demo_vae.py`."""
 TRANSFORMER_FILE = Path(__file__).with_name("demo_transformer.safetensors")
 """Weights of the transformer and the text encoder, in float16; by `scripts/train_demo_transformer.py`."""
 
-CHANNELS = 16
-"""Channels of a latent, as Wan's."""
+CHANNELS = 12
+"""Channels of a latent."""
+SIDE = 8
+"""Rows and columns of pixels that one latent stands for."""
 _TEXT_DIM = 32
 _VOCABULARY = 512
 _WORDS = (*COLORS, *SHAPES, *DIRECTIONS, *"a picture of moving on dark bright background".split())
-
-_VAE: dict[str, Any] = {
-    "base_dim": 10,
-    "decoder_base_dim": 14,
-    "z_dim": CHANNELS,
-    "dim_mult": [1, 2, 2],
-    "num_res_blocks": 1,
-    "temperal_downsample": [True, True],
-    "is_residual": True,
-    "patch_size": 2,
-    "in_channels": 12,
-    "out_channels": 12,
-    "scale_factor_temporal": 4,
-    "scale_factor_spatial": 8,
-}
-"""Wan 2.2's blocks and patches of two pixels, at Wan 2.1's strides of 4 frames and 8×8 pixels."""
+_LARGE = 200.0
+"""Value of a constant channel, beside which the norms of the VAE change nothing: they only divide by it."""
 
 
 def make_demo_pipeline(folder: str | os.PathLike[str]) -> None:
@@ -65,7 +54,7 @@ def make_demo_pipeline(folder: str | os.PathLike[str]) -> None:
         tokenizer=tokenizer(),
         text_encoder=_filled(text_encoder(), weights, prefix="text_encoder."),
         transformer=_filled(transformer(), weights, prefix="transformer."),
-        vae=trained_vae(VAE_FILE),
+        vae=fitted_vae(load_file(VAE_FILE)),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=2.0),
     )
     with complete_folder(folder, marker="model_index.json") as partial:
@@ -113,16 +102,53 @@ def transformer() -> WanTransformer3DModel:
     )
 
 
-def vae(**latents: list[float]) -> AutoencoderKLWan:
-    """Return a VAE with random weights, and with the `latents_mean` and `latents_std` given (0 and 1 by default)."""
-    return AutoencoderKLWan(**_VAE, **{"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS, **latents})
+@torch.no_grad()
+def fitted_vae(fit: Mapping[str, torch.Tensor]) -> AutoencoderKLWan:
+    """Return a VAE whose encoder and decoder are linear: principal components of blocks of one frame.
 
+    AutoencoderKLWan's patches bring a block's pixels into channels, and its blocks without the weights of their last
+    layers change nothing. What is left are two norms, which a large constant channel turns into divisions, and two
+    activations, before which each component stands with both signs, as silu(x) − silu(−x) = x.
 
-def trained_vae(file: Path) -> AutoencoderKLWan:
-    """Return the VAE of a file that `scripts/train_demo_vae.py` wrote, in float32."""
-    weights = load_file(file)
-    latents = {name: weights.pop(name).tolist() for name in ("latents_mean", "latents_std")}
-    return _filled(vae(**latents), weights)
+    Args:
+        fit (mapping of `str` to `torch.Tensor`): `mean` of the blocks, of shape `(192,)`, and `components`, of shape
+            `(12, 192)`: the product of one with a block less the mean is a latent of deviation 1. `blocks` of the
+            same shape are what a latent of 1 adds to a decoded block.
+    """
+    both = 2 * CHANNELS
+    vae = AutoencoderKLWan(
+        base_dim=both + 1,
+        z_dim=CHANNELS,
+        dim_mult=[1],
+        num_res_blocks=0,
+        temperal_downsample=[],
+        patch_size=SIDE,
+        in_channels=3 * SIDE**2,
+        out_channels=3 * SIDE**2,
+        latents_mean=[0.0] * CHANNELS,
+        latents_std=[1.0] * CHANNELS,
+        scale_factor_temporal=1,
+        scale_factor_spatial=SIDE,
+    )
+    for parameter in vae.parameters():
+        parameter.zero_()
+    components, blocks, mean = fit["components"], fit["blocks"], fit["mean"]
+    signs = torch.cat([torch.eye(CHANNELS), -torch.eye(CHANNELS)])
+    for coder, matrix, offset in (
+        (vae.encoder, signs @ components, -signs @ components @ mean),
+        (vae.decoder, signs, torch.zeros(both)),
+    ):
+        coder.conv_in.weight[:both, :, -1, 1, 1] = matrix  # the kernel's last frame is the present one
+        coder.conv_in.bias[:both] = offset
+        coder.conv_in.bias[both] = _LARGE
+        coder.norm_out.gamma.fill_(_LARGE / (both + 1) ** 0.5)
+    vae.encoder.conv_out.weight[:CHANNELS, :both, -1, 1, 1] = signs.T
+    vae.encoder.conv_out.bias[CHANNELS:] = -20.0  # logarithm of the variance
+    vae.decoder.conv_out.weight[:, :both, -1, 1, 1] = blocks.T @ signs.T
+    vae.decoder.conv_out.bias[:] = mean
+    for convolution in (vae.quant_conv, vae.post_quant_conv):
+        convolution.weight[..., 0, 0, 0] = torch.eye(len(convolution.weight))
+    return vae.eval()
 
 
 def _filled(model: Any, weights: dict[str, torch.Tensor], *, prefix: str = "") -> Any:
