@@ -32,7 +32,7 @@ def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("--weights", type=Path, default=TRANSFORMER_FILE, help="File of weights to write.")
     parser.add_argument("--output", type=Path, help="JSON file for the figures.")
-    parser.add_argument("--steps", type=int, default=1800, help="Steps of the optimizer.")
+    parser.add_argument("--steps", type=int, default=6000, help="Steps of the optimizer.")
     parser.add_argument("--batch_size", type=int, default=8, help="Clips per step.")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="Highest learning rate.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of weights, clips and noise.")
@@ -99,11 +99,11 @@ def loss_of(model: torch.nn.Module, latents: torch.Tensor, embeddings: torch.Ten
 
 
 def save(models: dict[str, torch.nn.Module], file: Path) -> None:
-    """Write the weights of models in float16, by their names."""
+    """Write the weights of models in float16, by their names; of tied weights once."""
     weights = {
         f"{name}.{key}": value.half().contiguous().clone()
         for name, model in models.items()
-        for key, value in model.state_dict().items()
+        for key, value in model.named_parameters()
     }
     with complete_file(file) as partial:
         save_file(weights, partial)
