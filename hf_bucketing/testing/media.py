@@ -65,8 +65,8 @@ def render(
     """Yield frames of a coloured shape that crosses a plain background, `(height, width, 3)`, by default a dark one.
 
     The shape goes six tenths of the frame in its direction, whatever the number of frames. The `offset`, from 0 to 1,
-    moves its way along that direction, by up to two tenths; an image shows the middle of the way. The background's grey
-    level grows from `brightness` at the top by 40 to the bottom.
+    moves its way along that direction, by up to two tenths; an image shows the middle of the way. The grey level
+    of the background grows from `brightness` at the top by 40 to the bottom.
     """
     rows, columns = np.indices((clip.height, clip.width), dtype=np.float32)
     radius = min(clip.height, clip.width) / 4

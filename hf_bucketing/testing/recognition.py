@@ -22,7 +22,7 @@ class Seen:
     Attributes:
         color (`str`, *optional*): The name in the demo's captions nearest to the mean colour of the shape.
         shape (`str`, *optional*): The shape in the demo's captions nearest to what the middle frame shows.
-        overlap (`float`): That overlap as intersection over union, from 0 to 1.
+        overlap (`float`): Intersection over union with that shape, from 0 to 1.
         direction (`str`, *optional*): Where the shape moves from the first to the last frame.
         distance (`float`): How far it moves that way, as a share of the frame's height or width.
     """
@@ -88,7 +88,7 @@ def _motion(masks: npt.NDArray[np.bool_]) -> tuple[str | None, float]:
     """Return the direction in which the centre of masks `(frames, height, width)` moves, and how far."""
     if len(masks) < 2 or min(masks[0].mean(), masks[-1].mean()) < _FEWEST / 2:
         return None, 0.0
-    first, last = (np.mean(np.argwhere(mask), axis=0) / mask.shape for mask in (masks[0], masks[-1]))
+    first, last = (np.argwhere(mask).sum(axis=0) / mask.sum() / mask.shape for mask in (masks[0], masks[-1]))
     moved = {name: float(np.dot(last - first, step)) for name, step in DIRECTIONS.items()}
     direction = max(moved, key=lambda name: moved[name])
     return (direction, moved[direction]) if moved[direction] >= 0.1 else (None, 0.0)

@@ -46,7 +46,7 @@ def scene(clip: Clip, rng: np.random.Generator) -> Frames:
     shapes = [_Mover(clip, rng) for _ in range(rng.integers(0, 4))]
     frames = []
     for frame in range(clip.frames):
-        top, left = (margin + int(round(step * (frame - clip.frames / 2))) for step in pan)
+        top, left = (margin + round(step * (frame - clip.frames / 2)) for step in pan)
         picture = canvas[max(top, 0) : max(top, 0) + clip.height, max(left, 0) : max(left, 0) + clip.width].copy()
         for shape in shapes:
             shape.paint(picture, rows, columns, frame)
