@@ -33,7 +33,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--after", required=True, type=Path, nargs="+", help="Fine-tuned pipelines, one per run.")
     parser.add_argument("--figure", required=True, type=Path, help="PNG file to draw; clips are written beside it.")
     parser.add_argument("--num_inference_steps", type=int, default=20, help="Scheduler steps.")
-    parser.add_argument("--guidance_scale", type=float, default=3.0, help="Scale of classifier-free guidance.")
+    parser.add_argument("--guidance_scale", type=float, default=1.5, help="Scale of classifier-free guidance.")
     parser.add_argument("--max_sequence_length", type=int, default=32, help="Text tokens, as in training.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the noise, the same for all pipelines.")
     parser.add_argument("--min_recognised", type=int, default=0, help="Clips after training that must agree.")

@@ -88,7 +88,7 @@ def _motion(masks: npt.NDArray[np.bool_]) -> tuple[str | None, float]:
     """Return the direction in which the centre of masks `(frames, height, width)` moves, and how far."""
     if len(masks) < 2 or min(masks[0].mean(), masks[-1].mean()) < _FEWEST / 2:
         return None, 0.0
-    first, last = (np.argwhere(mask).sum(axis=0) / mask.sum() / mask.shape for mask in (masks[0], masks[-1]))
+    first, last = (np.array([index.mean() for index in mask.nonzero()]) / mask.shape for mask in masks[[0, -1]])
     moved = {name: float(np.dot(last - first, step)) for name, step in DIRECTIONS.items()}
     direction = max(moved, key=lambda name: moved[name])
     return (direction, moved[direction]) if moved[direction] >= 0.1 else (None, 0.0)
