@@ -7,22 +7,22 @@ TWO := --numprocesses 2 --dist worksteal
 LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
 	--mixed_precision no --dynamo_backend no
 TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_path $(DEMO)/tiny-wan \
-	--dataset_dir $(DEMO)/prepared --learning_rate 5e-3 --lr_scheduler cosine --lr_warmup_steps 10 \
-	--num_train_epochs 10 --max_sequence_length 64 --dataloader_num_workers 1
+	--dataset_dir $(DEMO)/prepared --learning_rate 1e-3 --lr_scheduler cosine --lr_warmup_steps 10 \
+	--num_train_epochs 30 --max_sequence_length 32 --caption_dropout 0.1 --dataloader_num_workers 1
 
 .PHONY: demo test test-slow docs docs-serve notebooks quality style clean
 
 demo: $(VENV)/installed
 	rm -rf $(DEMO)
 	$(BIN)/python scripts/make_demo_dataset.py --output_dir $(DEMO)/media --num_samples 95
-	$(BIN)/python scripts/make_tiny_pipeline.py --output_dir $(DEMO)/tiny-wan
+	$(BIN)/python scripts/make_demo_pipeline.py --output_dir $(DEMO)/tiny-wan
 	$(BIN)/python scripts/prepare_dataset.py --dataset $(DEMO)/media --output_dir $(DEMO)/prepared \
-		--pretrained_model_name_or_path $(DEMO)/tiny-wan --target_fps 8 \
-		--bucket_tokens 60,110,150 --bucket_frames 1,9,17,25
+		--pretrained_model_name_or_path $(DEMO)/tiny-wan --target_fps 4 \
+		--bucket_tokens 100,150,260 --bucket_frames 1,5,9
 	$(TRAIN) --output_dir $(DEMO)/bucket --batching bucket --train_batch_size 3
-	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --max_tokens 640 --strip_length 16
-	$(BIN)/python scripts/sample_video.py $(DEMO)/bucket --output $(DEMO)/bucket.mp4 --max_sequence_length 64
-	$(BIN)/python scripts/sample_video.py $(DEMO)/pack --output $(DEMO)/pack.mp4 --max_sequence_length 64
+	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --max_tokens 1000 --strip_length 16
+	$(BIN)/python scripts/show_demo.py --before $(DEMO)/tiny-wan --after $(DEMO)/bucket $(DEMO)/pack \
+		--figure $(DEMO)/before_after.png
 	$(BIN)/python scripts/report_training.py $(DEMO)/bucket $(DEMO)/pack --figure $(DEMO)/loss.png
 
 test: $(VENV)/tested

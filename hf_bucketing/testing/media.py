@@ -60,17 +60,23 @@ DEMO_CLIPS = (
 
 
 def render(
-    clip: Clip, *, shape: str, color: str, direction: str, offset: float = 0.0
+    clip: Clip, *, shape: str, color: str, direction: str, offset: float = 0.0, brightness: float = 30.0
 ) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield frames of a coloured shape that crosses a dark background, `(height, width, 3)`."""
+    """Yield frames of a coloured shape that crosses a plain background, `(height, width, 3)`, by default a dark one.
+
+    The shape goes six tenths of the frame in its direction, whatever the number of frames. The `offset`, from 0 to 1,
+    moves its way along that direction, by up to two tenths; an image shows the middle of the way. The grey level
+    of the background grows from `brightness` at the top by 40 to the bottom.
+    """
     rows, columns = np.indices((clip.height, clip.width), dtype=np.float32)
-    radius = min(clip.height, clip.width) / 5
-    background = (30 + 40 * rows / clip.height)[..., None].repeat(3, -1)
+    radius = min(clip.height, clip.width) / 4
+    background = (brightness + 40 * rows / clip.height)[..., None].repeat(3, -1)
     step_y, step_x = DIRECTIONS[direction]
     for frame in range(clip.frames):
-        travelled = offset + frame / max(clip.frames, 2)
-        y = clip.height * ((0.5 + step_y * travelled) % 1)
-        x = clip.width * ((0.5 + step_x * travelled) % 1)
+        way = frame / (clip.frames - 1) if clip.frames > 1 else 0.5
+        travelled = 0.6 * (way - 0.5) + 0.2 * (offset - 0.5)
+        y = clip.height * (0.5 + step_y * travelled)
+        x = clip.width * (0.5 + step_x * travelled)
         inside = SHAPES[shape](np.abs(rows - y), np.abs(columns - x), radius)
         yield np.where(inside[..., None], np.array(COLORS[color], np.float32), background).astype(np.uint8)
 

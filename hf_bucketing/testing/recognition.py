@@ -1,0 +1,94 @@
+"""Measures of a rendered clip: which colour and shape it shows, and where that moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .media import COLORS, DIRECTIONS, SHAPES
+
+_CONTRAST = 60.0
+"""Distance of levels from the background's, from 0 to 441, from which a pixel belongs to a shape."""
+_FEWEST = 0.02
+"""Share of a frame's pixels that a shape covers at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a clip shows.
+
+    Attributes:
+        color (`str`, *optional*): The name in the demo's captions nearest to the mean colour of the shape.
+        shape (`str`, *optional*): The shape in the demo's captions nearest to what the middle frame shows.
+        overlap (`float`): Intersection over union with that shape, from 0 to 1.
+        direction (`str`, *optional*): Where the shape moves from the first to the last frame.
+        distance (`float`): How far it moves that way, as a share of the frame's height or width.
+    """
+
+    color: str | None = None
+    shape: str | None = None
+    overlap: float = 0.0
+    direction: str | None = None
+    distance: float = 0.0
+
+    def agrees(self, prompt: str) -> bool:
+        """Return whether a prompt in the demo's style names this colour, shape and direction."""
+        return {self.color, self.shape, self.direction} <= set(prompt.split())
+
+    def __str__(self) -> str:
+        if self.color is None:
+            return "no shape"
+        if self.direction is None:
+            return f"a {self.color} {self.shape} (overlap {self.overlap:.0%}) in few frames or at rest"
+        return (
+            f"a {self.color} {self.shape} (overlap {self.overlap:.0%}) moving {self.direction} by {self.distance:.0%}"
+        )
+
+
+def look_at(frames: npt.NDArray[np.uint8]) -> Seen:
+    """Measure colour, shape and direction in a clip of one shape before a plain background.
+
+    The background of a row is the median colour of its ends, over all frames.
+
+    Args:
+        frames (`np.ndarray` of shape `(frames, height, width, 3)`): RGB levels from 0 to 255.
+
+    Returns:
+        [`Seen`]: Without a colour if no frame, or the middle one, has a shape; without a direction if it moves less
+        than a tenth of the frame, or if the first or the last frame has none.
+    """
+    levels = frames.astype(np.float32)
+    ends = np.concatenate([levels[:, :, :2], levels[:, :, -2:]], axis=2)
+    background = np.median(ends, axis=(0, 2))[:, None]
+    masks = np.linalg.norm(levels - background, axis=-1) > _CONTRAST
+    middle = masks[len(masks) // 2]
+    if middle.mean() < _FEWEST:
+        return Seen()
+    color = np.median(levels[len(masks) // 2][middle], axis=0)
+    name = min(COLORS, key=lambda known: float(np.linalg.norm(color - np.array(COLORS[known]))))
+    overlaps = {shape: _overlap(middle, shape) for shape in SHAPES}
+    shape = max(overlaps, key=lambda known: overlaps[known])
+    direction, distance = _motion(masks)
+    return Seen(color=name, shape=shape, overlap=overlaps[shape], direction=direction, distance=distance)
+
+
+def _overlap(mask: npt.NDArray[np.bool_], shape: str) -> float:
+    """Return the intersection over union of a mask and a shape at its centre that covers as many pixels."""
+    rows, columns = np.indices(mask.shape, dtype=np.float32)
+    y, x = (float(index[mask].mean()) for index in (rows, columns))
+    dy, dx = np.abs(rows - y), np.abs(columns - x)
+    candidates = (SHAPES[shape](dy, dx, radius) for radius in np.arange(1.0, max(mask.shape)))
+    best = min(candidates, key=lambda inside: abs(int(inside.sum()) - int(mask.sum())))
+    return float((best & mask).sum() / (best | mask).sum())
+
+
+def _motion(masks: npt.NDArray[np.bool_]) -> tuple[str | None, float]:
+    """Return the direction in which the centre of masks `(frames, height, width)` moves, and how far."""
+    if len(masks) < 2 or min(masks[0].mean(), masks[-1].mean()) < _FEWEST / 2:
+        return None, 0.0
+    first, last = (np.array([index.mean() for index in mask.nonzero()]) / mask.shape for mask in masks[[0, -1]])
+    moved = {name: float(np.dot(last - first, step)) for name, step in DIRECTIONS.items()}
+    direction = max(moved, key=lambda name: moved[name])
+    return (direction, moved[direction]) if moved[direction] >= 0.1 else (None, 0.0)
