@@ -105,14 +105,15 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
 
 
 def _read(folder: Path, name: str, colour: int) -> _Run:
-    settings = folder / SETTINGS
+    settings, steps = folder / SETTINGS, steps_of(folder)
     return _Run(
         name=name,
         folder=folder,
         colour=colour % 6,
-        steps=steps_of(folder),
+        steps=steps,
         lines=read_log(folder, "losses"),
-        held_out=held_out_losses(folder),
+        # A run that still trains may have logged more steps by now.
+        held_out=[entry for entry in held_out_losses(folder) if entry["global_step"] <= len(steps.loss)],
         settings=json.loads(settings.read_text()) if settings.is_file() else {},
     )
 
