@@ -36,8 +36,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.training.memory.options import check_fits, format_options, option_rows, plan_options
     from hf_bucketing.training.memory.planner import PlanConfig
 
-    check_writable(args.figure)
-    check_writable(args.json)
+    check_writable(args.figure, args.json)
     config = from_flags(PlanConfig, args)
     rows = plan_options(args.pretrained_model_name_or_path, config, gpu_memory=args.gpu_memory)
     plan = rows[0].plan

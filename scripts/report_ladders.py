@@ -8,12 +8,13 @@ python scripts/report_ladders.py --bucket_tokens 8190,32760 --bucket_frames 1,17
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, novelai_ladder
 from hf_bucketing.command_line.flags import FlagParser, numbers
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.files import complete_file
+from hf_bucketing.files import check_writable, complete_file
 from hf_bucketing.report import LadderChoice, count_kept, format_ladders, measure_ladder
 from hf_bucketing.report.compare import LadderReport
 
@@ -33,7 +34,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--strides", type=numbers, default=[4, 8], help="Temporal and spatial stride of the VAE.")
     parser.add_argument("--patch", type=numbers, default=[1, 2, 2], help="Patch of the transformer.")
     parser.add_argument("--samples", type=int, default=100_000, help="Samples to measure on.")
-    parser.add_argument("--json", help="JSON file for the numbers, as the documentation shows them.")
+    parser.add_argument("--json", type=Path, help="JSON file for the numbers, as the documentation shows them.")
     return parser
 
 
@@ -53,6 +54,7 @@ def row_of(report: LadderReport) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
+    check_writable(args.json)
     temporal, spatial = args.strides
     spec = LatentSpec(temporal_stride=temporal, spatial_stride=spatial, patch=tuple(args.patch))
     own = [] if args.bucket_sizes == "none" else [size[1:] for size in BucketTable.parse(args.bucket_sizes).sizes]

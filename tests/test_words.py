@@ -20,7 +20,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-PYTHON = sorted([*(ROOT / "hf_bucketing").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
+PYTHON = sorted([*(ROOT / "hf_bucketing").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.is_symlink()]
 MARKDOWN = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *PAGES]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -16,6 +16,7 @@ BATCHES_PER_BUCKET = 4
 """Batches of all processes that a bucket fills by default, so that its samples meet many others over the epochs."""
 
 _CANDIDATES = 256
+_MOST_SAMPLES = 2**31
 _MOST_FITTED = 128
 
 
@@ -36,10 +37,20 @@ def quantile_bounds(lengths: npt.NDArray[Any], num_buckets: int) -> FloatArray:
 
 
 def batch_sizes(bounds: FloatArray, *, max_tokens: float, max_samples: int | None) -> IntArray:
-    """Return how many samples as long as each bound fit into a batch, at least one."""
+    """Return how many samples as long as each bound fit into a batch: at least one, and at most 2³¹.
+
+    Args:
+        bounds (`float64`, shape `(buckets,)`): Lengths, above 0.
+        max_tokens (`float`): Largest padded batch, in the unit of the lengths.
+        max_samples (`int`, *optional*): Most samples per batch.
+
+    Example:
+        >>> batch_sizes(np.array([4.0, 5.0, 30.0]), max_tokens=12, max_samples=None)
+        array([3, 2, 1])
+    """
     sizes = np.floor(max_tokens / bounds)
     sizes -= sizes * bounds > max_tokens  # the division may have been rounded up
-    sizes = np.minimum(sizes, np.inf if max_samples is None else max_samples)
+    sizes = np.minimum(sizes, _MOST_SAMPLES if max_samples is None else max_samples)
     return np.maximum(sizes, 1).astype(np.int64)
 
 

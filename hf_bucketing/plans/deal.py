@@ -101,15 +101,7 @@ def deal(
     )
     first_left = groups.starts + full * per_step
     if remainder == "short":
-        size = left_over // num_processes
-        some = size > 0
-        short = Steps(first_left[some], size[some], groups.buckets[some])
-        # Buckets of one batch size, and neighbours among them, cost alike: no process of a mixed step waits long.
-        rest = left_over - size * num_processes
-        left = _left(groups, first_left + size * num_processes)
-        left = _without_spare(left[np.argsort(np.repeat(sizes, rest), kind="stable")], chosen)
-        count = len(left) // num_processes
-        mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
+        short, left, mixed = _short(groups, first_left, sizes, chosen)
         return _join(groups.rows, whole, short, extra=(left, mixed))
     if remainder == "join":
         left, steps = _joined(groups, first_left, sizes, chosen)
@@ -166,6 +158,22 @@ def _left(groups: Groups, first_left: IntArray) -> IntArray:
 def _without_spare(left: IntArray, chosen: EpochRows) -> IntArray:
     """Return the rows without those, drawn at random, that do not divide evenly among the processes."""
     return np.delete(left, chosen.spare(len(left))) if len(left) % chosen.num_processes else left
+
+
+def _short(groups: Groups, first_left: IntArray, sizes: IntArray, chosen: EpochRows) -> tuple[Steps, IntArray, Steps]:
+    """Deal each remainder evenly in one smaller step; return those steps, the rows left of all, and their mixed steps.
+
+    Buckets of one batch size, and neighbours among them, cost alike: no process of a mixed step waits long.
+    """
+    num_processes = chosen.num_processes
+    size, rest = np.divmod(groups.starts + groups.counts - first_left, num_processes)
+    some = size > 0
+    short = Steps(first_left[some], size[some], groups.buckets[some])
+    left = _left(groups, first_left + size * num_processes)
+    left = _without_spare(left[np.argsort(np.repeat(sizes, rest), kind="stable")], chosen)
+    count = len(left) // num_processes
+    mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
+    return short, left, mixed
 
 
 def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: IntArray) -> IntArray:

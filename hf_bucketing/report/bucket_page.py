@@ -11,9 +11,13 @@ from .charts import Chart, bar_chart, histogram_chart
 from .compare import Report, StrategyReport
 from .crops import WorstCrop
 from .figures import MAX_BARS
+from .measure import BucketUse
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table
-from .sources import SourceUse
+from .sources import SourceUse, source_cells
 from .text import percent, short_number, size_label
+
+_NAMED = ("bucket", "id", "width ÷ height")
+"""Columns that name a bucket, whose cells are those of `_named`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,32 +144,33 @@ def _histograms(report: Report) -> Charts:
 
 
 def _sources(sources: Sequence[SourceUse]) -> Table:
-    samples, tokens = (max(sum(getattr(one, name) for one in sources), 1.0) for name in ("samples", "tokens"))
     return Table(
         title="What each source adds to an epoch",
         head=("source", "rows", "rejected", "buckets", "samples per epoch", "share of samples", "share of tokens"),
-        rows=[
-            (
-                one.name,
-                f"{one.rows:,}",
-                f"{sum(one.rejections.values()):,}",
-                f"{one.buckets:,}",
-                short_number(one.samples),
-                percent(one.samples / samples),
-                percent(one.tokens / tokens),
-            )
-            for one in sources
-        ],
+        rows=source_cells(sources),
         note="Samples per epoch count the weights and repeats that the rows were prepared with.",
     )
 
 
 def _buckets(report: Report) -> list[Block]:
-    buckets, config = report.buckets, report.config
-    shown, units = buckets.used[:MAX_BARS], config.units
+    used = report.buckets.used
+    blocks: list[Block] = []
+    if used:
+        blocks += [_bucket_chart(used[:MAX_BARS], report), *_bucket_tables(used, report)]
+    else:
+        blocks.append(Paragraphs(texts=["No bucket holds a sample."]))
+    empty = [one for one in report.buckets.buckets if not one.num_samples]
+    if empty:
+        rows = [(*_named(one), f"{one.num_tokens:,}") for one in empty]
+        head = (*_NAMED, "tokens")
+        blocks.append(Table(title=f"{len(empty):,} buckets without a sample", head=head, rows=rows, folded=True))
+    return blocks
+
+
+def _bucket_chart(shown: Sequence[BucketUse], report: Report) -> Charts:
     bars = []
     for one in shown:
-        full = (one.batches - one.short_batches) * config.batch_size
+        full = (one.batches - one.short_batches) * report.config.batch_size
         in_short = one.num_samples - full - one.mixed_samples - one.dropped
         parts = (full, in_short, one.mixed_samples, one.dropped)
         bars.append((size_label(one.size), tuple(map(float, parts)), f"{one.num_samples:,}"))
@@ -175,15 +180,21 @@ def _buckets(report: Report) -> list[Block]:
         x_label="samples",
         parts=("in full batches", "in short batches", "in mixed steps", "dropped in this epoch"),
     )
+    title = "Samples by bucket and kind of batch"
+    if len(shown) < len(report.buckets.used):
+        title += f": the {len(shown)} fullest of {len(report.buckets.used)}"
+    return Charts(charts=[(title, chart, "Samples in short batches and mixed steps fill less of a step.")])
+
+
+def _bucket_tables(used: Sequence[BucketUse], report: Report) -> list[Block]:
+    units = report.config.units
     head = (
-        *("bucket", "id", "width ÷ height", "samples", "area kept", "frames kept", "scale", "enlarged", "tokens"),
+        *(*_NAMED, "samples", "area kept", "frames kept", "scale", "enlarged", "tokens"),
         *(units.sample, "batches", "short", "mixed", "dropped"),
     )
     rows = [
         (
-            size_label(one.size),
-            f"{one.bucket_id}",
-            f"{one.size.aspect_ratio:.3f}",
+            *_named(one),
             f"{one.num_samples:,}",
             percent(one.kept_area),
             percent(one.kept_frames),
@@ -196,40 +207,23 @@ def _buckets(report: Report) -> list[Block]:
             f"{one.mixed_samples:,}",
             f"{one.dropped:,}",
         )
-        for one in buckets.used
+        for one in used
     ]
     note = (
         f"A bucket is named frames×height×width, or height×width for images. Scale is the mean factor of the sides; "
         f"tokens and {units.sample} ({units.counts}) are those of one sample. Batches are those of all processes, "
-        f"short ones hold fewer than {config.batch_size} samples; mixed and dropped count samples."
+        f"short ones hold fewer than {report.config.batch_size} samples; mixed and dropped count samples."
     )
-    title = "Samples by bucket and kind of batch"
-    if len(shown) < len(buckets.used):
-        title += f": the {len(shown)} fullest of {len(buckets.used)}"
-    blocks: list[Block] = []
-    if shown:
-        how = "Samples in short batches and mixed steps fill less of a step."
-        blocks += [Charts(charts=[(title, chart, how)])]
-        title = "Buckets in use, the fullest first"
-        blocks.append(Table(title=title, head=head, rows=rows[:MAX_BARS], note=note))
-        if len(rows) > MAX_BARS:
-            blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
-    else:
-        blocks.append(Paragraphs(texts=["No bucket holds a sample."]))
-    empty = [one for one in buckets.buckets if not one.num_samples]
-    if empty:
-        blocks.append(
-            Table(
-                title=f"{len(empty):,} buckets without a sample",
-                head=("bucket", "id", "width ÷ height", "tokens"),
-                rows=[
-                    (size_label(one.size), f"{one.bucket_id}", f"{one.size.aspect_ratio:.3f}", f"{one.num_tokens:,}")
-                    for one in empty
-                ],
-                folded=True,
-            )
-        )
+    blocks: list[Block] = [
+        Table(title="Buckets in use, the fullest first", head=head, rows=rows[:MAX_BARS], note=note)
+    ]
+    if len(rows) > MAX_BARS:
+        blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
     return blocks
+
+
+def _named(bucket: BucketUse) -> tuple[str, str, str]:
+    return size_label(bucket.size), f"{bucket.bucket_id}", f"{bucket.size.aspect_ratio:.3f}"
 
 
 def _crops(crops: Sequence[WorstCrop], beside: Beside) -> list[Block]:
@@ -383,23 +377,23 @@ def _plan(report: Report, beside: Beside) -> list[Block]:
     if not beside.memory:
         asked = "Name a pipeline by --pretrained_model_name_or_path to see the memory of the most expensive step here."
         return [*blocks, Paragraphs(texts=[beside.model or asked])]
+    return [*blocks, *_memory(beside)]
+
+
+def _memory(beside: Beside) -> list[Block]:
     kinds = [name for name in beside.memory[0].parts if any(row.parts[name] for row in beside.memory)]
-    rows = [
-        (
-            row.settings,
-            *(_gib(row.parts[name]) for name in kinds),
-            _gib(sum(row.parts.values())),
-        )
-        for row in beside.memory
-    ]
+    totals = [_gib(sum(row.parts.values())) for row in beside.memory]
     bars = [
-        (row.settings, [row.parts[name] / 2**30 for name in kinds], f"{_gib(sum(row.parts.values()))} GiB")
-        for row in beside.memory
+        (row.settings, [row.parts[name] / 2**30 for name in kinds], f"{total} GiB")
+        for row, total in zip(beside.memory, totals, strict=True)
     ]
     names = [name.replace("_", " ") for name in kinds]
     chart = bar_chart(bars, alt="Planned memory by kind under several settings.", x_label="GiB", parts=names)
+    rows = [
+        (row.settings, *(_gib(row.parts[name]) for name in kinds), total)
+        for row, total in zip(beside.memory, totals, strict=True)
+    ]
     return [
-        *blocks,
         Charts(charts=[("Memory of the most expensive step", chart, beside.model)]),
         Table(
             title="GiB by kind at the highest moment of that step",

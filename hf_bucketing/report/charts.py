@@ -120,7 +120,7 @@ def histogram_chart(histogram: Histogram, *, alt: str, x_label: str, y_label: st
 
 
 def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -> Chart:
-    """Draw lines from 0 up.
+    """Draw lines over an axis of values that begins at 0, or at their least one if that is negative.
 
     Args:
         lines (sequence of [`Line`]): Lines; those without a finite point are not drawn.
@@ -134,7 +134,8 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -
     finite = [one._replace(x=one.x[ok], y=one.y[ok]) for one in lines if (ok := np.isfinite(one.y)).any()]
     x = _Scale(0, max((float(one.x.max()) for one in finite), default=0) or 1, _LEFT, WIDTH - _RIGHT)
     tops = [float(np.quantile(one.y, 0.98) if one.style == "faint" else one.y.max()) for one in finite]
-    y = _Scale(0, max(tops, default=0) * 1.05 or 1, HEIGHT - _BOTTOM, _TOP)
+    bottom = min([0.0, *(float(one.y.min()) for one in finite)])
+    y = _Scale(bottom, max([0.0, *tops]) * 1.05 or 1, HEIGHT - _BOTTOM, _TOP)
     parts = [_axes(x, y, x_label=x_label, y_label=y_label)]
     for line in sorted(finite, key=lambda one: one.style != "faint"):
         kept = np.unique(np.linspace(0, len(line.x) - 1, min(len(line.x), _MOST_POINTS)).round().astype(int))
@@ -160,7 +161,8 @@ def bar_chart(
     """Draw a horizontal bar per label, each of one or several parts, with its text behind it.
 
     Args:
-        bars (sequence of `(label, values, text)`): Values not negative, as many for every bar; NaN counts as 0.
+        bars (sequence of `(label, values, text)`): Values not negative, as many for every bar; those not
+            finite have no length.
         alt (`str`): What the chart shows, for those who do not see it.
         x_label (`str`): Title and unit of the axis.
         parts (sequence of `str`, *optional*): Names of the parts, for the legend.
@@ -169,7 +171,7 @@ def bar_chart(
     row = 24
     left = 12 + max((len(label) for label, _, _ in bars), default=0) * _LETTER
     right = 12 + max((len(text) for _, _, text in bars), default=0) * _LETTER
-    values = [[0.0 if math.isnan(value) else value for value in own] for _, own, _ in bars]
+    values = [[value if math.isfinite(value) else 0.0 for value in own] for _, own, _ in bars]
     height = _TOP + row * max(len(bars), 1) + _BOTTOM
     x = _Scale(0, max([sum(own) for own in values], default=0) or 1, left, WIDTH - right)
     pieces = []

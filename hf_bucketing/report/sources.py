@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,10 +71,18 @@ def count_sources(
 
 def describe_sources(counts: Sequence[SourceUse]) -> str:
     """Return a table with a line per source."""
+    head = ("source", "rows", "rejected", "buckets", "samples per epoch", "of all", "of all tokens")
+    return align([head, *source_cells(counts)])
+
+
+def source_cells(counts: Sequence[SourceUse]) -> list[tuple[str, ...]]:
+    """Return for each source its name, rows, rejected rows, buckets, samples per epoch, and its shares of an epoch.
+
+    The shares are those of the samples and of the tokens of all sources.
+    """
     samples, tokens = (max(sum(getattr(one, name) for one in counts), 1.0) for name in ("samples", "tokens"))
-    lines: list[Any] = [("source", "rows", "rejected", "buckets", "samples per epoch", "of all", "of all tokens")]
-    for one in counts:
-        lines.append((
+    return [
+        (
             one.name,
             f"{one.rows:,}",
             f"{sum(one.rejections.values()):,}",
@@ -83,5 +90,6 @@ def describe_sources(counts: Sequence[SourceUse]) -> str:
             short_number(one.samples),
             percent(one.samples / samples),
             percent(one.tokens / tokens),
-        ))  # fmt: skip
-    return align(lines)
+        )
+        for one in counts
+    ]

@@ -297,5 +297,6 @@ def _sample_logs(output_dir: Path) -> list[Path]:
 def _read_lines(path: Path, *, last: int | None = None) -> list[dict[str, Any]]:
     if not path.is_file():
         raise BucketingError(f"{path} does not exist; is this the output_dir of a training run?")
-    lines = path.read_text().splitlines()
+    text = path.read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()  # a run may be writing the last line, or was killed then
     return [json.loads(line) for line in (lines if last is None else lines[-last:])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -45,6 +46,8 @@ _MOST_PICTURES = 24
 _MOST_BYTES = 2_500_000
 """Bytes of all renderings on a page, as text."""
 _NOISE = "loss_by_noise/"
+_RENDERING = re.compile(r".*/step-\d+/\d+x\d+x\d+-[^/]+\.(mp4|png)")
+"""Path of a rendering of a run, beside which people may keep files of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +105,15 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
 
 
 def _read(folder: Path, name: str, colour: int) -> _Run:
-    settings = folder / SETTINGS
+    settings, steps = folder / SETTINGS, steps_of(folder)
     return _Run(
         name=name,
         folder=folder,
         colour=colour % 6,
-        steps=steps_of(folder),
+        steps=steps,
         lines=read_log(folder, "losses"),
-        held_out=held_out_losses(folder),
+        # A run that still trains may have logged more steps by now.
+        held_out=[entry for entry in held_out_losses(folder) if entry["global_step"] <= len(steps.loss)],
         settings=json.loads(settings.read_text()) if settings.is_file() else {},
     )
 
@@ -140,17 +144,23 @@ def _overview(runs: Sequence[_Run], min_fall: float) -> list[Block]:
         *("run", "batching", "processes", "steps", "samples", "time", "loss, first tenth", "loss, last tenth"),
         *("held-out loss, last", "lowest", "tokens per second, median"),
     )
-    counts = [(run, int(np.count_nonzero(~np.isfinite(run.steps.loss)))) for run in runs]
-    texts = [
-        f"The loss of {run.name} is not finite in {count:,} of {len(run.steps.loss):,} steps."
-        for run, count in counts
-        if count
-    ]
+    texts = [text for run in runs if (text := _not_finite(run))]
     return [
         *([Paragraphs(texts=texts, warning=True)] if texts else []),
         Table(title="Runs", head=head, rows=rows, texts=(1,), note="The first and last tenth of a run's steps."),
         Table(title="Checks", head=("run", "result", "what was checked"), rows=checks, texts=(1, 2)),
     ]
+
+
+def _not_finite(run: _Run) -> str:
+    """Return a warning about losses of samples that are not finite, which end a run before it logs their step."""
+    lines = [line for log in read_sample_logs(run.folder) for line in log if not np.isfinite(line["loss"]).all()]
+    if not lines:
+        return ""
+    count = sum(np.count_nonzero(~np.isfinite(line["loss"])) for line in lines)
+    first = min(lines, key=lambda line: (line["epoch"], line["step"]))
+    at = f"epoch {first['epoch']}, step {first['step']:,}"
+    return f"The loss of {run.name} is not finite for {count:,} samples, first in {at}."
 
 
 def _checks(run: _Run, min_fall: float) -> Iterator[tuple[str, str]]:
@@ -299,7 +309,7 @@ def _samples(runs: Sequence[_Run]) -> list[Block]:
     left = _MOST_BYTES
     for run in runs:
         files = sorted(
-            (file for file in (run.folder / "validation").glob("step-*/*.*") if file.suffix in (".mp4", ".png")),
+            filter(lambda file: _RENDERING.fullmatch(file.as_posix()), (run.folder / "validation").glob("step-*/*.*")),
             key=lambda file: (file.stem, _step_of(file)),
         )
         count, beyond, faults = 0, 0, []

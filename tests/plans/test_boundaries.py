@@ -61,6 +61,11 @@ def test_fitted_boundaries_fill_and_pad_better_than_quantiles() -> None:
     assert padding(fitted, lengths) < padding(quantile, lengths)
 
 
+def test_the_size_of_a_batch_of_tiny_lengths_does_not_overflow() -> None:
+    plan = plan_of([1e-300] * 6 + [0.5, 1.0], max_tokens=1, num_buckets=2, num_processes=2)
+    assert sorted(np.diff(plan.offsets).tolist()) == [1, 1, 3, 3]
+
+
 def test_a_small_data_set_gets_few_buckets() -> None:
     lengths = np.arange(1, 10_001) / 100
     counts = {rows: len(length_buckets(lengths[:rows], LengthPlanConfig(batch_size=10))) for rows in (30, 400, 10_000)}

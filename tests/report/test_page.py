@@ -15,7 +15,7 @@ from PIL import Image
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import Beside, MemoryRow, SizeColumns, bucket_page, make_report, render_page
-from hf_bucketing.report.charts import Line, even_ticks, line_chart
+from hf_bucketing.report.charts import HEIGHT, Line, bar_chart, even_ticks, line_chart
 from hf_bucketing.report.page import Charts, Gallery, Page, Paragraphs, Picture, Section, Table
 from tests.browser import WIDTHS, look_at
 from tests.conftest import run_script_here
@@ -110,6 +110,19 @@ def test_the_page_says_what_the_report_says() -> None:
     assert "tiny, 2 × 64×64" in page.text
 
 
+@pytest.mark.parametrize(
+    ("sides", "used"), [([64], 1), ([64, 64, 64, 32, 1], 1), ([8, 9], 0), ([-1, -1], 0)],
+    ids=["one row", "few rows", "all too small", "all unreadable"],
+)  # fmt: skip
+def test_a_page_of_few_rows_or_none_that_can_be_trained_on_is_whole(sides: list[int], used: int) -> None:
+    frames = [1 if side > 0 else -1 for side in sides]
+    report = make_report(SizeColumns(frames, sides, sides), TABLE, spec=SPEC, config=TWO)
+    files = {row: f"{row}.png" for row in range(len(sides))}
+    page = check_complete(render_page(bucket_page(report, Beside(name="few", assignment="", files=files))))
+    assert len(page.tables.get("Buckets in use, the fullest first", [[]])) - 1 == used
+    assert ("nothing can be trained with this table" in page.text) == (used == 0)
+
+
 def test_the_worst_crops_are_those_that_keep_least_of_their_frame() -> None:
     crops = make_report(SAMPLES, TABLE, spec=SPEC, config=TWO).worst_crops
     assert [(crop.bucket_id, crop.row) for crop in crops] == [(1, 7), (1, 8), (1, 9), (2, 11)]
@@ -154,6 +167,15 @@ def test_texts_are_escaped_wherever_they_stand() -> None:
 )
 def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
     assert even_ticks(low, high) == ticks
+
+
+def test_values_below_zero_lie_inside_a_chart_and_infinite_ones_have_no_bar() -> None:
+    line = Line("a", np.array([1.0, 2.0]), np.array([-3.0, -1.0]))
+    path = str(line_chart([line], alt="a", x_label="x", y_label="y").svg).split('points="')[1].split('"')[0]
+    heights = [float(point.split(",")[1]) for point in path.split()]
+    assert 0 < heights[1] < heights[0] < HEIGHT - 40
+    bars = str(bar_chart([("a", (math.inf,), "inf"), ("b", (2.0,), "2")], alt="a", x_label="x").svg)
+    assert [float(bar.split('"')[0]) > 0 for bar in bars.split(' width="')[1:]] == [False, True]
 
 
 def save_images(folder: Path) -> Path:

@@ -80,6 +80,15 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
     assert page.tables["Resumes"][1] == ["bucket", f"{STEPS}", "0", "2", "learning_rate 0.1 → 0.2"]
 
 
+def test_half_a_line_of_a_run_that_still_trains_is_not_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for name in ("losses", "samples-1"):
+        log = run / "logs" / f"{name}.jsonl"
+        log.write_text(log.read_text()[:-5])
+    page = check_complete(render_page(run_page([run])))
+    assert page.tables["Runs"][1][3] == f"{STEPS - 1}"
+
+
 def test_a_new_run_forgets_the_resumes_of_an_earlier_one(tmp_path: Path) -> None:
     for keep, lines in (({"samples": 0}, 1), ({"samples": 0, "resumes": 1}, 2), (None, 0)):
         log = RunLog(tmp_path, process_index=0, num_processes=1, keep=keep)
@@ -105,12 +114,23 @@ def test_runs_without_plans_and_with_few_steps_are_shown_with_what_they_have(tmp
         run_page([tmp_path / "none"])
 
 
-def test_losses_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_run_that_ended_at_a_loss_that_is_not_finite_is_shown(value: float, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    lines = [json.loads(line) for line in (run / "logs" / "losses.jsonl").read_text().splitlines()]
-    lines[3]["train_loss"] = math.nan
-    (run / "logs" / "losses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "The loss of run is not finite in 1 of 24 steps." in check_complete(render_page(run_page([run]))).text
+    log = run / "logs" / "samples-1.jsonl"
+    *lines, last = log.read_text().splitlines()
+    log.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"loss": [value]})]) + "\n")
+    page = check_complete(render_page(run_page([run])))
+    assert f"The loss of run is not finite for 1 samples, first in epoch 0, step {STEPS - 1}." in page.text
+
+
+def test_files_that_people_put_beside_renderings_are_not_taken_for_some(tmp_path: Path) -> None:
+    validation = write_run(tmp_path / "run") / "validation"
+    shown = check_complete(render_page(run_page([tmp_path / "run"]))).images
+    for name in ("step-5/chosen.png", "step-5 copy/1x64x64-a-cat.png"):
+        (validation / name).parent.mkdir(exist_ok=True)
+        (validation / name).write_bytes((validation / "step-5" / "1x64x64-a-cat.png").read_bytes())
+    assert check_complete(render_page(run_page([tmp_path / "run"]))).images == shown
 
 
 @pytest.mark.slow
