@@ -24,6 +24,16 @@ GIVEN = {
     "by at most (10 %)": "default of `tolerance`",
     "where padding is below 90 %": "advice, not a result",
     "lies at 0 seconds": "the time of an image's frame",
+    "(their notes are 6.2 to 7.5 s)": "published: stage1.py of Open-Sora, also in open_sora.json",
+    "less than 1 % of discrepancy, and 2 to 3 times the speed": "published: the paper of KnapFormer",
+    "up to 2.1 times the speed": "published: VideoSys",
+    "a limit of 1.02 ×": "setting of scripts/benchmark_knapformer.py",
+    "a frame and 10 seconds": "setting of scripts/benchmark_durations.py",
+    "at 5 s and at 10 s": "sizes in scripts/benchmark_durations.py",
+    "cut to 5 s, and in packs up to 10 s": "the same",
+    "at most 60 seconds": "setting of scripts/benchmark_lengths.py",
+    "30 % images": "what scripts/benchmark_sampling.py draws",
+    "Once they fill 2.5 MB": "limit of `training/run_page.py`",
 }
 
 
