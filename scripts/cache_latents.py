@@ -63,10 +63,14 @@ def other_scripts() -> Mapping[str, Collection[str]]:
 
 
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.training.agreement import check_shared  # --help need not wait for it
+
     if Path(args.output_dir).resolve() in (Path(args.cache_dir).resolve(), *Path(args.cache_dir).resolve().parents):
         raise FlagError("--cache_dir must lie outside --output_dir, which is replaced as a whole.")
     check_folder_writable(args.cache_dir, args.output_dir)
     accelerator = Accelerator()
+    advice = "the main process reads the entries of all, so give a --cache_dir on a disk that all machines share"
+    check_shared(accelerator, Path(args.cache_dir), advice=advice)
     prepared = PreparedDataset.load(args.dataset_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     if prepared.spec != recipe.read_spec(args.pretrained_model_name_or_path):

@@ -51,7 +51,10 @@ def make_parser() -> FlagParser:
     parser.add_argument("--fps", type=int, default=8, help="Frame rate of the file.")
     parser.add_argument("--num_inference_steps", type=int, default=20, help="Scheduler steps.")
     parser.add_argument(
-        "--guidance_scale", type=float, default=1.0, help="Scale of classifier-free guidance; 1.0 means none."
+        "--guidance_scale",
+        type=float,
+        help="Scale of classifier-free guidance, or of distilled guidance (default: 1.0, which means none); pipelines "
+        "whose guider names it take none.",
     )
     parser.add_argument(
         "--max_sequence_length", type=int, help="Text tokens, as in training (default: the pipeline's)."
@@ -87,6 +90,10 @@ def main(args: argparse.Namespace) -> None:
     parameters = inspect.signature(pipeline_class.__call__).parameters
     given: dict[str, Any] = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
     given |= shown_of(args, given, pipeline_class.__name__)
+    if "guidance_scale" in parameters:
+        given["guidance_scale"] = 1.0 if args.guidance_scale is None else args.guidance_scale
+    elif args.guidance_scale is not None:
+        raise FlagError(f"Omit --guidance_scale: a {pipeline_class.__name__} takes none.")
     if args.max_sequence_length:
         given["max_sequence_length"] = args.max_sequence_length
     with from_hub(args.pipeline):
@@ -107,7 +114,6 @@ def main(args: argparse.Namespace) -> None:
         height=args.height,
         width=args.width,
         num_inference_steps=args.num_inference_steps,
-        guidance_scale=args.guidance_scale,
         generator=torch.Generator().manual_seed(args.seed),
         output_type="np",
         **given,

@@ -37,8 +37,13 @@ def check_same(accelerator: Accelerator, values: Mapping[str, str], *, what: str
             )
 
 
-def check_shared(accelerator: Accelerator, folder: Path) -> None:
+def check_shared(accelerator: Accelerator, folder: Path, *, advice: str) -> None:
     """Raise on every process unless all see the same folder; call it on every process.
+
+    Args:
+        accelerator (`Accelerator`): The run's accelerator.
+        folder (`Path`): The folder, which the main process makes where it is missing.
+        advice (`str`): Why it must be one folder, and what the person can do.
 
     Raises:
         BucketingError: If a process does not see a file that the main process writes there.
@@ -47,6 +52,7 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
         return
     trial = folder / broadcast_object_list([f".seen-by-all-{time.time_ns()}"])[0]
     if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
         trial.touch()
     accelerator.wait_for_everyone()
     seen = gather_object([trial.exists()])
@@ -54,7 +60,5 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
         trial.unlink()
     if not all(seen):
         raise BucketingError(
-            f"Process {seen.index(False)} does not see what the main process writes to {folder}; checkpoints, which "
-            "all processes write, need an `output_dir` on a disk that all machines share, or omit "
-            "`checkpointing_steps` and `resume_from_checkpoint`."
+            f"Process {seen.index(False)} does not see what the main process writes to {folder}; {advice}."
         )

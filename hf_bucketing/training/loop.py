@@ -108,7 +108,11 @@ class Trainer:
         set_seed(config.seed)
         name = config.checkpoints.resume_from_checkpoint
         if name is not None or config.checkpoints.checkpointing_steps is not None:
-            check_shared(self.accelerator, self.folder)
+            advice = (
+                "checkpoints, which all processes write, need an `output_dir` on a disk that all machines share, or "
+                "omit `checkpointing_steps` and `resume_from_checkpoint`"
+            )
+            check_shared(self.accelerator, self.folder, advice=advice)
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)

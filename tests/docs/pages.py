@@ -49,6 +49,10 @@ class Page:
         assert len(rows) > 2, heading
         return rows[2:]
 
+    def under(self, heading: str) -> Page:
+        """Return what stands under a heading, up to the next one."""
+        return Page(self.name, re.split(r"^#+ ", self.whole.split(f"\n{heading}\n")[1], maxsplit=1, flags=re.M)[0])
+
     def script_calls(self) -> list[tuple[str, list[str]]]:
         """Return every call of a script with arguments: in bash blocks, and in the text."""
         lines = [line for block in self.blocks("bash") for line in block.replace("\\\n", " ").splitlines()]

@@ -128,8 +128,11 @@ def run_pages(given: Given) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture
-def run_page(given: Given, run_pages: dict[str, list[dict[str, Any]]]) -> Any:
+def run_page(
+    given: Given, run_pages: dict[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """Run the blocks of a page, once for all tests; return the names after the block that holds a text."""
+    monkeypatch.chdir(tmp_path)  # where pages write to
 
     def run_once(name: str, holds: str = "") -> dict[str, Any]:
         if name not in run_pages:

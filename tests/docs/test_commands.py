@@ -19,7 +19,14 @@ from tests.conftest import run_script_here
 from tests.docs.pages import PAGES
 
 OTHER_FLAGS = {
-    *("--cpu", "--multi_gpu", "--num_processes"),  # accelerate launch
+    *(
+        "--cpu",
+        "--multi_gpu",
+        "--num_processes",
+        "--config_file",
+        "--num_machines",
+        "--machine_rank",
+    ),  # accelerate launch
     "--lora_rnk",  # mistyped, to show the message
 }
 

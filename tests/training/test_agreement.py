@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from hf_bucketing import BucketingError
+from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.training import agreement
 from hf_bucketing.training.review import losses_of
-from tests.conftest import HANG_GUARD, TRAINING_SCRIPT
+from tests.conftest import HANG_GUARD, ROOT, TRAINING_SCRIPT
 
 TWO = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
 
@@ -35,19 +36,19 @@ def test_a_folder_that_another_process_does_not_see_is_refused(
     monkeypatch.setattr(agreement, "gather_object", lambda mine: [*mine, shared])
     monkeypatch.setattr(agreement, "broadcast_object_list", lambda values: values)
     if shared:
-        agreement.check_shared(TWO, tmp_path)
+        agreement.check_shared(TWO, tmp_path, advice="share it")
     else:
-        with pytest.raises(BucketingError, match="Process 1 does not see"):
-            agreement.check_shared(TWO, tmp_path)
+        with pytest.raises(BucketingError, match=r"Process 1 does not see .*; share it"):
+            agreement.check_shared(TWO, tmp_path, advice="share it")
     assert not list(tmp_path.iterdir())
 
 
-def start(rank: int, port: int, *args: object) -> subprocess.Popen[str]:
+def start(script: Path, rank: int, port: int, *args: object) -> subprocess.Popen[str]:
     """Start one of two machines, which has one process."""
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", 2),
         *("--num_processes", 2, "--machine_rank", rank, "--main_process_ip", "127.0.0.1"),
-        *("--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no", TRAINING_SCRIPT, *args),
+        *("--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no", script, *args),
     ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(
@@ -55,14 +56,16 @@ def start(rank: int, port: int, *args: object) -> subprocess.Popen[str]:
     )
 
 
-def on_two_machines(*args: object, folders: tuple[Path, Path], outputs: tuple[Path, Path]) -> list[tuple[int, str]]:
-    """Return the exit code and the output of each machine."""
+def on_two_machines(
+    *args: object, script: Path = TRAINING_SCRIPT, **folders: tuple[Path, Path]
+) -> list[tuple[int, str]]:
+    """Return the exit code and the output of each machine, given the value of each flag on the two."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     machines = [
-        start(rank, port, *args, "--dataset_dir", folder, "--output_dir", output)
-        for rank, (folder, output) in enumerate(zip(folders, outputs, strict=True))
+        start(script, rank, port, *args, *(part for name in folders for part in (f"--{name}", folders[name][rank])))
+        for rank in range(2)
     ]
     texts = [machine.communicate(timeout=HANG_GUARD)[0] for machine in machines]
     return [(machine.returncode, text) for machine, text in zip(machines, texts, strict=True)]
@@ -83,8 +86,23 @@ def test_two_machines_train_as_one_run_and_refuse_to_differ(
     flags = (*common, "--train_batch_size", 2, "--max_train_steps", 2, "--dataloader_num_workers", 0)
     copied = shutil.copytree(prepared_dir, tmp_path / "copied")
     one, two = tmp_path / "one", tmp_path / "two"
-    done = on_two_machines(*flags, folders=(prepared_dir, copied), outputs=(one, one))
+    done = on_two_machines(*flags, dataset_dir=(prepared_dir, copied), output_dir=(one, one))
     assert [code for code, _ in done] == [0, 0], done
     assert len(losses_of(one)) == 2
-    ended = on_two_machines(*flags, "--checkpointing_steps", 1, folders=(prepared_dir, copied), outputs=(one, two))
+    flags = (*flags, "--checkpointing_steps", 1)
+    ended = on_two_machines(*flags, dataset_dir=(prepared_dir, copied), output_dir=(one, two))
     assert all(code and "Process 1 does not see" in text for code, text in ended), ended
+
+
+@pytest.mark.slow
+def test_two_machines_encode_into_one_cache_or_none(
+    pipeline_dirs: dict[str, Path], prepared_dir: Path, tmp_path: Path
+) -> None:
+    flags = ("--pretrained_model_name_or_path", pipeline_dirs["wan"], "--dataset_dir", prepared_dir)
+    caches, outputs = ((tmp_path / f"{name} 0", tmp_path / f"{name} 1") for name in ("cache", "cached"))
+    script = ROOT / "scripts" / "cache_latents.py"
+    ended = on_two_machines(*flags, script=script, cache_dir=caches, output_dir=outputs)
+    assert all(code and "--cache_dir on a disk that all machines share" in text for code, text in ended), ended
+    done = on_two_machines(*flags, script=script, cache_dir=(caches[0],) * 2, output_dir=outputs)
+    assert [code for code, _ in done] == [0, 0], done
+    assert PreparedDataset.load(outputs[0]).cache is not None

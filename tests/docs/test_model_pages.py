@@ -1,0 +1,72 @@
+"""The commands of the pages of models train and render, with small random weights in place of the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from hf_bucketing.testing import make_tiny_pipeline
+from tests.conftest import run_script_here
+from tests.docs.pages import PAGES
+
+HEADING = "## From files to a LoRA"
+SMALL = {
+    "--bucket_tokens": "60,110",
+    "--target_fps": "8",
+    "--max_tokens": "1000",
+    "--max_train_steps": "2",
+    "--lora_rank": "4",
+    "--height": "64",
+    "--width": "96",
+    "--num_frames": "9",
+}
+"""Values in place of those of a flag."""
+
+NEEDS_A_GPU = {"--quantize_base": 1, "--offload_blocks": 1, "--offload_activations": 0, "--offload": 1}
+"""Flags that are refused without a GPU or an extra, and how many values each has."""
+
+FASTER = {
+    "train_text_to_video.py": ["--dataloader_num_workers", "0"],
+    "sample_video.py": ["--num_inference_steps", "2"],
+}
+
+
+def on_small_weights(arguments: list[str], names: dict[str, str]) -> Iterator[str]:
+    """Yield the arguments of a call with other names, small values, and without what needs a GPU."""
+    left = iter(arguments)
+    for argument in left:
+        for _ in range(NEEDS_A_GPU.get(argument, -1)):
+            next(left)
+        if argument in NEEDS_A_GPU:
+            continue
+        yield names.get(argument, argument)
+        if argument in SMALL:
+            next(left)
+            yield SMALL[argument]
+        elif argument == "--bucket_frames":
+            yield "1" if next(left) == "1" else "1,9,17"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["wan", "ltx", "hunyuan-video", "qwen-image"])
+def test_the_commands_of_a_page_train_and_render(
+    family: str, media_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tiny_pipeline("tiny", family=family)
+    page = PAGES[f"docs/models/{family}.md"]
+    calls = page.under(HEADING).script_calls()
+    assert [script for script, _ in calls] == [
+        *("prepare_dataset.py", "plan_memory.py", "cache_latents.py", "train_text_to_video.py", "sample_video.py")
+    ]
+    hub = calls[1][1][0]
+    names = {hub: "tiny", "clips": str(media_dir), "images": str(media_dir)}
+    for script, arguments in calls:
+        if script != "plan_memory.py":  # whose own command scripts/benchmark_plans.py runs
+            AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+            run_script_here(script, *on_small_weights(arguments, names), *FASTER.get(script, []))
+    assert Path("trained/pytorch_lora_weights.safetensors").exists()
+    assert Path(calls[-1][1][-1]).stat().st_size > 0
