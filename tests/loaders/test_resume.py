@@ -54,7 +54,7 @@ def bucket(ids=IDS, **options) -> BucketBatchSampler:
 
 def pack(ids=IDS, **options) -> PackBatchSampler:
     tokens = np.where(ids < 0, 0, 10 + 7 * np.arange(len(ids)) % 50)
-    return PackBatchSampler(tokens, **{"max_tokens": 90, **options})
+    return PackBatchSampler(tokens, **{"max_tokens": 90, "strip_length": 1, **options})
 
 
 def length(ids=IDS, **options) -> LengthBatchSampler:
