@@ -97,7 +97,7 @@ def test_first_fit_fills_packs_better_than_taking_samples_in_order() -> None:
 
 
 def test_a_row_above_the_capacity_is_named() -> None:
-    with pytest.raises(PlanError, match=r"Row 1 takes 104 tokens and exceeds `max_tokens=100` \(1 rows do\)"):
+    with pytest.raises(PlanError, match=r"Row 1 takes 104 tokens, in strips of 8, and exceeds `max_tokens=100`"):
         plan_packs([50, 99, 60], PackPlanConfig(max_tokens=100, strip_length=8), epoch=0, num_processes=1)
 
 
