@@ -4,10 +4,9 @@ python scripts/update_docs.py
 
 A figure in Markdown is `<!-- figure: FILE KEY FORMAT -->0.97<!-- end -->`, and a table is the same with `table:`
 around its lines. FILE is a file of scripts/benchmark_results, KEY a path such as `mixes.0.fill`, whose names may hold
-blanks, and FORMAT, which may be omitted, Python's format of floats, such as `.1%`; texts are written as they are. A
-whole number takes it only where it is a single figure and a share, `1` as `100.0%`; in tables whole numbers are counts.
-The value of a table is a list of its rows, each a JSON object with the same names. No line of prose may start with a
-figure, as Markdown ends the paragraph there.
+blanks, and FORMAT, which may be omitted, Python's format of floats, such as `.1%`; texts are written as they are, and
+whole numbers as counts, but for a single figure in percent. The value of a table is a list of its rows, each a JSON
+object with the same names. No line of prose may start with a figure, as Markdown ends the paragraph there.
 """
 
 import argparse
