@@ -168,7 +168,7 @@ def _strategy_lines(report: Report) -> str:
         f"Strategies on {config.num_processes} processes, from the plan of one epoch",
         align(rows),
         *reasons,
-        f"Padding and packing take samples {own_sizes(report)}, bucketing at those of its buckets.",
+        fill(f"Padding and packing take samples {own_sizes(report)}, bucketing at those of its buckets.", 100),
         f"Padding and bucketing take {config.batch_size} samples per process and step, packing {max_tokens:,} tokens.",
         "step-time balance: mean over steps of mean cost over processes ÷ largest cost over processes",
         f"epoch cost: sum over steps of the largest cost over processes, {config.units.counts}",
