@@ -15,11 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from yardsticks import DATA_SETS, VIDEO_MODEL, draw_bars, figure_at, finish, measure_plan, model_cost, yardstick_parser
 
-from hf_bucketing import BucketBatchSampler, BucketTable, LengthBatchSampler, PackBatchSampler, Size, token_ladder
+from hf_bucketing import (
+    AssignmentRule,
+    BucketBatchSampler,
+    BucketTable,
+    LengthBatchSampler,
+    PackBatchSampler,
+    Size,
+    token_ladder,
+)
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.loaders.planned import PlannedBatchSampler
-from hf_bucketing.report.measure import ReportConfig, Sizes, Targets, bucket_targets, own_targets
+from hf_bucketing.report.measure import Sizes, Targets, bucket_targets, own_targets
 
 FPS, HEIGHT, WIDTH, MOST_FRAMES = 16, 480, 832, 161
 MAX_TOKENS, PROCESSES, STRIP_LENGTH = 65_536, 8, 64
@@ -49,12 +57,12 @@ class Way(NamedTuple):
 
 def ways_of(sizes: Sizes) -> dict[str, Way]:
     limit: dict[str, Any] = {"max_tokens": MAX_TOKENS, "num_processes": PROCESSES}
-    config = ReportConfig(max_area=HEIGHT * WIDTH)
-    own = own_targets(sizes._replace(frames=np.minimum(sizes.frames, MOST_FRAMES)), spec=VIDEO_MODEL, config=config)
+    whole = sizes._replace(frames=np.minimum(sizes.frames, MOST_FRAMES))
+    own = own_targets(whole, spec=VIDEO_MODEL, max_area=HEIGHT * WIDTH)
     packs: dict[str, Any] = {"strip_length": STRIP_LENGTH, "cost_model": COST, "balance": "cost"}
 
     def bucketed(table: BucketTable) -> Way:
-        targets = bucket_targets(sizes, table, spec=VIDEO_MODEL, rule=config.rule)
+        targets = bucket_targets(sizes, table, spec=VIDEO_MODEL, rule=AssignmentRule())
         reasons = {"rejection": targets.rejection}
         sampler = BucketBatchSampler(targets.bucket_id, table=table, spec=VIDEO_MODEL, **limit, **reasons)
         return Way(sampler, targets)

@@ -99,8 +99,8 @@ def measure_fill(name: str, frames: np.ndarray) -> list[dict[str, Any]]:
     samplers = {
         "their batch sizes": BucketBatchSampler(ids, table=TABLE, batch_size=published, num_processes=PROCESSES),
         "one limit of tokens": BucketBatchSampler(ids, table=TABLE, spec=VIDEO_MODEL, **limit),
-        "packs": PackBatchSampler(tokens, **limit),
-        "packs by cost": PackBatchSampler(tokens, **limit, balance="cost", cost_model=COST),
+        "packs": PackBatchSampler(tokens, strip_length=1, **limit),
+        "packs by cost": PackBatchSampler(tokens, strip_length=1, **limit, balance="cost", cost_model=COST),
     }
     whole = tokens + TEXT_TOKENS
     rows = []

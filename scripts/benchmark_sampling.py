@@ -234,7 +234,7 @@ def measure_packs(samples: int) -> dict[str, object]:
     for max_tokens in (32_768, 65_536):
         tokens = token_mix(samples, max_tokens)
         for strategy in ("sequential", "first_fit", "best_fit_decreasing"):
-            config = PackPlanConfig(max_tokens=max_tokens, strategy=strategy)
+            config = PackPlanConfig(max_tokens=max_tokens, strip_length=1, strategy=strategy)
             start = time.perf_counter()
             plan = plan_packs(tokens, config, epoch=0, num_processes=1)
             fill = float(tokens.sum() / (max_tokens * plan.num_batches))
@@ -248,7 +248,7 @@ def measure_packs(samples: int) -> dict[str, object]:
             "max_cost of the largest sample": {"max_cost": largest, "max_tokens": 4 * max_tokens},
         }
         for way, options in ways.items():
-            config = PackPlanConfig(**{"max_tokens": max_tokens, "cost_model": COST, **options})
+            config = PackPlanConfig(**{"max_tokens": max_tokens, "strip_length": 1, "cost_model": COST, **options})
             window = options.get("accumulation_steps", 1)
             even = {
                 f"{processes} processes": efficiency(

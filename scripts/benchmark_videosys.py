@@ -109,8 +109,8 @@ def rows_at(max_tokens: int, ids: np.ndarray, tokens: np.ndarray) -> list[dict[s
     samplers = {
         "padding": LengthBatchSampler(tokens, strategy="random", **limit),
         "buckets by the limit": BucketBatchSampler(ids, table=TABLE, batch_size=sizes, num_processes=PROCESSES),
-        "packs": PackBatchSampler(tokens, **limit),
-        "packs, like costs meet": PackBatchSampler(tokens, **limit, **cost),
+        "packs": PackBatchSampler(tokens, strip_length=1, **limit),
+        "packs, like costs meet": PackBatchSampler(tokens, strip_length=1, **limit, **cost),
     }
     return [
         row_of(way, max_tokens, sampler.plan(), tokens, padded=way == "padding") for way, sampler in samplers.items()

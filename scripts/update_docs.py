@@ -4,9 +4,9 @@ python scripts/update_docs.py
 
 A figure in Markdown is `<!-- figure: FILE KEY FORMAT -->0.97<!-- end -->`, and a table is the same with `table:`
 around its lines. FILE is a file of scripts/benchmark_results, KEY a path such as `mixes.0.fill`, whose names may hold
-blanks, and FORMAT, which may be omitted, Python's format of floats, such as `.1%`; texts are written as they are. The
-value of a table is a list of its rows, each a JSON object with the same names. No line of prose may start with a
-figure, as Markdown ends the paragraph there.
+blanks, and FORMAT, which may be omitted, Python's format of floats, such as `.1%`; texts are written as they are, and
+whole numbers as counts, but for a single figure in percent. The value of a table is a list of its rows, each a JSON
+object with the same names. No line of prose may start with a figure, as Markdown ends the paragraph there.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def value_at(file: str, key: str) -> Any:
 
 
 def written(value: Any, form: str | None) -> str:
-    """Return a figure as text: integers with thousands separators, floats in `form` or with three digits."""
+    """Return a value as text: integers with thousands separators, floats in `form` or with three digits."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -56,7 +56,7 @@ def written(value: Any, form: str | None) -> str:
         return value
     if isinstance(value, (dict, list)):
         raise BucketingError(f"{value!r} is not one figure.")
-    if form is not None and (isinstance(value, float) or form.endswith("%")):
+    if form is not None and isinstance(value, float):
         return format(value, form)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
@@ -77,6 +77,8 @@ def filled(text: str) -> str:
     def replace(match: re.Match[str]) -> str:
         kind, file, key, form, _ = match.groups()
         value = value_at(file, key)
+        if kind == "figure" and form is not None and form.endswith("%") and type(value) is int:
+            value = float(value)  # a share of 0 or 1
         content = written(value, form) if kind == "figure" else f"\n\n{table_of(value, form)}\n\n"
         start = match[0].partition("-->")[0]
         return f"{start}-->{content}<!-- end -->"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 ARGUMENTS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -18,6 +18,16 @@ ARGUMENTS = (
 )
 WIDTHS = (1280, 390)
 """Widths in pixels at which pages are looked at: a laptop and a phone."""
+
+
+OVERFLOW = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))).then(() => {
+    const root = document.documentElement
+    return root.scrollWidth <= root.clientWidth ? [] : [`page of ${root.scrollWidth} px`,
+        ...[...document.body.querySelectorAll("*")]
+        .filter(one => one.getBoundingClientRect().right > root.clientWidth + 1)
+        .slice(0, 5).map(one => `<${one.tagName.toLowerCase()} class="${one.className}">`)]
+})"""
+"""The page's width and its first elements beyond the window, once it is laid out after a change of the window."""
 
 
 class PageFaults(NamedTuple):
@@ -44,9 +54,10 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-def look_at(browser: Browser, url: str, *, width: int) -> PageFaults:
-    """Open a page at a width, and return its console errors, requests to hosts, broken images and what overflows."""
-    page: Page = browser.new_page(viewport={"width": width, "height": 900})
+def look_at(browser: Browser | BrowserContext, url: str, *, widths: Sequence[int] = WIDTHS) -> PageFaults:
+    """Open a page, and return its console errors, requests to hosts, broken images, and what overflows by width."""
+    page: Page = browser.new_page()
+    page.set_viewport_size({"width": widths[0], "height": 900})
     errors: list[str] = []
     requests: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -56,13 +67,10 @@ def look_at(browser: Browser, url: str, *, width: int) -> PageFaults:
     broken = page.evaluate(
         "() => Promise.all([...document.images].map(image => image.decode().then(() => '', () => image.alt || '?')))"
     )
-    overflow = page.evaluate("""() => {
-        const root = document.documentElement
-        return root.scrollWidth <= root.clientWidth ? [] : [`page of ${root.scrollWidth} px`,
-            ...[...document.body.querySelectorAll("*")]
-            .filter(one => one.getBoundingClientRect().right > root.clientWidth + 1)
-            .slice(0, 5).map(one => `<${one.tagName.toLowerCase()} class="${one.className}">`)]
-    }""")
+    overflow = []
+    for width in widths:
+        page.set_viewport_size({"width": width, "height": 900})
+        overflow += [f"at {width} px: {fault}" for fault in page.evaluate(OVERFLOW)]
     page.close()
     outside = [one for one in requests if not one.startswith(("data:", "blob:", "file:", url.partition("#")[0]))]
     return PageFaults(errors, outside, [name for name in broken if name], overflow)

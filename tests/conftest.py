@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
+from filelock import FileLock
 
 from tests.browser import browser  # noqa: F401  (a fixture of the session: playwright starts once)
 
@@ -81,6 +82,19 @@ def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.T
         *("--dataset", media_dir, "--pretrained_model_name_or_path", pipeline_dir, "--output_dir", folder),
         *("--target_fps", 8, "--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25"),
     )
+    return folder
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that `make` fills once in a run of pytest, for all processes of pytest-xdist."""
+    folder = factory.getbasetemp() / name
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = factory.getbasetemp().parent / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            partial = folder.with_suffix(".partial")
+            make(partial)
+            partial.rename(folder)
     return folder
 
 

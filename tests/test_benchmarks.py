@@ -13,14 +13,14 @@ from tests.conftest import ROOT, run_script, run_script_here
 RESULTS = ROOT / "scripts" / "benchmark_results"
 
 SMALL = {
-    "mapping": ("--rows", 20_000, "--files", 8, "--header_files", 8, "--prepared_rows", 2000),
+    "mapping": ("--rows", 10_000, "--files", 4, "--header_files", 4, "--prepared_rows", 1000),
     "sampling": (
         *("--rows", 20_000, "--epoch_rows", 5000, "--epoch_runs", 1, "--processes", 1, "--samples", 5000),
         *("--scale_rows", 10_000, "--scale_processes", 8),
     ),
     "lengths": ("--rows", 5000, "--lazy_rows", 500, "--duration_rows", 5000, "--processes", 1),
     "packing": ("--layers", 1, "--heads", 2),
-    "training": ("--images", 2, "--side", 32, "--samples", 12, "--workers", 0),
+    "training": ("--images", 2, "--side", 16, "--samples", 6, "--workers", 0),
 }
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, made_once, run
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel that was built from it."""
-    folder = tmp_path_factory.mktemp("dist")
-    run([sys.executable, "-m", "build", "--outdir", folder, ROOT])
-    return folder
+    return made_once(
+        tmp_path_factory, "dist", lambda folder: run([sys.executable, "-m", "build", "--outdir", folder, ROOT])
+    )
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ import nbformat
 import pytest
 
 import hf_bucketing
-from tests.browser import WIDTHS, browser, look_at  # noqa: F401
-from tests.conftest import ROOT, run
+from tests.browser import browser, look_at  # noqa: F401
+from tests.conftest import ROOT, made_once, run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -70,10 +70,12 @@ class Links(HTMLParser):
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` does."""
-    folder = tmp_path_factory.mktemp("site") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
-    run(command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
-    return folder
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+        run(command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
+
+    return made_once(tmp_path_factory, "site", build)
 
 
 @pytest.fixture(scope="session")
@@ -119,14 +121,14 @@ def test_every_link_and_anchor_of_the_site_resolves(site: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_page_is_whole_in_a_browser(width: int, site: Path, address: str, browser: Browser) -> None:  # noqa: F811
-    faults = {}
+def test_every_page_is_whole_in_a_browser(site: Path, address: str, browser: Browser) -> None:  # noqa: F811
+    context, faults = browser.new_context(), {}  # of one cache: scripts and fonts are loaded once
     for page in pages_of(site):
-        errors, requests, images, overflow = look_at(browser, address + page, width=width)
+        errors, requests, images, overflow = look_at(context, address + page)
         elsewhere = [request for request in requests if not request.startswith(address)]
         if found := [*errors, *elsewhere, *images, *overflow]:
             faults[page] = found
+    context.close()
     assert not faults
 
 

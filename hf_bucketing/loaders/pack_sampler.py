@@ -31,8 +31,8 @@ class PackBatchSampler(PlannedBatchSampler):
         max_samples (`int`, *optional*): Most samples per pack.
         cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost`, `balance` and
             `longest_first`.
-        strip_length (`int`): Tokens per strip; each sample takes whole strips. Give the `strip_length` of
-            `enable_packing`.
+        strip_length (`int`): Tokens per strip; each sample takes whole strips. The default is that of
+            `enable_packing`: give both the same, or 1 for a model of your own whose packs have no strips.
         text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
             attention.
         strategy (`str`): How samples, which come in random order, get into packs.
@@ -79,7 +79,7 @@ class PackBatchSampler(PlannedBatchSampler):
         max_cost: float | None = None,
         max_samples: int | None = None,
         cost_model: CostModel | None = None,
-        strip_length: int = 1,
+        strip_length: int = 64,
         text_tokens: npt.ArrayLike = 0,
         strategy: PackStrategy = "first_fit",
         open_packs: int = 16,

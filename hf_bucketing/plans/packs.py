@@ -39,7 +39,7 @@ class PackPlanConfig(PlanConfig):
     max_cost: float | None = None
     cost_model: CostModel | None = None
     max_samples: int | None = None
-    strip_length: int = 1
+    strip_length: int = 64
     strategy: PackStrategy = "first_fit"
     open_packs: int = 16
     window: int = 4096
@@ -96,7 +96,7 @@ def plan_packs(
     Example:
         Two packs hold these rows in any order, one for each process; the last row was rejected.
 
-        >>> plan = plan_packs([4, 4, 3, 3, 0], PackPlanConfig(max_tokens=8), epoch=0, num_processes=2)
+        >>> plan = plan_packs([4, 4, 3, 3, 0], PackPlanConfig(max_tokens=8, strip_length=1), epoch=0, num_processes=2)
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons)
         (1, 4, {'rejected': 1})
     """
@@ -153,8 +153,9 @@ def sample_spans(
     if config.oversize == "error" and over.any():
         worst = int(np.where(over, spans, -1).argmax())
         name = "max_tokens" if spans[worst] > config.max_tokens else "max_cost"
+        strips = f", in strips of {config.strip_length}," if num_tokens[worst] % config.strip_length else ""
         raise PlanError(
-            f"Row {worst} takes {spans[worst]} tokens and exceeds `{name}={getattr(config, name)}` "
+            f"Row {worst} takes {spans[worst]} tokens{strips} and exceeds `{name}={getattr(config, name)}` "
             f"({np.count_nonzero(over)} rows do).",
             advice=[f"raise `{name}`", "use smaller sizes", 'give `oversize="own_batch"` or `oversize="drop"`'],
         )

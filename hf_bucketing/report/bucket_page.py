@@ -14,7 +14,7 @@ from .figures import MAX_BARS
 from .measure import BucketUse
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table
 from .sources import SourceUse, source_cells
-from .text import percent, short_number, size_label
+from .text import own_sizes, percent, short_number, size_label
 
 _NAMED = ("bucket", "id", "width ÷ height")
 """Columns that name a bucket, whose cells are those of `_named`."""
@@ -319,13 +319,12 @@ def _strategies(report: Report) -> list[Block]:
             "Of one epoch.",
         ),
     ]  # fmt: skip
-    own = "at their own sizes" if config.max_area is None else f"at up to {config.max_area:,} pixels per frame"
     max_tokens = next(one.max_tokens for one in strategies if one.max_tokens is not None)
     how = (
         f"Padding draws {config.batch_size} samples of any sizes and pads each to the largest; bucketing draws "
         f"{config.batch_size} of one bucket; packing joins samples up to {max_tokens:,} tokens. Padding and packing "
-        f"take samples {own}, bucketing at those of its buckets: an epoch costs less where it crops more. All numbers "
-        "come from the plan of a real epoch."
+        f"take samples {own_sizes(report)}, bucketing at those of its buckets: an epoch costs less where it crops "
+        "more. All numbers come from the plan of a real epoch."
     )
     return [Paragraphs(texts=[how]), Charts(charts=charts), _comparison(strategies)]
 

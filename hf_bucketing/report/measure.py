@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +53,10 @@ class ReportConfig:
         text_tokens (`int`): Tokens of each caption, for models whose text sits in one sequence with its sample; they
             count for `max_tokens` and cost as the sample's own.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of assigning a sample to a bucket.
-        max_area (`int`, *optional*): Largest frame, in pixels, at which padding and packing take a sample; a larger
-            one is shrunk to it. By default they take every sample at its own size.
+        max_area (`int`, `"table"` or `"none"`): Largest frame, in pixels, at which padding and packing take a sample;
+            a larger one is shrunk to it. `"table"`: that of the table's largest bucket of as many frames (of the
+            nearest smaller number that the table has), so that all three train at about the same size. `"none"`:
+            every sample at its own size.
         width (`int`): Hidden size of the model, for the cost of tokens; the default is that of Wan 2.1 1.3B.
         cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of tokens in seconds, as a training
             run measured it; by default floating-point operations of a model of that width.
@@ -70,14 +72,18 @@ class ReportConfig:
     strip_length: int = 64
     text_tokens: int = 0
     rule: AssignmentRule = field(default_factory=AssignmentRule)
-    max_area: int | None = None
+    max_area: int | Literal["table", "none"] = "table"
     width: int = 1536
     cost_model: CostModel | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "batch_size", "num_processes", "max_tokens", "strip_length", "max_area", "width")
+        check_at_least(1, self, "batch_size", "num_processes", "max_tokens", "strip_length", "width")
         check_at_least(0, self, "text_tokens")
+        if self.max_area not in ("table", "none") and not (isinstance(self.max_area, int) and self.max_area >= 1):
+            raise BucketingError(
+                f'`max_area` must be a number of pixels of at least 1, "table" or "none", got {self.max_area!r}.'
+            )
         if self.seed < 0:
             raise BucketingError(f"`seed` must not be negative, got {self.seed}.")
         if self.cost_model is not None and not_default(self, "width"):
@@ -176,7 +182,8 @@ def read_subject(
         bucketed = assigned_targets(
             sizes, assigned.bucket_id.astype(np.int32), assigned.rejection, table=table, spec=spec
         )
-    return Subject(sizes, bucketed, own_targets(sizes, spec=spec, config=config), table, spec, config)
+    own = own_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config))
+    return Subject(sizes, bucketed, own, table, spec, config)
 
 
 def read_sizes(columns: SizeColumns) -> Sizes:
@@ -206,9 +213,28 @@ def assigned_targets(
     return _targets(bucket_id, rejection, table.num_tokens(bucket_id, spec=spec), sizes, targets)
 
 
-def own_targets(sizes: Sizes, *, spec: LatentSpec, config: ReportConfig) -> Targets:
-    """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `config.max_area`."""
-    shrunk = sizes if config.max_area is None else _shrink(sizes, config.max_area)
+def largest_areas(buckets: Iterable[Size]) -> dict[int, int]:
+    """Return the pixels of the largest bucket of each number of frames, in rising order of frames."""
+    areas: dict[int, int] = {}
+    for frames, height, width in sorted(buckets):
+        areas[frames] = max(areas.get(frames, 0), height * width)
+    return areas
+
+
+def _area_limits(frames: IntArray, table: BucketTable, config: ReportConfig) -> IntArray | int | None:
+    """Return the largest frame, in pixels, of each sample outside of buckets; None if there is no limit."""
+    if not isinstance(config.max_area, str):
+        return config.max_area
+    if config.max_area == "none":
+        return None
+    areas = largest_areas(table.sizes)
+    positions = np.searchsorted(np.array([*areas]), frames, side="right") - 1
+    return np.array([*areas.values()])[np.maximum(positions, 0)]
+
+
+def own_targets(sizes: Sizes, *, spec: LatentSpec, max_area: IntArray | int | None) -> Targets:
+    """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `max_area` pixels."""
+    shrunk = sizes if max_area is None else _shrink(sizes, max_area)
     table = open_table(spec)
     result = table.assign(*shrunk)
     usable = has_bucket(result.bucket_id)
@@ -233,7 +259,7 @@ def _targets(
     )
 
 
-def _shrink(sizes: Sizes, max_area: int) -> Sizes:
+def _shrink(sizes: Sizes, max_area: IntArray | int) -> Sizes:
     """Shrink frames above `max_area` to it, sides rounded down to pixels: 1000×4000 within 10⁶ -> 500×2000."""
     large = (np.minimum(sizes.heights, sizes.widths) > 0) & (sizes.heights * sizes.widths > max_area)
     scale = np.sqrt(max_area / np.where(large, sizes.heights * sizes.widths, max_area))

@@ -13,7 +13,7 @@ from ..buckets.arrays import whole_column
 from ..buckets.assignment import AssignmentRule
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from .compare import LadderReport, Report, StrategyReport
+from .compare import LadderReport, Report
 from .measure import (
     BucketReport,
     BucketUse,
@@ -22,6 +22,7 @@ from .measure import (
     SizeColumns,
     Spread,
     assigned_targets,
+    largest_areas,
     mean,
     read_sizes,
 )
@@ -32,9 +33,9 @@ Line = tuple[str, ...]
 
 def format_report(report: Report) -> str:
     """Return the report as text in three parts: the table on the data, its used buckets, the three strategies."""
-    config = report.config
-    buckets, strategies = _bucket_lines(report.buckets, config), _strategy_lines(report.strategies, config)
-    return "\n\n".join((_summary(report.buckets), buckets, strategies))
+    return "\n\n".join(
+        (_summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report))
+    )
 
 
 def size_label(size: Size) -> str:
@@ -131,7 +132,20 @@ def _bucket_line(bucket: BucketUse, units: CostUnits) -> Line:
     )
 
 
-def _strategy_lines(strategies: Sequence[StrategyReport], config: ReportConfig) -> str:
+def own_sizes(report: Report) -> str:
+    """Return at which sizes padding and packing take samples, as text that follows "take samples"."""
+    limit = report.config.max_area
+    if limit == "none":
+        return "at their own sizes"
+    if limit != "table":
+        return f"at up to {limit:,} pixels per frame"
+    areas = sorted({*largest_areas(bucket.size for bucket in report.buckets.buckets).values()})
+    pixels = " to ".join(f"{area:,}" for area in dict.fromkeys((areas[0], areas[-1])))
+    return f"at up to {pixels} pixels per frame (those of the largest bucket of as many frames)"
+
+
+def _strategy_lines(report: Report) -> str:
+    strategies, config = report.strategies, report.config
     rows: list[Line] = [
         ("", *(strategy.name for strategy in strategies)),
         ("samples kept", *(f"{strategy.kept:,}" for strategy in strategies)),
@@ -148,14 +162,13 @@ def _strategy_lines(strategies: Sequence[StrategyReport], config: ReportConfig) 
             *(short_number(strategy.epoch_cost * config.units.epoch_factor) for strategy in strategies),
         ),
     ]
-    own = "at their own sizes" if config.max_area is None else f"at up to {config.max_area:,} pixels per frame"
     max_tokens = next(strategy.max_tokens for strategy in strategies if strategy.max_tokens is not None)
     reasons = [f"{strategy.name} drops {_counts(strategy.dropped)}" for strategy in strategies if strategy.dropped]
     return "\n".join([
         f"Strategies on {config.num_processes} processes, from the plan of one epoch",
         align(rows),
         *reasons,
-        f"Padding and packing take samples {own}, bucketing at those of its buckets.",
+        fill(f"Padding and packing take samples {own_sizes(report)}, bucketing at those of its buckets.", 100),
         f"Padding and bucketing take {config.batch_size} samples per process and step, packing {max_tokens:,} tokens.",
         "step-time balance: mean over steps of mean cost over processes ÷ largest cost over processes",
         f"epoch cost: sum over steps of the largest cost over processes, {config.units.counts}",

@@ -195,7 +195,8 @@ class PackGrouping:
         spec ([`LatentSpec`], *optional*): Counts the tokens of rows without a `num_tokens` column, at their own size.
         open_packs (`int`): Packs held open at once; the fullest is closed when one more is needed.
         max_samples (`int`, *optional*): Largest number of samples per pack.
-        strip_length (`int`): Each sample takes its tokens rounded up to whole strips of this length.
+        strip_length (`int`): Each sample takes its tokens rounded up to whole strips of this length, that of
+            `enable_packing`; 1 for packs that are not cut into strips.
         text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
             sample's own, but are not rounded to strips.
 
@@ -207,7 +208,7 @@ class PackGrouping:
     spec: LatentSpec | None = None
     open_packs: int = 16
     max_samples: int | None = None
-    strip_length: int = 1
+    strip_length: int = 64
     text_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -230,8 +231,9 @@ class PackGrouping:
             tokens = int(row["num_tokens"]) if "num_tokens" in row else next(counted)
             span = -(-tokens // self.strip_length) * self.strip_length + self.text_tokens * (tokens > 0)
             if span > self.max_tokens:
+                strips = f", in strips of {self.strip_length}," if tokens % self.strip_length else ""
                 raise PlanError(
-                    f"Row {row.get('index', 'without an index')} takes {span} tokens and exceeds "
+                    f"Row {row.get('index', 'without an index')} takes {span} tokens{strips} and exceeds "
                     f"max_tokens={self.max_tokens}; raise max_tokens, or filter such rows out of the stream."
                 )
             spans.append(span if span > 0 else None)

@@ -12,15 +12,26 @@ from tests.conftest import ROOT, run_script_here
 
 FIGURES = {
     "fill": 0.8431,
+    "whole": 1,
+    "shares": [{"buckets": 6250, "full": 0.5}, {"buckets": 3, "full": 1.0}],
     "rows": [{"way": "pack", "fill": 0.97, "steps": 1200}, {"way": "pad", "fill": None, "steps": 9}],
     "uneven": [{"a": 1}, {"b": 2}],
 }
 OUTDATED = """Packs fill <!-- figure: a.json fill .1% -->?<!-- end -->
-and <!-- figure: a.json fill -->?<!-- end -->.
+and <!-- figure: a.json fill -->?<!-- end --> of <!-- figure: a.json whole .0% -->?<!-- end -->.
+<!-- table: a.json shares .1% -->old<!-- end -->
 <!-- table: a.json rows .2f -->old<!-- end -->
 """
 UPDATED = """Packs fill <!-- figure: a.json fill .1% -->84.3%<!-- end -->
-and <!-- figure: a.json fill -->0.843<!-- end -->.
+and <!-- figure: a.json fill -->0.843<!-- end --> of <!-- figure: a.json whole .0% -->100%<!-- end -->.
+<!-- table: a.json shares .1% -->
+
+| buckets | full |
+| ---: | ---: |
+| 6,250 | 50.0% |
+| 3 | 100.0% |
+
+<!-- end -->
 <!-- table: a.json rows .2f -->
 
 | way | fill | steps |

@@ -31,7 +31,7 @@ IDS = np.array([0, 1, 2, 1, -1] * 9 + [2, 2])
 def make_sampler(kind: str):
     if kind == "bucket":
         return BucketBatchSampler(IDS, table=TABLE, batch_size=4)
-    return PackBatchSampler(np.where(IDS < 0, 0, 10 + 7 * np.arange(len(IDS)) % 50), max_tokens=90)
+    return PackBatchSampler(np.where(IDS < 0, 0, 10 + 7 * np.arange(len(IDS)) % 50), max_tokens=90, strip_length=1)
 
 
 def collate(rows: list[int], *, fault: str | None) -> torch.Tensor:

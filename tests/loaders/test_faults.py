@@ -62,7 +62,7 @@ def collator(kind: str, images: Dataset, log: Path, *, seed: int | None = 0, **l
 def sampler(kind: str, images: Dataset, **options):
     if kind == "bucket":
         return BucketBatchSampler(images["bucket_id"], table=TABLE, batch_size=8, **options)
-    return PackBatchSampler(images["num_tokens"], max_tokens=40, **options)
+    return PackBatchSampler(images["num_tokens"], max_tokens=40, strip_length=1, **options)
 
 
 def entries(log: Path) -> list[dict]:

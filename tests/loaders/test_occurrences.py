@@ -25,7 +25,7 @@ def sampler(kind: str, num_processes: int = 1, **options) -> BucketBatchSampler 
     options = {"weights": weights, "num_processes": num_processes, "seed": 3, **options}
     if kind == "bucket":
         return BucketBatchSampler(IDS, table=TABLE, batch_size=2, **options)
-    return PackBatchSampler([20 + 5 * one for one in IDS], max_tokens=64, **options)
+    return PackBatchSampler([20 + 5 * one for one in IDS], max_tokens=64, strip_length=1, **options)
 
 
 def drawn(planned: BucketBatchSampler | PackBatchSampler) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, PlanError, Size
 from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler, check_loader, resume
+from hf_bucketing.loaders.state import VERSION
 from tests.loaders.loader_worker import IDS, TABLE, make_sampler
 
 
@@ -54,7 +56,7 @@ def bucket(ids=IDS, **options) -> BucketBatchSampler:
 
 def pack(ids=IDS, **options) -> PackBatchSampler:
     tokens = np.where(ids < 0, 0, 10 + 7 * np.arange(len(ids)) % 50)
-    return PackBatchSampler(tokens, **{"max_tokens": 90, **options})
+    return PackBatchSampler(tokens, **{"max_tokens": 90, "strip_length": 1, **options})
 
 
 def length(ids=IDS, **options) -> LengthBatchSampler:
@@ -282,6 +284,20 @@ def test_a_state_that_does_not_fit_is_refused_by_the_name_of_what_differs(change
     other.load_state_dict({**state, "consumed": [[2, 99]]})
     with pytest.raises(PlanError, match="99 steps on 2 processes"):
         other.plan()
+
+
+def test_a_state_of_lengths_does_not_resume_in_another_order() -> None:
+    make = partial(LengthBatchSampler, [1.0 + row % 7 for row in range(60)], max_tokens=20, num_processes=2)
+    own = {"num_buckets": 3, "boundaries": "uniform"}
+    state = make(**own).state_dict(step=2)
+    with pytest.raises(PlanError, match=f"version {VERSION - 1}"):
+        make(**own).load_state_dict({**state, "version": VERSION - 1})
+    for change, said in (
+        ({"num_buckets": 4}, "num_buckets was 3 and is 4"),
+        ({"boundaries": (2.0, 7.0), "num_buckets": None}, "boundaries was 'uniform' and is"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            make(**{**own, **change}).load_state_dict(state)
 
 
 def test_states_stay_small_whatever_the_settings() -> None:

@@ -46,7 +46,7 @@ def length_sampler(column=LENGTHS, **options) -> LengthBatchSampler:
 
 
 def pack_sampler(column=TOKENS, **options) -> PackBatchSampler:
-    return PackBatchSampler(column, **{"max_tokens": 60, "num_processes": 2, **options})
+    return PackBatchSampler(column, **{"max_tokens": 60, "strip_length": 1, "num_processes": 2, **options})
 
 
 WEIGHTS = np.where(np.arange(90) % 2, 0.5, 2.0)
@@ -286,7 +286,7 @@ def test_equal_epochs_are_those_of_a_sampler_cut_anew(make, num_processes: int) 
 
 
 def test_equal_epochs_refuse_what_cannot_be_cut() -> None:
-    for sampler in (bucket_sampler(evaluation=True), PackBatchSampler(lambda epoch: TOKENS, max_tokens=60)):
+    for sampler in (bucket_sampler(evaluation=True), PackBatchSampler(lambda epoch: TOKENS, max_tokens=64)):
         with pytest.raises(PlanError, match="cannot cut"):
             EqualEpochs(sampler)
 

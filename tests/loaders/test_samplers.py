@@ -34,7 +34,7 @@ def bucket_sampler(**options) -> BucketBatchSampler:
 
 
 def pack_sampler(**options) -> PackBatchSampler:
-    return PackBatchSampler(TOKENS, **{"max_tokens": 150, **options})
+    return PackBatchSampler(TOKENS, **{"max_tokens": 150, "strip_length": 1, **options})
 
 
 MAKERS = {"bucket": bucket_sampler, "pack": pack_sampler}
@@ -211,7 +211,9 @@ def test_the_sampler_itself_refuses_a_loader_that_would_lose_rows() -> None:
 
 @pytest.mark.parametrize("make", [
     lambda rows: BucketBatchSampler(rows["ids"], table=TABLE, batch_size=4, weights=rows["weights"], num_processes=1),
-    lambda rows: PackBatchSampler(rows["tokens"], max_tokens=150, text_tokens=rows["text"], num_processes=1),
+    lambda rows: PackBatchSampler(
+        rows["tokens"], max_tokens=150, strip_length=1, text_tokens=rows["text"], num_processes=1
+    ),
     lambda rows: LengthBatchSampler(rows["tokens"], batch_size=4, num_processes=1),
 ], ids=["bucket", "pack", "length"])  # fmt: skip
 def test_samplers_read_columns_of_a_data_set_as_a_whole(make, columns_read_whole) -> None:

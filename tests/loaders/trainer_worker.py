@@ -42,7 +42,12 @@ class PlannedTrainer(Trainer):
 
 def packs() -> PackBatchSampler:
     return PackBatchSampler(
-        10 + 7 * np.arange(len(IDS)) % 50, max_tokens=70, strategy="sequential", seed=7, num_processes=2
+        10 + 7 * np.arange(len(IDS)) % 50,
+        max_tokens=70,
+        strip_length=1,
+        strategy="sequential",
+        seed=7,
+        num_processes=2,
     )
 
 

@@ -141,7 +141,7 @@ def test_the_sampler_counts_the_tokens_that_the_collator_makes(tmp_path: Path) -
     rows = [{**row, "index": index} for index in range(40)]
     resize = RandomResize(spec=SPEC, seed=1)
     columns = {name: [row[name] for row in rows] for name in ("num_frames", "height", "width", "index")}
-    sampler = PackBatchSampler(resize.token_counter(**columns), max_tokens=200, num_processes=1)
+    sampler = PackBatchSampler(resize.token_counter(**columns), max_tokens=200, strip_length=1, num_processes=1)
     collator = PackCollator(SPEC, resize=resize, seed=0)
     for epoch in (0, 1):
         sampler.set_epoch(epoch)

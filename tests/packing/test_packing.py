@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bucketing import PackingError
+from hf_bucketing import PackBatchSampler, PackingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward
+from hf_bucketing.plans import PackPlanConfig
+from hf_bucketing.report import ReportConfig
+from hf_bucketing.streaming import PackGrouping
+from hf_bucketing.training.config import BatchConfig
 from tests.models.cases import (
     SIZES,
     Samples,
@@ -89,3 +93,17 @@ def test_the_order_of_the_samples_does_not_matter() -> None:
     one, other = (samples.pack(packing) for samples in (Samples(), Samples(order=order)))
     outputs, shuffled = (batch.unpack(packed_forward(model, batch)) for batch in (one, other))
     assert largest_difference([outputs[sample] for sample in order], shuffled) <= 1e-5
+
+
+def test_packs_planned_by_default_hold_max_tokens_in_the_strips_of_a_default_packing() -> None:
+    packing, tokens = enable_packing(make_model()), [4] * 10
+    sampler = PackBatchSampler(tokens, max_tokens=128, num_processes=1)
+    for pack in sampler.plan().batches():
+        count = len(pack)
+        latents = [torch.zeros(4, 1, 4, 4)] * count
+        batch = packing.pack(latents, timesteps=torch.zeros(count), text=[torch.zeros(1, 16)] * count)
+        assert batch.layout.lengths == (4,) * count
+        assert batch.layout.num_tokens <= 128
+    assert PackGrouping(max_tokens=128).measures([{"num_tokens": 4}]) == [64], "the same in packs of a stream"
+    for config in (PackPlanConfig(max_tokens=128), ReportConfig(), BatchConfig()):
+        assert config.strip_length == packing.strip_length

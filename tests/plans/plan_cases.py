@@ -28,7 +28,7 @@ def bucket_plan(weights: object = None, **config: object) -> Callable[..., Epoch
 
 
 def pack_plan(weights: object = None, **config: object) -> Callable[..., EpochPlan]:
-    settings = PackPlanConfig(**{"max_tokens": 12, "seed": 1, **config})
+    settings = PackPlanConfig(**{"max_tokens": 12, "strip_length": 1, "seed": 1, **config})
     return lambda **options: plan_packs(COLUMN + 1, settings, **{"epoch": 2, "weights": weights, **options})
 
 

@@ -87,15 +87,17 @@ def test_a_batch_size_per_bucket_is_kept() -> None:
 
 def test_first_fit_fills_packs_better_than_taking_samples_in_order() -> None:
     tokens = np.random.default_rng(0).integers(50, 2000, 4000)
-    plan = plan_packs(tokens, PackPlanConfig(max_tokens=8192), epoch=0, num_processes=1)
-    one_open = plan_packs(tokens, PackPlanConfig(max_tokens=8192, open_packs=1), epoch=0, num_processes=1)
+    plan = plan_packs(tokens, PackPlanConfig(max_tokens=8192, strip_length=1), epoch=0, num_processes=1)
+    one_open = plan_packs(
+        tokens, PackPlanConfig(max_tokens=8192, strip_length=1, open_packs=1), epoch=0, num_processes=1
+    )
     fill, in_order = (tokens.sum() / (p.num_batches * 8192) for p in (plan, one_open))
     assert fill > 0.98
     assert in_order < fill - 0.05
 
 
 def test_a_row_above_the_capacity_is_named() -> None:
-    with pytest.raises(PlanError, match=r"Row 1 takes 104 tokens and exceeds `max_tokens=100` \(1 rows do\)"):
+    with pytest.raises(PlanError, match=r"Row 1 takes 104 tokens, in strips of 8, and exceeds `max_tokens=100`"):
         plan_packs([50, 99, 60], PackPlanConfig(max_tokens=100, strip_length=8), epoch=0, num_processes=1)
 
 
@@ -104,7 +106,10 @@ MAKERS = {
         np.arange(200) % 7, BucketPlanConfig(batch_size=3, seed=seed), epoch=epoch, num_processes=n
     ),
     "packs": lambda seed, epoch, n: plan_packs(
-        1 + np.arange(200) % 37, PackPlanConfig(max_tokens=100, seed=seed), epoch=epoch, num_processes=n
+        1 + np.arange(200) % 37,
+        PackPlanConfig(max_tokens=100, strip_length=1, seed=seed),
+        epoch=epoch,
+        num_processes=n,
     ),
 }
 
@@ -159,7 +164,7 @@ def epoch_plan(stop: int, *, num_processes: int):
     (lambda: buckets([0], num_processes=2), "do not fill one step"),
     (lambda: buckets([0], batch_size=0), "at least 1"),
     (lambda: buckets([0], remainder="cut"), '`remainder` must be one of "short", "drop"'),
-    (lambda: plan_packs([0, 5], PackPlanConfig(max_tokens=9), epoch=0, num_processes=2), "1 of 2 rows have tokens"),
+    (lambda: plan_packs([0, 5], PackPlanConfig(max_tokens=64), epoch=0, num_processes=2), "1 of 2 rows have tokens"),
     (lambda: PackPlanConfig(max_tokens=0), "`max_tokens` must be at least 1"),
     (lambda: PackPlanConfig(max_tokens=9, strategy="magic"), "first_fit"),
     (lambda: epoch_plan(3, num_processes=2), "evenly"),

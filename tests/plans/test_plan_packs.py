@@ -21,7 +21,13 @@ strategies = st.sampled_from(["sequential", "first_fit", "best_fit_decreasing"])
 
 
 def plan_of(tokens, *, num_processes: int = 1, text_tokens=0, **config) -> EpochPlan:
-    return plan_packs(tokens, PackPlanConfig(**config), epoch=0, num_processes=num_processes, text_tokens=text_tokens)
+    return plan_packs(
+        tokens,
+        PackPlanConfig(**{"strip_length": 1, **config}),
+        epoch=0,
+        num_processes=num_processes,
+        text_tokens=text_tokens,
+    )
 
 
 def fill(plan: EpochPlan, tokens, capacity: int) -> float:
@@ -74,7 +80,9 @@ def test_packs_are_numbered_without_gaps_nearly_in_the_order_of_their_samples() 
     names = ("sequential", "first_fit", "best_fit_decreasing")
     moved = {}
     for name in names:
-        packs = packs_of(MIX, np.zeros(len(MIX)), PackPlanConfig(max_tokens=1000, strategy=name, window=512))
+        packs = packs_of(
+            MIX, np.zeros(len(MIX)), PackPlanConfig(max_tokens=1000, strip_length=1, strategy=name, window=512)
+        )
         assert set(packs.tolist()) == set(range(packs.max() + 1))
         moved[name] = np.abs(packs - np.maximum.accumulate(packs)).max() / packs.max()
     assert moved["sequential"] == 0
@@ -142,6 +150,8 @@ def test_samples_above_a_limit_get_a_pack_of_their_own_or_are_counted() -> None:
         plan_of(tokens, max_tokens=90, max_cost=80, cost_model=COST)
     with pytest.raises(PlanError, match="Row 1 takes 52 tokens"):
         plan_of(tokens, max_tokens=41, text_tokens=[1, 12, 0, 99, 0, 0])
+    with pytest.raises(PlanError, match=r"Row 1 takes 64 tokens, in strips of 32, and exceeds `max_tokens=60`"):
+        plan_of(tokens, max_tokens=60, strip_length=32)
     own = plan_of(tokens, max_tokens=30, oversize="own_batch")
     assert {frozenset(pack.tolist()) for pack in own.batches()} == {
         frozenset({0, 2, 4}),

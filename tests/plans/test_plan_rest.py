@@ -198,8 +198,8 @@ SPREAD = {
     "lengths random": partial(plan_lengths, config=LengthPlanConfig(batch_size=8, strategy="random")),
     "lengths sorted": partial(plan_lengths, config=LengthPlanConfig(batch_size=8, strategy="sorted")),
     "lengths sorted, of many tokens": partial(plan_lengths, config=LengthPlanConfig(max_tokens=30, strategy="sorted")),
-    "packs": partial(plan_packs, config=PackPlanConfig(max_tokens=16)),
-    "packs in order": partial(plan_packs, config=PackPlanConfig(max_tokens=16, strategy="sequential")),
+    "packs": partial(plan_packs, config=PackPlanConfig(max_tokens=16, strip_length=1)),
+    "packs in order": partial(plan_packs, config=PackPlanConfig(max_tokens=16, strip_length=1, strategy="sequential")),
 }
 
 

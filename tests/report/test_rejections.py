@@ -74,7 +74,7 @@ def test_a_sampler_says_once_how_many_rows_were_rejected_and_why(kind, given, ma
     if kind == "bucket":
         sampler = BucketBatchSampler(column, table=TABLE, batch_size=1, **options)
     else:
-        sampler = PackBatchSampler(column, max_tokens=100, **options)
+        sampler = PackBatchSampler(column, max_tokens=100, strip_length=1, **options)
     assert len(list(sampler)) <= sampler.plan(1).kept == 2
     assert sampler.plan().summary()["dropped"]["rejected"] == 5
     (record,) = caplog.records

@@ -86,7 +86,7 @@ def test_padding_computes_the_largest_frames_height_and_width_of_a_batch() -> No
 
 def test_packing_computes_whole_strips_up_to_max_tokens() -> None:
     samples = [(1, 32, 64), (1, 32, 64), (1, 64, 32), (1, 64, 32), (5, 32, 32)]
-    config = {"batch_size": 5, "num_processes": 1}
+    config = {"batch_size": 5, "num_processes": 1, "max_area": "none"}
     packing = strategies(samples, strip_length=16, max_tokens=50, **config)["packing"]
     assert (packing.num_steps, packing.real_tokens, packing.computed_tokens) == (2, 40, 80)
     assert packing.epoch_cost == 5 * (24 * 16 + 4 * 16**2)
@@ -151,9 +151,29 @@ def test_own_sizes_lose_the_rounding_alone() -> None:
     assert result["bucketing"].kept == 0
 
 
+def test_all_ways_train_at_about_the_same_size_by_default() -> None:
+    """Clips of 9 frames have the smaller buckets here, so padding and packing shrink them more than images."""
+    table = BucketTable(sizes=(Size(1, 256, 256), Size(1, 64, 64), Size(9, 64, 64)))
+    sizes = [(1, 1024, 1024), (12, 1024, 1024), (20, 64, 32)]
+    found = strategies(sizes[:2], table, num_processes=1, batch_size=1)
+    assert {name: one.real_tokens for name, one in found.items()} == dict.fromkeys(found, 16 * 16 + 3 * 4 * 4)
+    assert strategies(sizes[2:], table, num_processes=1)["packing"].real_tokens == 5 * 4 * 2, "none is enlarged"
+    free = strategies(sizes[:2], table, num_processes=1, max_area="none")["packing"]
+    assert free.real_tokens == 64 * 64 * 4
+    columns = SizeColumns(*zip(*sizes, strict=True))
+    for limit, said in {
+        "table": "at up to 4,096 to 65,536 pixels per frame (those of the largest bucket of as many frames)",
+        "none": "at their own sizes",
+        1000: "at up to 1,000 pixels per frame",
+    }.items():
+        config = ReportConfig(num_processes=1, max_area=limit)
+        text = " ".join(format_report(make_report(columns, table, spec=SPEC, config=config)).split())
+        assert f"take samples {said}, bucketing" in text
+
+
 def test_max_area_shrinks_what_padding_and_packing_take() -> None:
     sizes = [(1, 1000, 4000), (1, 300, 300)]
-    free, bound = (strategies(sizes, num_processes=1, max_area=area)["packing"] for area in (None, 1_000_000))
+    free, bound = (strategies(sizes, num_processes=1, max_area=area)["packing"] for area in ("none", 1_000_000))
     assert free.real_tokens == 63 * 250 + 19 * 19
     assert bound.real_tokens == 32 * 125 + 19 * 19, "500 × 2000 pixels, rounded up to whole tokens"
     assert bound.cropped_area < 0.06
@@ -241,6 +261,8 @@ def test_every_setting_changes_the_report(change) -> None:
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: ReportConfig(batch_size=0), "`batch_size` must be at least 1, got 0"),
     (lambda: ReportConfig(max_tokens=0), "`max_tokens` must be at least 1"),
+    (lambda: ReportConfig(max_area=0), "`max_area` must be a number of pixels of at least 1"),
+    (lambda: ReportConfig(max_area="own"), "got 'own'"),
     (lambda: ReportConfig(text_tokens=-1), "`text_tokens` must be at least 0"),
     (lambda: ReportConfig(seed=-1), "`seed` must not be negative"),
     (lambda: make_report(SizeColumns([], [], []), TABLE, spec=SPEC), "empty"),

@@ -27,7 +27,7 @@ TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 ROWS, SHARDS = 90, 6
 BUCKET = BucketGrouping(table=TABLE, batch_size=4)
-PACK = PackGrouping(max_tokens=120, spec=SPEC, open_packs=3)
+PACK = PackGrouping(max_tokens=120, strip_length=1, spec=SPEC, open_packs=3)
 groupings = pytest.mark.parametrize("grouping", [BUCKET, PACK], ids=["bucket", "pack"])
 
 
@@ -130,7 +130,7 @@ def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options)
     settings = {"max_tokens": 100, "open_packs": 4, **options}
     sizes = np.random.default_rng(0).integers(1, 100, 400)
     rows = Dataset.from_dict({"index": range(400), "bucket_id": [0] * 400, "num_tokens": sizes})
-    grouping = PackGrouping(**settings)
+    grouping = PackGrouping(**{"strip_length": 1, **settings})
     batches = list(loader(grouping, dataset=rows.to_iterable_dataset()))
     config = PackPlanConfig(max_tokens=100, strip_length=grouping.strip_length, open_packs=settings["open_packs"],
                             max_samples=grouping.max_samples)  # fmt: skip
@@ -142,7 +142,9 @@ def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options)
 
 def test_a_row_that_closes_two_packs_can_be_resumed_between_them() -> None:
     rows = Dataset.from_dict({"index": range(6), "bucket_id": [0] * 6, "num_tokens": [60, 50, 100, 100, 40, 45]})
-    fresh = partial(loader, PackGrouping(max_tokens=100, open_packs=2), dataset=rows.to_iterable_dataset())
+    fresh = partial(
+        loader, PackGrouping(max_tokens=100, strip_length=1, open_packs=2), dataset=rows.to_iterable_dataset()
+    )
     states, wanted, whole = [], [], fresh()
     for batch in whole:
         wanted.append(batch["index"])
@@ -170,7 +172,9 @@ def heavy_rows(index: list[int], read: list[int]):
         yield {"index": number, "bucket_id": number % 3, "media": media, "num_tokens": 1}
 
 
-@pytest.mark.parametrize("grouping", [BucketGrouping(table=TABLE, batch_size=1000), PackGrouping(max_tokens=1000)])
+@pytest.mark.parametrize(
+    "grouping", [BucketGrouping(table=TABLE, batch_size=1000), PackGrouping(max_tokens=1000, strip_length=1)]
+)
 def test_waiting_rows_and_those_read_ahead_keep_to_a_number_of_bytes(grouping) -> None:
     read: list[int] = []
     rows = IterableDataset.from_generator(partial(heavy_rows, list(range(60)), read))
@@ -319,7 +323,7 @@ def test_what_cannot_work_is_an_error() -> None:
     with pytest.raises(PlanError, match="process 1 of 2"):
         resume(accelerator, batcher(num_processes=2, process_index=1).make_loader())
     with pytest.raises(PlanError, match="takes 48 tokens and exceeds max_tokens=40"):
-        list(loader(PackGrouping(max_tokens=40, spec=SPEC)))
+        list(loader(PackGrouping(max_tokens=40, strip_length=1, spec=SPEC)))
     with pytest.raises(PlanError, match="no size of 1 or more for bucket 2"):
         list(loader(BucketGrouping(table=TABLE, batch_size={0: 1, 1: 1})))
     for wrong in ({}, {"batch_size": 1, "max_tokens": 9}, {"max_tokens": 9}):
