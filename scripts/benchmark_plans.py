@@ -7,6 +7,7 @@ the pipeline on the hub whose name stands in the command.
 """
 
 import argparse
+import json
 import shlex
 import tempfile
 from collections.abc import Iterator
@@ -41,9 +42,6 @@ MODELS = {
     "ltx_13b": Model("Lightricks/LTX-Video-0.9.7-dev", "ltx-13b", "121 512 704"),
     "ltx_2": Model("Lightricks/LTX-2", "ltx-2", "121 512 768"),
     "hunyuan_video": Model("hunyuanvideo-community/HunyuanVideo", "hunyuan-video", "129 544 960"),
-    "hunyuan_video_1_5": Model(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5", "121 480 848", False
-    ),
     "qwen_image": Model("Qwen/Qwen-Image", "qwen-image", "1 1328 1328"),
 }
 """Models of the pages under docs/models/, at sizes that they were made for."""
@@ -85,7 +83,7 @@ def summary_of(title: str, rows: list[MemoryOption], gpu_memory: int) -> dict[st
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="Models to plan.")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="Models to plan; the file keeps the others.")
     parser.add_argument("--output", type=Path, help="JSON file for the figures.")
     parser.add_argument("--figures", type=Path, help="Folder to draw the plans of Wan 2.1 14B into.")
     return parser
@@ -110,8 +108,10 @@ def plans_of(name: str, figures: Path | None) -> Iterator[tuple[str, object]]:
 
 
 def main(args: argparse.Namespace) -> None:
-    figures = {name: dict(plans_of(name, args.figures)) for name in args.models}
-    write_figures(figures, args.output)
+    known = json.loads(args.output.read_text()) if args.output and args.output.is_file() else {}
+    for name in args.models:
+        known[name] = dict(plans_of(name, args.figures))
+        write_figures({name: known[name] for name in MODELS if name in known}, args.output)
 
 
 if __name__ == "__main__":
