@@ -76,7 +76,7 @@ def look_at(frames: npt.NDArray[np.uint8]) -> Seen:
 
 def _overlap(mask: npt.NDArray[np.bool_], shape: str) -> float:
     """Return the intersection over union of a mask and a shape at its centre that covers as many pixels."""
-    rows, columns = np.indices(mask.shape).astype(np.float32)
+    rows, columns = (np.asarray(index, np.float32) for index in np.indices(mask.shape))
     y, x = (float(index[mask].mean()) for index in (rows, columns))
     dy, dx = np.abs(rows - y), np.abs(columns - x)
     candidates = (SHAPES[shape](dy, dx, radius) for radius in np.arange(1.0, max(mask.shape)))
