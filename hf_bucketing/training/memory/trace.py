@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from multiprocessing import get_context
 from typing import Any, Literal, TypeAlias
 
@@ -49,8 +49,8 @@ LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
 PLACED_LAYERS = ("vace_layers",)
 """Settings that list the blocks which have a further block beside them."""
 
-_FIRST, _FIRST_SHARDED = 2, 3
-"""Blocks from which on each further one adds the same; with FSDP, which gathers the next block early, one more."""
+_FIRST, _FIRST_SHARDED = 2, 4
+"""Blocks from which on each further one adds the same; FSDP gathers blocks early and frees them late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +140,10 @@ def trace(step: TracedStep) -> Traced:
         if count > few[name]:
             more = _traced(step, tuple({**few, name: few[name] + 1}.items()))
             whole = whole.plus(more.plus(base, -1), count - few[name])
+    if any(size < 0 for kinds in whole.peaks.values() for size in astuple(kinds)):
+        raise BucketingError(
+            f"The memory of a {step.transformer.class_name} cannot be extrapolated from {few}: blocks do not add up."
+        )
     return whole
 
 
