@@ -26,12 +26,11 @@ from hf_bucketing.training.memory.options import MemoryOption, option_rows, plan
 
 
 class Model(NamedTuple):
-    """A published pipeline: its name, that of its configurations here, the size of the samples, whether LoRA loads."""
+    """A published pipeline: its name, that of its configurations here, and the size of the samples."""
 
     hub: str
     configs: str
     sample_size: str
-    adapters: bool = True
 
 
 MODELS = {
@@ -83,7 +82,10 @@ def summary_of(title: str, rows: list[MemoryOption], gpu_memory: int) -> dict[st
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="Models to plan; the file keeps the others.")
+    models = list(MODELS)
+    parser.add_argument(
+        "--models", nargs="+", choices=models, default=models, help="Models to plan; the file keeps the others."
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the figures.")
     parser.add_argument("--figures", type=Path, help="Folder to draw the plans of Wan 2.1 14B into.")
     return parser
@@ -92,8 +94,6 @@ def make_parser() -> FlagParser:
 def plans_of(name: str, figures: Path | None) -> Iterator[tuple[str, object]]:
     model, summaries = MODELS[name], []
     for setup, (title, gpu_memory, flags) in SETUPS.items():
-        if "--lora_rank" in flags and not model.adapters:
-            continue
         command = command_of(model, gpu_memory, flags)
         rows = planned(model, command)
         table = option_rows(rows, gpu_memory=gpu_memory)
