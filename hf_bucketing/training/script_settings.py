@@ -29,7 +29,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         "cache_latents": {*cache, pipeline, "dataset_dir", "cache_dir", "output_dir", "mixed_precision", "vae_tiling"}
         | {"max_sequence_length"},
         "train_text_to_video": {*names_of(TrainingConfig)},
-        "plan_memory": {*names_of(PlanConfig), pipeline, "gpu_memory", "figure"},
+        "plan_memory": {*names_of(PlanConfig), pipeline, "gpu_memory", "figure", "json"},
         "report_buckets": {*report, "dataset", "table", "buckets", "novelai", "bucket_frames", "json", "figures"}
         | {"html", pipeline},
         "report_training": {"runs", "figure", "html", "by_bucket", "min_fall"},
