@@ -83,7 +83,13 @@ def summary_of(title: str, rows: list[MemoryOption], gpu_memory: int) -> dict[st
 
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="Models to plan; the file keeps the others.")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(MODELS),
+        default=list(MODELS),
+        help="Models to plan; the file keeps the others.",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the figures.")
     parser.add_argument("--figures", type=Path, help="Folder to draw the plans of Wan 2.1 14B into.")
     return parser
