@@ -7,8 +7,8 @@ TWO := --numprocesses 2 --dist worksteal
 LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
 	--mixed_precision no --dynamo_backend no
 TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_path $(DEMO)/tiny-wan \
-	--dataset_dir $(DEMO)/prepared --learning_rate 1e-3 --lr_scheduler cosine --lr_warmup_steps 10 \
-	--num_train_epochs 30 --max_sequence_length 32 --caption_dropout 0.1 --dataloader_num_workers 1
+	--dataset_dir $(DEMO)/prepared --learning_rate 5e-4 --lr_scheduler cosine --lr_warmup_steps 10 \
+	--num_train_epochs 20 --max_sequence_length 32 --caption_dropout 0.1 --dataloader_num_workers 1
 
 .PHONY: demo test test-slow docs docs-serve notebooks quality style clean
 
@@ -23,7 +23,10 @@ demo: $(VENV)/installed
 	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --max_tokens 1000 --strip_length 16
 	$(BIN)/python scripts/show_demo.py --before $(DEMO)/tiny-wan --after $(DEMO)/bucket $(DEMO)/pack \
 		--figure $(DEMO)/before_after.png
-	$(BIN)/python scripts/report_training.py $(DEMO)/bucket $(DEMO)/pack --figure $(DEMO)/loss.png
+	$(BIN)/python scripts/report_buckets.py $(DEMO)/prepared --batch_size 3 --num_processes 2 --max_tokens 1000 \
+		--strip_length 16 --html $(DEMO)/report.html
+	$(BIN)/python scripts/report_training.py $(DEMO)/bucket $(DEMO)/pack --min_fall 0.1 --figure $(DEMO)/loss.png \
+		--html $(DEMO)/run.html
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest $(TWO) -m "not slow"

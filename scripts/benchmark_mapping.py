@@ -116,7 +116,7 @@ def write_clips(folder: Path, count: int) -> list[Path]:
     for path in paths:
         height, width = (rng.integers(6, 20, 2) * 8).tolist()
         clip = Clip(int(rng.integers(5, 34)), height, width, int(rng.choice([8, 16, 24, 30])))
-        frames = render(clip, shape="circle", color="red", direction="left", offset=float(rng.random()))
+        frames = render(clip, shape="circle", color="red", direction="left")
         write_video(path, frames, fps=clip.fps)
     return paths
 

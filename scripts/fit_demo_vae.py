@@ -76,7 +76,9 @@ def principal_components(blocks: np.ndarray) -> dict[str, torch.Tensor]:
     mean = blocks.mean(0)
     variances, directions = np.linalg.eigh(np.cov((blocks - mean).T))
     deviations, kept = variances[::-1][:CHANNELS] ** 0.5, directions.T[::-1][:CHANNELS]
-    fit = {"mean": mean, "components": kept / deviations[:, None], "blocks": kept * deviations[:, None]}
+    # Large components stay larger, by the root of their deviation: they emerge first from the noise, and weigh more.
+    scales = (deviations * deviations.mean())[:, None] ** 0.5
+    fit = {"mean": mean, "components": kept / scales, "blocks": kept * scales}
     return {name: torch.from_numpy(np.ascontiguousarray(values)).float() for name, values in fit.items()}
 
 

@@ -33,7 +33,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--after", required=True, type=Path, nargs="+", help="Fine-tuned pipelines, one per run.")
     parser.add_argument("--figure", required=True, type=Path, help="PNG file to draw; clips are written beside it.")
     parser.add_argument("--num_inference_steps", type=int, default=20, help="Scheduler steps.")
-    parser.add_argument("--guidance_scale", type=float, default=1.5, help="Scale of classifier-free guidance.")
+    parser.add_argument("--guidance_scale", type=float, default=2.0, help="Scale of classifier-free guidance.")
     parser.add_argument("--max_sequence_length", type=int, default=32, help="Text tokens, as in training.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the noise, the same for all pipelines.")
     parser.add_argument("--min_recognised", type=int, default=0, help="Clips after training that must agree.")
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
 def drawn(prompt: str, clip: Clip) -> np.ndarray:
     """Return the frames of the data set's clip for a prompt, `(frames, height, width, 3)`."""
     _, color, shape, _, direction, *_ = prompt.split()
-    return np.stack(list(render(clip, shape=shape, color=color, direction=direction, offset=0.5)))
+    return np.stack(list(render(clip, shape=shape, color=color, direction=direction)))
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def draw(rows: dict[str, list[np.ndarray]], path: Path) -> None:
             axis.spines[:].set_visible(False)
             axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=12)
     with complete_file(path) as partial:
-        FigureCanvasAgg(figure).print_figure(str(partial), dpi=100, format="png")
+        FigureCanvasAgg(figure).print_figure(str(partial), dpi=100, format="png", bbox_inches="tight")
 
 
 if __name__ == "__main__":

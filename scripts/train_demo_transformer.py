@@ -1,4 +1,4 @@
-"""Train the transformer and the text encoder of the demo's pipeline on square clips before bright backgrounds.
+"""Train the transformer and the text encoder of the demo's pipeline on clips before bright backgrounds.
 
 python scripts/train_demo_transformer.py --output scripts/benchmark_results/demo_transformer.json
 """
@@ -19,12 +19,18 @@ from hf_bucketing.files import complete_file
 from hf_bucketing.testing.demo import TRANSFORMER_FILE, VAE_FILE, fitted_vae, text_encoder, tokenizer, transformer
 from hf_bucketing.testing.media import COLORS, DIRECTIONS, SHAPES, Clip, render
 
-CLIP, IMAGE = Clip(5, 64, 64), Clip(1, 64, 64)
-BRIGHTNESS = (100.0, 180.0)
-"""Grey levels of the backgrounds, which in the demo's data are about 30."""
+CLIPS = (
+    *(Clip(5, height, width) for height, width in ((64, 64), (64, 112), (112, 64), (80, 128), (128, 80), (96, 96))),
+    *(Clip(9, height, width) for height, width in ((64, 64), (64, 112), (112, 64), (64, 128), (128, 64), (80, 80))),
+    *(Clip(1, height, width) for height, width in ((112, 112), (96, 160), (160, 96))),
+)
+TOKENS = 700
+"""Tokens per step, as many clips of one size as they hold."""
+BRIGHTNESS = (100.0, 120.0)
+"""Lowest levels of the backgrounds, which in the demo's data are 10."""
 TEXT_LENGTHS = (32, 226)
 """Lengths to which texts are padded: short in most steps, and that of the pipeline's default in every sixteenth."""
-SHIFT = 2.0
+SHIFT = 3.0
 """Shift of the noise levels, that of the pipeline's scheduler."""
 
 
@@ -33,7 +39,6 @@ def make_parser() -> FlagParser:
     parser.add_argument("--weights", type=Path, default=TRANSFORMER_FILE, help="File of weights to write.")
     parser.add_argument("--output", type=Path, help="JSON file for the figures.")
     parser.add_argument("--steps", type=int, default=6000, help="Steps of the optimizer.")
-    parser.add_argument("--batch_size", type=int, default=8, help="Clips per step.")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="Highest learning rate.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of weights, clips and noise.")
     return parser
@@ -44,14 +49,15 @@ def main(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     encoder, model, tokenize = text_encoder().train(), transformer(), tokenizer()
-    sets = [encoded(clip, repeats, rng) for clip, repeats in ((CLIP, 6), (IMAGE, 2))]
+    sets = [encoded(clip, repeats=1 if clip.frames == 1 else 3, rng=rng) for clip in CLIPS]
     trained = [*model.parameters(), *encoder.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.05)
     began, losses = time.process_time(), []
     for step in range(1, args.steps + 1):
-        latents, captions = sets[int(rng.random() < 0.15)]
-        rows = rng.integers(len(latents), size=args.batch_size)
+        latents, captions = sets[rng.integers(len(sets))]
+        tokens = latents[0, 0].numel() // 4
+        rows = rng.integers(len(latents), size=max(TOKENS // tokens, 2))
         texts = ["" if rng.random() < 0.1 else captions[row] for row in rows]
         embeddings = embed(encoder, tokenize, texts, length=TEXT_LENGTHS[step % 16 == 0])
         loss = loss_of(model, latents[rows], embeddings)
@@ -69,12 +75,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def encoded(clip: Clip, repeats: int, rng: np.random.Generator) -> tuple[torch.Tensor, list[str]]:
+def encoded(clip: Clip, *, repeats: int, rng: np.random.Generator) -> tuple[torch.Tensor, list[str]]:
     """Return latents and captions of every shape, colour and direction, `repeats` times with other backgrounds."""
     vae, latents, captions = fitted_vae(load_file(VAE_FILE)), [], []
     for shape, color, direction in list(itertools.product(SHAPES, COLORS, DIRECTIONS)) * repeats:
         shown = {"shape": shape, "color": color, "direction": direction}
-        frames = np.stack(list(render(clip, **shown, offset=rng.random(), brightness=rng.uniform(*BRIGHTNESS))))
+        frames = np.stack(list(render(clip, **shown, brightness=rng.uniform(*BRIGHTNESS))))
         pixels = torch.from_numpy(frames)[None].permute(0, 4, 1, 2, 3).float() / 127.5 - 1
         latents.append(vae.encode(pixels).latent_dist.mode())
         subject = f"a {color} {shape}" + (f" moving {direction}" if clip.frames > 1 else "")

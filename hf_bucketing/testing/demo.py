@@ -39,9 +39,9 @@ _LARGE = 200.0
 def make_demo_pipeline(folder: str | os.PathLike[str]) -> None:
     """Save the pipeline that `make demo` fine-tunes, a [`WanPipeline`][diffusers.WanPipeline] of a million weights.
 
-    Its VAE, transformer and text encoder were trained on generated clips, the latter two on square ones of nine
-    frames before bright backgrounds, with captions such as "a red square moving right on a bright background". The
-    folder appears under its name only when it is complete, and replaces an earlier one.
+    Its VAE was fitted to generated clips. Its transformer and text encoder were trained on such clips before bright
+    backgrounds alone, with captions such as "a red square moving right on a bright background". The folder appears
+    under its name only when it is complete, and replaces an earlier one.
 
     Args:
         folder (path): Folder to write.
@@ -55,7 +55,7 @@ def make_demo_pipeline(folder: str | os.PathLike[str]) -> None:
         text_encoder=_filled(text_encoder(), weights, prefix="text_encoder."),
         transformer=_filled(transformer(), weights, prefix="transformer."),
         vae=fitted_vae(load_file(VAE_FILE)),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=2.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )
     with complete_folder(folder, marker="model_index.json") as partial:
         pipeline.save_pretrained(str(partial))
@@ -86,17 +86,17 @@ def text_encoder() -> UMT5EncoderModel:
 
 
 def transformer() -> WanTransformer3DModel:
-    """Return a transformer of four blocks with random weights."""
+    """Return a transformer of three blocks with random weights."""
     return WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=4,
-        attention_head_dim=22,
+        attention_head_dim=32,
         in_channels=CHANNELS,
         out_channels=CHANNELS,
         text_dim=_TEXT_DIM,
         freq_dim=64,
-        ffn_dim=160,
-        num_layers=4,
+        ffn_dim=192,
+        num_layers=3,
         cross_attn_norm=True,
         rope_max_seq_len=256,
     )
@@ -112,8 +112,8 @@ def fitted_vae(fit: Mapping[str, torch.Tensor]) -> AutoencoderKLWan:
 
     Args:
         fit (mapping of `str` to `torch.Tensor`): `mean` of the blocks, of shape `(192,)`, and `components`, of shape
-            `(12, 192)`: the product of one with a block less the mean is a latent of deviation 1. `blocks` of the
-            same shape are what a latent of 1 adds to a decoded block.
+            `(12, 192)`: the product of one with a block less the mean is a latent, and all together have deviation 1.
+            `blocks` of the same shape are what a latent of 1 adds to a decoded block.
     """
     both = 2 * CHANNELS
     vae = AutoencoderKLWan(

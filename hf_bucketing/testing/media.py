@@ -60,24 +60,26 @@ DEMO_CLIPS = (
 
 
 def render(
-    clip: Clip, *, shape: str, color: str, direction: str, offset: float = 0.0, brightness: float = 30.0
+    clip: Clip, *, shape: str, color: str, direction: str, brightness: float = 10.0
 ) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield frames of a coloured shape that crosses a plain background, `(height, width, 3)`, by default a dark one.
+    """Yield frames of a coloured shape that crosses a background, `(height, width, 3)`, by default a dark one.
 
-    The shape goes six tenths of the frame in its direction, whatever the number of frames. The `offset`, from 0 to 1,
-    moves its way along that direction, by up to two tenths; an image shows the middle of the way. The grey level
-    of the background grows from `brightness` at the top by 40 to the bottom.
+    The shape goes six tenths of the frame in its direction, whatever the number of frames; an image shows the middle
+    of the way. The levels of the background grow from `brightness` by 90: of red from left to right, of green by 70
+    from the first frame to the last, of blue from top to bottom. They tell place and time to a small model, whose
+    rotary embeddings tell it only distances.
     """
     rows, columns = np.indices((clip.height, clip.width), dtype=np.float32)
     radius = min(clip.height, clip.width) / 4
-    background = (brightness + 40 * rows / clip.height)[..., None].repeat(3, -1)
     step_y, step_x = DIRECTIONS[direction]
     for frame in range(clip.frames):
         way = frame / (clip.frames - 1) if clip.frames > 1 else 0.5
-        travelled = 0.6 * (way - 0.5) + 0.2 * (offset - 0.5)
+        travelled = 0.6 * (way - 0.5)
         y = clip.height * (0.5 + step_y * travelled)
         x = clip.width * (0.5 + step_x * travelled)
         inside = SHAPES[shape](np.abs(rows - y), np.abs(columns - x), radius)
+        levels = (90 * columns / clip.width, np.full_like(rows, 70 * way), 90 * rows / clip.height)
+        background = brightness + np.stack(levels, axis=-1)
         yield np.where(inside[..., None], np.array(COLORS[color], np.float32), background).astype(np.uint8)
 
 
@@ -113,7 +115,7 @@ def _write_samples(folder: Path, *, num_samples: int, clips: Sequence[Clip], see
     for number in range(num_samples):
         clip = clips[number % len(clips)]
         shape, color, direction = (str(rng.choice(list(names))) for names in (SHAPES, COLORS, DIRECTIONS))
-        frames = render(clip, shape=shape, color=color, direction=direction, offset=float(rng.random()))
+        frames = render(clip, shape=shape, color=color, direction=direction)
         if clip.frames > 1:
             name = f"videos/{number:04d}.mp4"
             write_video(folder / name, frames, fps=clip.fps)

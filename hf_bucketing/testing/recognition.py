@@ -11,8 +11,8 @@ from .media import COLORS, DIRECTIONS, SHAPES
 
 _CONTRAST = 60.0
 """Distance of levels from the background's, from 0 to 441, from which a pixel belongs to a shape."""
-_FEWEST = 0.02
-"""Share of a frame's pixels that a shape covers at least."""
+_FEWEST, _MOST = 0.02, 0.5
+"""Shares of a frame's pixels that a shape covers at least and at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,7 @@ class Seen:
 
 
 def look_at(frames: npt.NDArray[np.uint8]) -> Seen:
-    """Measure colour, shape and direction in a clip of one shape before a plain background.
-
-    The background of a row is the median colour of its ends, over all frames.
+    """Measure colour, shape and direction in a clip of one shape before a background whose levels form a plane.
 
     Args:
         frames (`np.ndarray` of shape `(frames, height, width, 3)`): RGB levels from 0 to 255.
@@ -60,11 +58,9 @@ def look_at(frames: npt.NDArray[np.uint8]) -> Seen:
         than a tenth of the frame, or if the first or the last frame has none.
     """
     levels = frames.astype(np.float32)
-    ends = np.concatenate([levels[:, :, :2], levels[:, :, -2:]], axis=2)
-    background = np.median(ends, axis=(0, 2))[:, None]
-    masks = np.linalg.norm(levels - background, axis=-1) > _CONTRAST
+    masks = np.stack([np.linalg.norm(picture - _background(picture), axis=-1) > _CONTRAST for picture in levels])
     middle = masks[len(masks) // 2]
-    if middle.mean() < _FEWEST:
+    if not _FEWEST <= middle.mean() <= _MOST:
         return Seen()
     color = np.median(levels[len(masks) // 2][middle], axis=0)
     name = min(COLORS, key=lambda known: float(np.linalg.norm(color - np.array(COLORS[known]))))
@@ -72,6 +68,18 @@ def look_at(frames: npt.NDArray[np.uint8]) -> Seen:
     shape = max(overlaps, key=lambda known: overlaps[known])
     direction, distance = _motion(masks)
     return Seen(color=name, shape=shape, overlap=overlaps[shape], direction=direction, distance=distance)
+
+
+def _background(picture: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Fit a plane to the levels of a picture `(height, width, 3)`, but for the pixels farthest from it."""
+    rows, columns = (np.asarray(index, np.float32).ravel() for index in np.indices(picture.shape[:2]))
+    places, levels = np.stack([np.ones_like(rows), rows, columns], axis=1), picture.reshape(-1, 3)
+    kept = np.ones(len(levels), np.bool_)
+    for _ in range(8):
+        plane = places @ np.linalg.lstsq(places[kept], levels[kept], rcond=None)[0]
+        distances = np.linalg.norm(levels - plane, axis=1)
+        kept = distances <= np.quantile(distances, 0.6)
+    return np.asarray(plane.reshape(picture.shape), np.float32)
 
 
 def _overlap(mask: npt.NDArray[np.bool_], shape: str) -> float:

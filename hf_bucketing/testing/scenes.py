@@ -23,7 +23,7 @@ def demo_clip(clip: Clip, rng: np.random.Generator) -> tuple[Frames, str]:
         Frames of shape `(frames, height, width, 3)`, and the caption.
     """
     shape, color, direction = (str(rng.choice(list(names))) for names in (SHAPES, COLORS, DIRECTIONS))
-    frames = render(clip, shape=shape, color=color, direction=direction, offset=float(rng.random()))
+    frames = render(clip, shape=shape, color=color, direction=direction)
     return np.stack(list(frames)), caption_of(clip, shape=shape, color=color, direction=direction)
 
 
