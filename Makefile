@@ -22,7 +22,7 @@ demo: $(VENV)/installed
 	$(TRAIN) --output_dir $(DEMO)/bucket --batching bucket --train_batch_size 3
 	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --max_tokens 1000 --strip_length 16
 	$(BIN)/python scripts/show_demo.py --before $(DEMO)/tiny-wan --after $(DEMO)/bucket $(DEMO)/pack \
-		--figure $(DEMO)/before_after.png
+		--figure $(DEMO)/before_after.png --min_recognised 2
 	$(BIN)/python scripts/report_buckets.py $(DEMO)/prepared --batch_size 3 --num_processes 2 --max_tokens 1000 \
 		--strip_length 16 --html $(DEMO)/report.html
 	$(BIN)/python scripts/report_training.py $(DEMO)/bucket $(DEMO)/pack --min_fall 0.1 --figure $(DEMO)/loss.png \
