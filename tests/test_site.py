@@ -21,7 +21,7 @@ import nbformat
 import pytest
 
 import hf_bucketing
-from tests.browser import browser, look_at  # noqa: F401
+from tests.browser import look_at
 from tests.conftest import ROOT, made_once, run
 
 if TYPE_CHECKING:

@@ -140,7 +140,7 @@ def trace(step: TracedStep) -> Traced:
         if count > few[name]:
             more = _traced(step, tuple({**few, name: few[name] + 1}.items()))
             whole = whole.plus(more.plus(base, -1), count - few[name])
-    if any(size < 0 for kinds in whole.peaks.values() for size in astuple(kinds)):
+    if step.shards > 1 and any(min(astuple(kinds)) < -0.01 * kinds.total for kinds in whole.peaks.values()):
         raise BucketingError(
             f"The memory of a {step.transformer.class_name} cannot be extrapolated from {few}: blocks do not add up."
         )
