@@ -121,7 +121,7 @@ def test_every_link_and_anchor_of_the_site_resolves(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_page_is_whole_in_a_browser(site: Path, address: str, browser: Browser) -> None:  # noqa: F811
+def test_every_page_is_whole_in_a_browser(site: Path, address: str, browser: Browser) -> None:
     context, faults = browser.new_context(), {}  # of one cache: scripts and fonts are loaded once
     for page in pages_of(site):
         errors, requests, images, overflow = look_at(context, address + page)
@@ -133,7 +133,7 @@ def test_every_page_is_whole_in_a_browser(site: Path, address: str, browser: Bro
 
 
 @pytest.fixture
-def page(address: str, browser: Browser) -> Iterator[Page]:  # noqa: F811
+def page(address: str, browser: Browser) -> Iterator[Page]:
     """A page of a browser that may read the clipboard."""
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     yield context.new_page()
