@@ -78,8 +78,8 @@ def render(
         y = clip.height * (0.5 + step_y * travelled)
         x = clip.width * (0.5 + step_x * travelled)
         inside = SHAPES[shape](np.abs(rows - y), np.abs(columns - x), radius)
-        levels = (90 * columns / clip.width, np.full_like(rows, 70 * way), 90 * rows / clip.height)
-        background = brightness + np.stack(levels, axis=-1)
+        levels = np.stack([90 * columns / clip.width, 70 * way + 0 * rows, 90 * rows / clip.height], axis=-1)
+        background = np.asarray(levels, np.float32) + brightness
         yield np.where(inside[..., None], np.array(COLORS[color], np.float32), background).astype(np.uint8)
 
 
