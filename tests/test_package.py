@@ -56,7 +56,7 @@ def test_wheel_and_sdist_hold_every_file_of_the_package(built: Path) -> None:
 
 
 def test_the_version_has_one_place() -> None:
-    """Packaging reads it from the package, without an import, as it is a literal there."""
+    """Packaging reads the version as a literal from the package, without importing it."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     assert config["metadata"]["version"] == "attr: hf_bucketing.__version__"

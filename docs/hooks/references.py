@@ -36,7 +36,7 @@ def link(obj: griffe.Object, match: re.Match[str]) -> str:
 
 
 def resolve(obj: griffe.Object, name: str) -> str:
-    """Return the full path of a dotted name; a full path stays as it is."""
+    """Return the full path of a dotted name, which may be full already."""
     first, _, rest = name.partition(".")
     if first == obj.package.name:
         return name

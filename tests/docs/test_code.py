@@ -1,7 +1,7 @@
 """What README.md and the pages under docs/ show runs as it stands, on small data and models of random weights.
 
 The Python blocks of a page run one after the other, as in a notebook. They begin with the names that pages speak of as
-given (`Given`). The code in tables runs on the same names. Both sides of a diff run: the loop as it was, and as it is.
+given (`Given`). The code in tables runs on the same names. Both sides of a diff run, the old loop and the new one.
 """
 
 from __future__ import annotations
