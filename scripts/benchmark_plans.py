@@ -26,11 +26,12 @@ from hf_bucketing.training.memory.options import MemoryOption, option_rows, plan
 
 
 class Model(NamedTuple):
-    """A published pipeline: its name, that of its configurations here, and the size of the samples."""
+    """A published pipeline: its name, that of its configurations here, a size of samples, whether it loads LoRA."""
 
     hub: str
     configs: str
     sample_size: str
+    has_adapters: bool = True
 
 
 MODELS = {
@@ -41,6 +42,9 @@ MODELS = {
     "ltx_13b": Model("Lightricks/LTX-Video-0.9.7-dev", "ltx-13b", "121 512 704"),
     "ltx_2": Model("Lightricks/LTX-2", "ltx-2", "121 512 768"),
     "hunyuan_video": Model("hunyuanvideo-community/HunyuanVideo", "hunyuan-video", "129 544 960"),
+    "hunyuan_video_15": Model(
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5", "121 480 848", False
+    ),
     "qwen_image": Model("Qwen/Qwen-Image", "qwen-image", "1 1328 1328"),
 }
 """Models of the pages under docs/models/, at sizes that they were made for."""
@@ -94,6 +98,8 @@ def make_parser() -> FlagParser:
 def plans_of(name: str, figures: Path | None) -> Iterator[tuple[str, object]]:
     model, summaries = MODELS[name], []
     for setup, (title, gpu_memory, flags) in SETUPS.items():
+        if "--lora_rank" in flags and not model.has_adapters:
+            continue
         command = command_of(model, gpu_memory, flags)
         rows = planned(model, command)
         table = option_rows(rows, gpu_memory=gpu_memory)

@@ -58,6 +58,7 @@ from .memory.offload import check_offload, offload_blocks
 from .memory.precision import loading_of, parts_called, trained_dtype
 from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
 from .memory.sharding import (
+    block_by_block,
     check_sharding,
     configure_deepspeed,
     fingerprints_of,
@@ -226,6 +227,7 @@ class Trainer:
         with (
             sharded_adapters(transformer, self.accelerator) if adapted else nullcontext(),
             sending_weights(transformer, self.accelerator),
+            block_by_block(transformer, self.accelerator),
         ):
             if isinstance(self.data, StreamedData):
                 prepared = (*self.accelerator.prepare(transformer, optimizer), self.data.loader)

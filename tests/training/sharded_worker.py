@@ -15,6 +15,7 @@ from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, broadcast_object_list
+from torch.distributed.fsdp import FSDPModule
 
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
@@ -62,7 +63,12 @@ def run(kind: type[Trainer], settings: dict, environment: dict[str, str]) -> Non
         PartialState().distributed_type = DistributedType.MULTI_GPU  # which the last case replaced
     GradientState._reset_state()
     trainer = kind(TrainingConfig.from_flat(**settings))
-    about = {"type": trainer.accelerator.distributed_type.value, "shares": shares(trainer)}
+    gathered = [part for part in trainer.transformer.modules() if isinstance(part, FSDPModule)]
+    about = {
+        "type": trainer.accelerator.distributed_type.value,
+        "shares": shares(trainer),
+        "gathered": sorted({type(part).__name__.removeprefix("FSDP") for part in gathered}),
+    }
     try:
         trainer.run()
     except KilledError:

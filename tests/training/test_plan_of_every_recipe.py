@@ -95,6 +95,22 @@ def test_a_longer_text_takes_more_where_the_forward_reads_its_mask(tmp_path: Pat
     assert plans[0].peak.activations < plans[1].peak.activations
 
 
+@pytest.mark.slow
+def test_several_samples_are_planned_where_the_forward_asks_whether_all_images_are_zero(
+    tmp_path: Path,
+) -> None:
+    write_published_configs(tmp_path, "hunyuan-video-1.5")
+    config = PlanConfig(
+        sample_size=[1, 480, 848],
+        cached="all",
+        memory=MemoryConfig(gradient_checkpointing=True),
+        mixed_precision="bf16",
+    )
+    one, three = (plan_memory(str(tmp_path), dataclasses.replace(config, train_batch_size=count)) for count in (1, 3))
+    assert one.phases["optimizer"].weights == pytest.approx(4 * 8.3e9, rel=0.01)
+    assert three.phases["backward"].activations > 2 * one.phases["backward"].activations > 0
+
+
 def test_latent_frames_that_a_recipe_repeats_are_not_encoded(tmp_path: Path, monkeypatch) -> None:
     make_tiny_pipeline(tmp_path, family="cogvideox-1.5")
     components, encoded, trace_call = read_components(str(tmp_path)), [], planner.trace_call

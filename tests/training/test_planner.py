@@ -18,10 +18,10 @@ from hf_bucketing import BucketingError, Size
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training import AdapterConfig, MemoryConfig, OptimizerConfig, PlanConfig, plan_memory
-from hf_bucketing.training.memory import estimate, trace
-from hf_bucketing.training.memory.components import read_components
+from hf_bucketing.training.memory import estimate, planner, trace
+from hf_bucketing.training.memory.components import Components, read_components
 from hf_bucketing.training.memory.options import check_fits, format_options, plan_options
-from hf_bucketing.training.memory.planner import StepShape, largest_tokens, plan_components
+from hf_bucketing.training.memory.planner import MemoryParts, StepShape, largest_tokens, plan_components
 from tests.conftest import ROOT, run_script, run_script_here
 
 PLANS = ROOT / "scripts" / "benchmark_results" / "plans.json"
@@ -142,6 +142,19 @@ def test_the_largest_number_of_tokens_is_the_last_that_fits(configs) -> None:
     assert fits.total <= memory < more.total
     assert largest_tokens(components, CPU, memory=memory, at_most=50) == 50
     assert largest_tokens(components, CPU, memory=MIB) == 0
+
+
+def test_the_largest_number_is_found_where_the_highest_phase_does_not_grow(configs, monkeypatch) -> None:
+    def plan(_: Components, config: PlanConfig) -> planner.MemoryPlan:
+        samples = config.train_batch_size
+        shape = StepShape.of([Size(1, 16, 16)] * samples, tokens=4 * samples)
+        forward = MemoryParts(activations=10 * samples + samples**2 // 10)  # the line through one and two is too low
+        phases = {"forward": forward, "optimizer": MemoryParts(optimizer=100)}
+        return planner.MemoryPlan(phases=phases, shape=shape, blocks=1)
+
+    monkeypatch.setattr(planner, "plan_components", plan)
+    assert largest_tokens(read_components(str(configs["wan"])), CPU, memory=150) == 4 * 13
+    assert largest_tokens(read_components(str(configs["wan"])), CPU, memory=99) == 0
 
 
 def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monkeypatch) -> None:

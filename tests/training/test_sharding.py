@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from hf_bucketing import BucketingError
+from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig, loop
 from hf_bucketing.training.adapters import LORA_WEIGHTS
 from hf_bucketing.training.loop import make_accelerator
@@ -28,7 +29,7 @@ from hf_bucketing.training.memory import sharding
 from hf_bucketing.training.memory.shards import AVERAGES
 from hf_bucketing.training.memory.trust import refuse_code_in_shards
 from hf_bucketing.training.review import held_out_losses, losses_of
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, run_script_here
 from tests.test_trust import Bomb
 from tests.training.test_precision import unreadable
 
@@ -199,6 +200,22 @@ def test_hybrid_sharding_counts_all_processes_as_data_parallel(
     assert plans[0] == plans[1]
     expected, found = (load_file(tmp_path / name / LORA_WEIGHTS) for name in ("ddp", "hybrid"))
     assert all(torch.allclose(value, found[name], atol=1e-5) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(media_dir: Path, tmp_path: Path) -> None:
+    pipeline, prepared = tmp_path / "ltx", tmp_path / "prepared"
+    make_tiny_pipeline(pipeline, family="ltx")
+    run_script_here(
+        *("prepare_dataset.py", "--dataset", media_dir, "--output_dir", prepared, "--target_fps", 8),
+        *("--pretrained_model_name_or_path", pipeline, "--buckets", "64,96;96,64", "--bucket_frames", "1,9,17"),
+    )
+    cases = {"ddp": (DDP, None, FULL), "fsdp": (FSDP, None, FULL), "packs": (FSDP, None, PACKS | {"max_tokens": 1600})}
+    train_all(cases, tmp_path, pipeline, prepared, num_processes=2)
+    assert about(tmp_path / "ddp")["gathered"] == []
+    for name in ("fsdp", "packs"):
+        assert "LTXVideoTransformerBlock" in about(tmp_path / name)["gathered"]
+    assert losses_of(tmp_path / "fsdp") == pytest.approx(losses_of(tmp_path / "ddp"), abs=1e-4)
 
 
 @pytest.fixture

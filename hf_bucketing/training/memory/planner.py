@@ -443,7 +443,7 @@ def _others(components: Components, config: PlanConfig, part: Part) -> Kinds:
 def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int | None = None) -> int:
     """Return the most tokens per process and step that fit, in samples of the plan's size or a part of one.
 
-    Memory is a line in the number of samples, drawn through one and two, and checked by a plan of what it gives.
+    Memory is a line in the number of samples, drawn through one and two, and through one and what does not fit.
 
     Args:
         components ([`Components`]): Configurations of the pipeline.
@@ -458,17 +458,24 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
     def plan(samples: int) -> MemoryPlan:
         return plan_components(components, replace(config, max_tokens=None, train_batch_size=samples))
 
-    one, two = plan(1), plan(2)
-    counts = []
-    for name, parts in one.phases.items():
-        per_sample = two.phases[name].total - parts.total
-        room = memory - parts.total
-        counts.append(1 + room / per_sample if per_sample > 0 else (float("inf") if room >= 0 else 0.0))
-    samples = min(counts)
+    one = plan(1)
+    samples = _crossing(one, plan(2), memory)
     if at_most is not None:
         samples = min(samples, at_most / one.shape.length)
-    if 2 < samples < float("inf"):
+    while 2 < samples < float("inf"):
         samples = math.floor(samples)
-        while (over := plan(samples).total - memory) > 0:
-            samples = max(1, samples - math.ceil(over / max(two.total - one.total, over / samples)))
+        more = plan(samples)
+        if more.total <= memory:
+            break
+        samples = _crossing(one, more, memory)
     return max(0, math.floor(samples * one.shape.length)) if samples < float("inf") else 0
+
+
+def _crossing(one: MemoryPlan, more: MemoryPlan, memory: float) -> float:
+    """Return how many samples fill the memory in the first phase, on lines through plans of one sample and of more."""
+    counts = []
+    for name, parts in one.phases.items():
+        per_sample = (more.phases[name].total - parts.total) / (more.shape.samples - 1)
+        room = memory - parts.total
+        counts.append(1 + room / per_sample if per_sample > 0 else (float("inf") if room >= 0 else 0.0))
+    return min(counts)

@@ -22,6 +22,7 @@ from ...errors import BucketingError, quoted
 from ...models.recipe import Recipe
 from ...packing.context import exact_inputs, keep_inputs_exact
 from ..config import TrainingConfig
+from .blocks import block_names
 from .shards import SHARDED, name_in_files, named_weights
 
 
@@ -128,6 +129,22 @@ def sending_weights(transformer: torch.nn.Module, accelerator: Accelerator) -> I
     set_model_state_dict(
         transformer, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
+
+
+@contextmanager
+def block_by_block(transformer: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Make FSDP gather one block at a time; prepare the transformer inside the `with` block.
+
+    Of a model that does not name its blocks for it (`_no_split_modules`), accelerate would gather all weights at once,
+    and checkpoint no activations. Names in accelerate's own configuration count first.
+    """
+    plugin = accelerator.state.fsdp_plugin if accelerator.distributed_type == DistributedType.FSDP else None
+    if plugin is None or plugin.transformer_cls_names_to_wrap is not None:
+        yield
+        return
+    plugin.transformer_cls_names_to_wrap = block_names(transformer)
+    yield
+    plugin.transformer_cls_names_to_wrap = None
 
 
 @contextmanager

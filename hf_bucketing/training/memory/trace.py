@@ -33,7 +33,7 @@ from ...packing.context import bind_checkpoints
 from ...packing.family import output_of
 from ...packing.layout import Grid
 from ..adapters import AdapterConfig, add_adapters
-from .blocks import blocks_of
+from .blocks import block_names, blocks_of
 from .components import Component
 from .config import Quantization
 from .quantization import quantized_linears
@@ -216,12 +216,12 @@ def _count(model: torch.nn.Module) -> Callable[..., Traced]:
 
 
 def _shard(model: torch.nn.Module, mesh: Any, step: TracedStep) -> None:
-    """Shard as accelerate does: the blocks that the model names one by one, and the rest; see `sharded_adapters`."""
+    """Shard as accelerate does: the blocks one by one, and the rest; see `block_by_block` and `sharded_adapters`."""
     half = HALF.get(step.mixed_precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half, output_dtype=half)
     if step.adapters.lora_rank is not None:
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = block_names(model)
     for module in list(model.modules()):
         if type(module).__name__ in names:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _MOST = 2**20
-"""Numbers of a result beyond which only its shape is kept: no mask of attention over all tokens is made."""
-
+"""Numbers of a result, if more than in each of its inputs, beyond which only its shape is kept: no mask of attention
+over all tokens is made."""
 
 _FACTORIES = frozenset(
     {torch.ops.aten.ones.default, torch.ops.aten.zeros.default, torch.ops.aten.full.default}
@@ -47,7 +47,7 @@ class KnownValues(TorchDispatchMode):
             shapes = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, torch.Tensor)]
         except (DataDependentOutputException, DynamicOutputShapeException):
             shapes = []
-        if sum(one.numel() for one in shapes) > _MOST:
+        if sum(one.numel() for one in shapes) > max([_MOST, *(one.numel() for one in tensors)]):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
