@@ -3,17 +3,18 @@ r"""Compare one fixed size, padding, buckets and packs on clips as long and as l
 python scripts/benchmark_durations.py --output scripts/benchmark_results/durations.json \
     --figure docs/figures/durations.png
 
-`DATA_SETS` in scripts/yardsticks.py names what is documented of each data set and what is assumed. Durations are drawn
-from distributions with the documented mean, and no file is read. All ways train at 16 frames per second, at most
-480×832 pixels a frame and 65,536 tokens per process; clips are cut to 161 frames (10 s), and the fixed size has 81 or
-161.
+`DATA_SETS` in scripts/published_data_sets.py names what is documented of each data set and what is assumed. Durations
+are drawn from distributions with the documented mean, and no file is read. All ways train at 16 frames per second, at
+most 480×832 pixels a frame and 65,536 tokens per process; clips are cut to 161 frames (10 s), and the fixed size has 81
+or 161.
 """
 
 import argparse
 from typing import Any, NamedTuple
 
 import numpy as np
-from yardsticks import DATA_SETS, VIDEO_MODEL, draw_bars, figure_at, finish, measure_plan, model_cost, yardstick_parser
+from published_data_sets import DATA_SETS
+from yardsticks import VIDEO_MODEL, draw_bars, figure_at, finish, measure_plan, model_cost, yardstick_parser
 
 from hf_bucketing import (
     AssignmentRule,

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from yardsticks import DATA_SETS, VIDEO_MODEL, draw_bars, figure_at, finish, measure_plan, model_cost, yardstick_parser
+from published_data_sets import DATA_SETS
+from yardsticks import VIDEO_MODEL, draw_bars, figure_at, finish, measure_plan, model_cost, yardstick_parser
 
 from hf_bucketing import BucketBatchSampler, BucketTable, PackBatchSampler, Size
 from hf_bucketing.command_line.flags import FlagParser

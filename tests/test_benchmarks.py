@@ -44,7 +44,7 @@ def test_yardsticks_measure_and_draw(name: str, tmp_path: Path) -> None:
 
 def test_drawn_clips_last_as_long_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    data_sets = importlib.import_module("yardsticks").DATA_SETS
+    data_sets = importlib.import_module("published_data_sets").DATA_SETS
     for data in data_sets.values():
         seconds, frames, heights, widths = data.draw(5000, fps=16)
         assert seconds.mean() == pytest.approx(data.mean_seconds, rel=0.05)

@@ -34,8 +34,9 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.plans import PackPlanConfig, plan_packs
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
-from tests.conftest import ROOT, run, run_script_here
+from tests.conftest import run, run_script_here
 from tests.models.cases import Samples, make_model
+from tests.test_scripts import SCRIPTS
 
 
 def training_flags() -> dict[str, str]:
@@ -110,10 +111,10 @@ def test_a_misspelt_flag_is_an_error_of_one_line_that_names_the_nearest(flag: st
     assert hint in line
 
 
-SCRIPTS = sorted({path.name for path in (ROOT / "scripts").glob("*.py")} - {"benchmark_tools.py", "yardsticks.py"})
+SCRIPT_NAMES = [path.name for path in SCRIPTS]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPT_NAMES)
 def test_every_flag_has_one_spelling_a_help_and_its_default(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[FlagParser] = []
     monkeypatch.setattr("hf_bucketing.command_line.script.run_script", lambda main, make, **_: parsers.append(make()))
