@@ -5,8 +5,8 @@ python scripts/benchmark_durations.py --output scripts/benchmark_results/duratio
 
 `DATA_SETS` in scripts/published_data_sets.py names what is documented of each data set and what is assumed. Durations
 are drawn from distributions with the documented mean, and no file is read. All ways train at 16 frames per second, at
-most 480×832 pixels a frame and 65,536 tokens per process; clips are cut to 161 frames (10 s), and the fixed size has 81
-or 161.
+most 480×832 pixels a frame and 65,536 tokens per process; clips are cut to 161 frames (10 s), and the fixed size has
+81 or 161.
 """
 
 import argparse

@@ -26,10 +26,12 @@ from hf_bucketing.training import TrainingConfig, loop
 from hf_bucketing.training.adapters import LORA_WEIGHTS
 from hf_bucketing.training.loop import make_accelerator
 from hf_bucketing.training.memory import sharding
+from hf_bucketing.training.memory.blocks import block_names
 from hf_bucketing.training.memory.shards import AVERAGES
 from hf_bucketing.training.memory.trust import refuse_code_in_shards
 from hf_bucketing.training.review import held_out_losses, losses_of
 from tests.conftest import ROOT, run, run_script_here
+from tests.models.families import RECIPES
 from tests.test_trust import Bomb
 from tests.training.test_precision import unreadable
 
@@ -203,18 +205,28 @@ def test_hybrid_sharding_counts_all_processes_as_data_parallel(
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(media_dir: Path, tmp_path: Path) -> None:
-    pipeline, prepared = tmp_path / "ltx", tmp_path / "prepared"
-    make_tiny_pipeline(pipeline, family="ltx")
+@pytest.mark.parametrize("name", ["ltx", "ltx2", "kandinsky5", "latte"])
+def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(
+    name: str, media_dir: Path, tmp_path: Path
+) -> None:
+    case, pipeline, prepared = RECIPES[name], tmp_path / "pipeline", tmp_path / "prepared"
+    make_tiny_pipeline(pipeline, family=case.tiny)
     run_script_here(
-        *("prepare_dataset.py", "--dataset", media_dir, "--output_dir", prepared, "--target_fps", 8),
-        *("--pretrained_model_name_or_path", pipeline, "--buckets", "64,96;96,64", "--bucket_frames", "1,9,17"),
+        *("prepare_dataset.py", "--dataset", media_dir, "--output_dir", prepared, "--target_fps", case.target_fps),
+        *("--pretrained_model_name_or_path", pipeline, "--buckets", case.buckets),
+        *("--bucket_frames", case.bucket_frames, "--max_frames", case.bucket_frames.split(",")[-1]),
     )
-    cases = {"ddp": (DDP, None, FULL), "fsdp": (FSDP, None, FULL), "packs": (FSDP, None, PACKS | {"max_tokens": 1600})}
+    full = FULL | {"max_sequence_length": case.max_sequence_length} | case.bucket_settings
+    packs = PACKS | {"max_sequence_length": case.max_sequence_length, "max_tokens": 4096}
+    if name == "latte":
+        del packs["lora_rank"]  # its pipeline loads none
+    cases = {"ddp": (DDP, None, full), "fsdp": (FSDP, None, full), "packs": (FSDP, None, packs)}
     train_all(cases, tmp_path, pipeline, prepared, num_processes=2)
     assert about(tmp_path / "ddp")["gathered"] == []
-    for name in ("fsdp", "packs"):
-        assert "LTXVideoTransformerBlock" in about(tmp_path / name)["gathered"]
+    blocks = set(block_names(DiffusionPipeline.from_pretrained(pipeline, **case.components).transformer))
+    assert blocks
+    for run_name in ("fsdp", "packs"):
+        assert blocks <= set(about(tmp_path / run_name)["gathered"])
     assert losses_of(tmp_path / "fsdp") == pytest.approx(losses_of(tmp_path / "ddp"), abs=1e-4)
 
 
