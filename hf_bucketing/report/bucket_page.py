@@ -66,7 +66,7 @@ def bucket_page(report: Report, beside: Beside) -> Page:
         Section(name="batching", title="Padding, bucketing, packing", blocks=_strategies(report)),
         Section(name="plan", title="Plan and memory", blocks=_plan(report, beside)),
     ]
-    strides = f"{spec.temporal_stride} frames × {spec.spatial_stride} pixels, patch {'×'.join(map(str, spec.patch))}"
+    strides = f"{spec.temporal_stride} in time, {spec.spatial_stride} in space, patch {'×'.join(map(str, spec.patch))}"
     processes = "1 process" if config.num_processes == 1 else f"{config.num_processes} processes"
     subtitle = (
         f"{beside.name}: what its buckets make of the data, planned for {processes} with "
