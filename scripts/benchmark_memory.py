@@ -4,10 +4,12 @@ Each run has a process of its own, or two. The CPU has no memory of its own for 
 loaded before is subtracted, and what torch's kernels allocate inside themselves is measured but not planned.
 
 python scripts/benchmark_memory.py --output scripts/benchmark_results/memory.json
+
+Runs in int8 need torchao (extra `quantization`).
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -256,6 +258,10 @@ def main(args: argparse.Namespace) -> None:
         return
     datasets.disable_progress_bars()
     cases = [case for case in CASES if any(part in case.name for part in args.only)]
+    if any("quantize_base" in case.settings for case in cases) and importlib.util.find_spec("torchao") is None:
+        raise BucketingError(
+            'Runs in int8 need torchao: pip install "hf_bucketing[quantization]", or name others (--only).'
+        )
     figures: dict[str, Any] = {**machine("torch", "diffusers", "accelerate", "peft"), "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
