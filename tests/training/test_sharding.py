@@ -35,6 +35,10 @@ from tests.models.families import RECIPES
 from tests.test_trust import Bomb
 from tests.training.test_precision import unreadable
 
+STABLE = {"adam_epsilon": 1e-4}
+"""AdamW divides by the gradient's size: with its usual epsilon, the rounding of a gradient near zero, which depends on
+the order in which processes are summed, moves a weight by up to the learning rate."""
+
 FSDP = {
     **{"ACCELERATE_USE_FSDP": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"},
     **{"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"},
@@ -80,10 +84,8 @@ FOUR_PROCESSES = {"ddp": (DDP, None, ADAPTERS), "hybrid": (FSDP | HYBRID, None, 
 
 def train_all(cases: dict[str, tuple], folder: Path, pipeline: Path, prepared: Path, *, num_processes: int) -> None:
     """Run trainings one after the other in one group of processes; each writes to `folder/{name}`."""
-    # AdamW divides by the gradient's size: with its usual epsilon, the rounding of a gradient near zero, which depends
-    # on the order in which processes are summed, moves a weight by up to the learning rate.
     common = {
-        "adam_epsilon": 1e-4,
+        **STABLE,
         **{"pretrained_model_name_or_path": str(pipeline), "dataset_dir": str(prepared), "report_to": "none"},
         **{"dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 4, "learning_rate": 5e-3},
     }
