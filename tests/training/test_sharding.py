@@ -232,6 +232,19 @@ def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(
     assert losses_of(tmp_path / "fsdp") == pytest.approx(losses_of(tmp_path / "ddp"), abs=1e-4)
 
 
+@pytest.mark.parametrize("named", [None, ["Linear"]])
+def test_blocks_that_accelerates_configuration_names_count_first(named: list[str] | None) -> None:
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=named)
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin))
+    transformer = torch.nn.Module()
+    transformer.blocks = torch.nn.ModuleList([torch.nn.GELU(), torch.nn.GELU()])
+    with sharding.block_by_block(transformer, accelerator):
+        assert plugin.transformer_cls_names_to_wrap == (named or ["GELU"])
+        transformer._no_split_modules = ["Own"]
+        assert block_names(transformer) == ["Own"]
+    assert plugin.transformer_cls_names_to_wrap == named, "the next model of the process may have other blocks"
+
+
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
     """A state that torch saves in parts, as FSDP's with SHARDED_STATE_DICT."""
