@@ -20,7 +20,7 @@ from hf_bucketing.packing import packed_forward
 from hf_bucketing.training.memory.blocks import blocks_of
 from hf_bucketing.training.memory.offload import activations_on_cpu, offload_blocks, offloaded_blocks
 from tests.models.cases import FamilyCase, Samples, each_family
-from tests.training.training_cases import in_process, run
+from tests.training.training_cases import STABLE, in_process, run
 
 CPU = torch.device("cpu")
 LORA = {"lora_rank": 4, "gradient_checkpointing": True}
@@ -63,19 +63,20 @@ def test_gradients_are_equal_bit_by_bit_with_weights_on_the_cpu(pipeline_dir: Pa
 def test_packed_models_of_all_families_compute_with_what_waits(case: FamilyCase) -> None:
     found = []
     for count in (0, 2):
-        model = case.model().requires_grad_(False)
+        model = case.model(torch.float64).requires_grad_(False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("to_q.weight"))
         model.enable_gradient_checkpointing()
         offload_blocks(model.train(), count, device=CPU)
         assert len(waiting(model)) == count
-        batch = Samples(case=case).pack(enable_packing(model, strip_length=4))
+        batch = Samples(torch.float64, case=case).pack(enable_packing(model, strip_length=4))
         with activations_on_cpu() if count else nullcontext():
             loss = packed_forward(model, batch).square().mean()
         loss.backward()
         found.append(gradients(model))
     assert len(found[0]) > 1
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9 * float(one.abs().max()))
 
 
 def waiting(model: torch.nn.Module) -> list[int]:
@@ -203,7 +204,25 @@ def test_activations_leave_the_device_and_gradients_stay_equal(checkpointing: bo
     for loss in losses:
         loss.backward()
     for one, other in zip(gradients(plain), gradients(offloaded), strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
+
+
+@pytest.mark.parametrize("shape", ["dense", "transposed", "expanded"])
+def test_what_waits_comes_back_in_the_layout_in_which_it_was_saved(shape: str) -> None:
+    """Kernels sum in the order of the memory, so that another layout would round differently."""
+    inputs = torch.randn(3, 4, requires_grad=True)
+    made = {
+        "dense": lambda: inputs * 2,
+        "transposed": lambda: (inputs * 2).T,
+        "expanded": lambda: inputs.expand(2, 3, 4),
+    }
+    saved = made[shape]()
+    with activations_on_cpu():
+        back = (saved * saved).grad_fn._saved_self
+    assert back is not saved
+    assert torch.equal(back, saved)
+    if shape != "expanded":  # memory that overlaps itself is copied whole
+        assert back.stride() == saved.stride()
 
 
 @pytest.mark.parametrize(
@@ -219,13 +238,14 @@ def test_runs_with_offload_learn_the_same_adapters(
     losses, adapters = [], []
     for name, memory in {"plain": {}, "offload": {"offload_blocks": 4, "offload_activations": True}}.items():
         config = in_process(
-            pipeline_dir, prepared_dir, tmp_path / name, **LORA, **batches, **memory, max_train_steps=2
+            pipeline_dir, prepared_dir, tmp_path / name, **LORA, **batches, **memory, **STABLE, max_train_steps=2
         )
         losses.append(run(config))
         adapters.append(load_file(tmp_path / name / "pytorch_lora_weights.safetensors"))
-    assert losses[0] == losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert adapters[0].keys() == adapters[1].keys()
-    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
+    for name, value in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], value, rtol=1e-4, atol=1e-6)
     assert "Offload saves nothing on a CPU run" in caplog.text
 
 

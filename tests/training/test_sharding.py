@@ -34,10 +34,7 @@ from tests.conftest import ROOT, run, run_script_here
 from tests.models.families import RECIPES
 from tests.test_trust import Bomb
 from tests.training.test_precision import unreadable
-
-STABLE = {"adam_epsilon": 1e-4}
-"""AdamW divides by the gradient's size: with its usual epsilon, the rounding of a gradient near zero, which depends on
-the order in which processes are summed, moves a weight by up to the learning rate."""
+from tests.training.training_cases import STABLE
 
 FSDP = {
     **{"ACCELERATE_USE_FSDP": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"},

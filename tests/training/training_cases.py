@@ -22,6 +22,10 @@ BATCHING = {
 }
 batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
 
+STABLE = {"adam_epsilon": 1e-4}
+"""AdamW divides by the gradient's size: with its usual epsilon, the rounding of a gradient near zero, which depends on
+the order in which processes are summed, moves a weight by up to the learning rate."""
+
 
 def in_process(pipeline: Path, prepared: Path, output: Path, **settings) -> TrainingConfig:
     """Make the settings of a short run in this process."""

@@ -114,7 +114,8 @@ def activations_on_cpu() -> AbstractContextManager[Any]:
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
     if not tensor.requires_grad or tensor.is_leaf:
         return tensor
-    waiting = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    # In the same memory layout, as kernels sum in the order of the memory: another layout would round differently.
+    waiting = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.device.type == "cuda")
     return tensor.device, waiting.copy_(tensor.detach())
 
 
