@@ -5,20 +5,20 @@ from __future__ import annotations
 import io
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import hypothesis
-import psutil
 import pytest
 from filelock import FileLock
 
 from tests.browser import browser  # noqa: F401  (a fixture of the session: playwright starts once)
+from tests.processes import launch_forked, run, run_forked
 
 # Results of an earlier run in datasets' cache must not hide what this run would compute.
 _cache = tempfile.TemporaryDirectory(prefix="hf_bucketing_cache_")
@@ -37,9 +37,6 @@ hypothesis.settings.register_profile("hf_bucketing", deadline=None, derandomize=
 hypothesis.settings.load_profile("hf_bucketing")
 
 ROOT = Path(__file__).parent.parent
-
-HANG_GUARD = 1080.0
-"""Seconds after which a started process counts as hung: less than pytest's own limit, which would end the run."""
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +109,7 @@ def columns_read_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]
 
 def run_script(name: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a script of this repository in a process of its own."""
-    return run([sys.executable, ROOT / "scripts" / name, *args], check=check)
+    return run_forked([ROOT / "scripts" / name, *args], [dict(os.environ)], check=check)
 
 
 def run_script_here(name: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -136,9 +133,9 @@ def run_script_here(name: str, *args: object, check: bool = True) -> subprocess.
 TRAINING_SCRIPT = ROOT / "scripts" / "train_text_to_video.py"
 
 
-def launch_training(*args: object, num_processes: int = 2, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run the training script under `accelerate launch`, on CPU processes."""
-    return launch(TRAINING_SCRIPT, *args, num_processes=num_processes, check=check)
+def launch_training(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the training script as [`launch`] does."""
+    return launch(TRAINING_SCRIPT, *args, **options)
 
 
 def start_training(*args: object, num_processes: int) -> subprocess.Popen[bytes]:
@@ -149,58 +146,27 @@ def start_training(*args: object, num_processes: int) -> subprocess.Popen[bytes]
 
 
 def launch(
-    script: Path, *args: object, num_processes: int = 2, check: bool = True
+    script: Path, *args: object, num_processes: int = 2, check: bool = True, forked: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script under `accelerate launch`, on CPU processes."""
-    command = _launch_command(script, *args, num_processes=num_processes)
-    return run(command, check=check, env={"ACCELERATE_USE_CPU": "true"})
+    """Run a script under `accelerate launch`, on CPU processes, or in forked processes of the same environment."""
+    env = {"ACCELERATE_USE_CPU": "true"}
+    if forked:
+        flags = launch_flags(num_processes)
+        return launch_forked(flags, [script, *args], num_processes=num_processes, env=env, check=check)
+    return run(_launch_command(script, *args, num_processes=num_processes), check=check, env=env)
 
 
-def _launch_command(script: Path, *args: object, num_processes: int) -> list[object]:
+def launch_flags(num_processes: int) -> list[object]:
+    """Return the flags of `accelerate launch` for CPU processes of one machine."""
     return [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no"),
-        *("--dynamo_backend", "no", "--num_processes", num_processes, "--main_process_port", 0),
-        *(["--multi_gpu"] if num_processes > 1 else ["--cpu"]),
-        *(script, *args),
+        *("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", num_processes),
+        "--multi_gpu" if num_processes > 1 else "--cpu",
     ]
 
 
-def run(
-    command: list[object],
-    *,
-    check: bool = True,
-    env: dict[str, str] | None = None,
-    cwd: Path | None = None,
-    timeout: float = HANG_GUARD,
-) -> subprocess.CompletedProcess[str]:
-    """Run a command offline and return what it printed; with `check`, a command that fails fails the test.
-
-    A command that hangs fails the test after `timeout` seconds, with the stacks of all Python processes it started.
-    """
-    environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})}
-    arguments = [str(part) for part in command]
-    process = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        dump_stacks_and_end(process.pid)
-        stdout, stderr = process.communicate()
-        pytest.fail(f"{' '.join(arguments)} hung for {timeout} s:\n{stdout[-4000:]}\n{stderr[-16000:]}")
-    if check and process.returncode:
-        pytest.fail(f"{' '.join(arguments)} exited with {process.returncode}:\n{stderr[-4000:]}")
-    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
-
-
-def dump_stacks_and_end(pid: int) -> None:
-    """End a process and all its children; those started with PYTHONFAULTHANDLER print their stacks first."""
-    started = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for signal_number in (signal.SIGABRT, signal.SIGKILL):  # the first prints the stacks
-        for one in started:
-            with suppress(psutil.NoSuchProcess):
-                one.send_signal(signal_number)
-        psutil.wait_procs(started, timeout=3)
+def _launch_command(script: Path, *args: object, num_processes: int) -> list[object]:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", 0]
+    return [*launcher, *launch_flags(num_processes), script, *args]
 
 
 @pytest.fixture

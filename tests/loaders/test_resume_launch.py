@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,21 +11,15 @@ import numpy as np
 import pytest
 
 from tests.conftest import launch as launch_script
-from tests.conftest import run
 from tests.loaders.loader_worker import IDS
 
 WORKER = Path(__file__).parent / "loader_worker.py"
 
 
-def launch(mode: str, output: Path, options, *, num_processes: int, check: bool = True):
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--num_machines", 1),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", num_processes),
-        *("--main_process_port", 0, *(["--multi_gpu"] if num_processes > 1 else ["--cpu"])),
-        *(WORKER, mode, output, "--options", json.dumps(options)),
-    ]
-    root = str(WORKER.parents[2])
-    return run(command, check=check, env={"ACCELERATE_USE_CPU": "true", "PYTHONPATH": root})
+def launch(mode: str, output: Path, options, *, num_processes: int, check: bool = True, killed: bool = False):
+    """Run loader_worker.py in forked processes; if one of them is killed, under `accelerate launch`, which says so."""
+    arguments = (WORKER, mode, output, "--options", json.dumps(options))
+    return launch_script(*arguments, num_processes=num_processes, check=check, forked=not killed)
 
 
 def log_of(output: Path, num_processes: int) -> list[list[list]]:
@@ -72,7 +65,7 @@ def test_a_killed_and_relaunched_run_equals_one_that_was_not(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
     launch("train", tmp_path / "whole", options, num_processes=2)
     killed = {**options, "kill_at": random.Random().randint(1, 18)}
-    result = launch("train", tmp_path / "killed", killed, num_processes=2, check=False)
+    result = launch("train", tmp_path / "killed", killed, num_processes=2, check=False, killed=True)
     assert result.returncode
     assert "SIGKILL" in result.stderr
     launch("train", tmp_path / "killed", options, num_processes=2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,35 +10,20 @@ from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from hf_bucketing.models import enable_packing
-from tests.conftest import ROOT
+from tests.conftest import ROOT, launch_flags
 from tests.models.cases import Samples, assert_same_gradients, gradients, make_model
 from tests.packing.distributed_worker import CASES, SHARES
+from tests.processes import launch_forked
 
 CONFIGS = ROOT / "scripts" / "accelerate_configs"
-HANG = 20 * 60
-"""Seconds after which the processes are ended."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """Run distributed_worker.py in two processes, once for all cases, and return what the first process wrote."""
     folder = tmp_path_factory.mktemp("distributed")
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
-        *("--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
-        *("-m", "tests.packing.distributed_worker", str(folder), str(CONFIGS / "fsdp2.yaml")),
-    ]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    log = folder / "log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
-        try:
-            code = process.wait(timeout=HANG)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher then ends its workers, which have sessions of their own
-            process.wait(timeout=60)
-            code = None
-    assert code == 0, log.read_text()[-4000:]
+    command = ["-m", "tests.packing.distributed_worker", folder, CONFIGS / "fsdp2.yaml"]
+    launch_forked(launch_flags(2), command, num_processes=2, env={"ACCELERATE_USE_CPU": "true"}, cwd=ROOT)
     return {case: torch.load(folder / f"{case}.pt") for case in CASES}
 
 

@@ -16,7 +16,8 @@ from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.training import agreement
 from hf_bucketing.training.review import losses_of
-from tests.conftest import HANG_GUARD, ROOT, TRAINING_SCRIPT
+from tests.conftest import ROOT, TRAINING_SCRIPT
+from tests.processes import HANG_GUARD
 
 TWO = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +27,9 @@ from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.memory.context_parallel import check_context_parallel, form_groups
 from hf_bucketing.training.review import count_samples, held_out_losses, losses_of
 from hf_bucketing.training.run_log import RunLog, StepMetrics
-from tests.conftest import ROOT, run_script_here
+from tests.conftest import ROOT, launch_flags, run_script_here
 from tests.models.cases import assert_same_gradients
+from tests.processes import launch_forked
 from tests.training.context_parallel_worker import CASES
 from tests.training.test_sharding import RENDER, RENDERED, SHARDED_STATE, STABLE, about, train_all
 from tests.training.training_cases import in_process, run, train
@@ -43,15 +41,8 @@ PACKS = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run context_parallel_worker.py in two processes, once for all cases."""
     folder = tmp_path_factory.mktemp("context_parallel")
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
-        *("--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
-        *("-m", "tests.training.context_parallel_worker", str(folder)),
-    ]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-    with (folder / "log").open("w") as stream:
-        code = subprocess.call(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, timeout=600)
-    assert code == 0, (folder / "log").read_text()[-4000:]
+    command = ["-m", "tests.training.context_parallel_worker", folder]
+    launch_forked(launch_flags(2), command, num_processes=2, env={"ACCELERATE_USE_CPU": "true"}, cwd=ROOT)
     return {case: torch.load(folder / f"{case}.pt") for case in CASES}
 
 

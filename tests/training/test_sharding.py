@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,8 +29,9 @@ from hf_bucketing.training.memory.blocks import block_names
 from hf_bucketing.training.memory.shards import AVERAGES
 from hf_bucketing.training.memory.trust import refuse_code_in_shards
 from hf_bucketing.training.review import held_out_losses, losses_of
-from tests.conftest import ROOT, run, run_script_here
+from tests.conftest import ROOT, run_script_here
 from tests.models.families import RECIPES
+from tests.processes import launch_forked
 from tests.test_trust import Bomb
 from tests.training.test_precision import unreadable
 from tests.training.training_cases import STABLE
@@ -98,13 +98,10 @@ def train_all(cases: dict[str, tuple], folder: Path, pipeline: Path, prepared: P
     ]
     (folder / "cases.json").write_text(json.dumps(described))
     config = ROOT / "scripts" / "accelerate_configs" / "fsdp2.yaml"
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--mixed_precision", "no"),
-        *("--num_processes", num_processes, "--main_process_port", 0),
-        *("-m", "tests.training.sharded_worker", folder / "cases.json"),
-    ]
-    cpu = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true", "PYTHONPATH": str(ROOT)}
-    run(command, env=cpu, cwd=ROOT)
+    flags = ["--config_file", config, "--mixed_precision", "no", "--num_processes", num_processes]
+    command = ["-m", "tests.training.sharded_worker", folder / "cases.json"]
+    cpu = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+    launch_forked(flags, command, num_processes=num_processes, env=cpu, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
