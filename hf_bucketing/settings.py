@@ -244,7 +244,8 @@ def explains_names(kind: type[Config]) -> type[Config]:
 
 def check_names(kind: type, names: Any) -> None:
     """Raise BucketingError if a name is not that of a setting; the message says the new name of a renamed one."""
-    for name in [name for name in names if name not in names_of(kind)]:
+    known = names_of(kind)
+    for name in [name for name in names if name not in known]:
         new = f"; it is `{RENAMED[name]}` now" if name in RENAMED else ""
         raise BucketingError(f"{kind.__name__} has no setting {name}{new}.")
 

@@ -35,11 +35,19 @@ def stock_digest(family: Family) -> str:
     """
     module: Any = inspect.getmodule(getattr(diffusers, family.transformer_class))
     source = inspect.getsource(module)
-    parts: list[str | None] = []
+    lines, parts = source.split("\n"), []
     for cls in ast.parse(source).body:
         for node in cls.body if isinstance(cls, ast.ClassDef) else []:
             if isinstance(node, ast.FunctionDef) and node.name in ("forward", "__call__"):
                 body = node.body[1:] if ast.get_docstring(node) is not None else node.body
                 parts += [cls.name, node.name, ast.unparse(node.args)]  # type: ignore[attr-defined]
-                parts += [ast.get_source_segment(source, statement) for statement in body]
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
+                parts += [_segment(lines, statement) for statement in body]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _segment(lines: list[str], node: ast.stmt) -> str:
+    """Return what `ast.get_source_segment` does, which splits the whole module into lines for each statement."""
+    assert node.end_lineno is not None
+    text = "\n".join(lines[node.lineno - 1 : node.end_lineno]).encode()  # offsets count bytes
+    behind = len(lines[node.end_lineno - 1].encode()) - (node.end_col_offset or 0)
+    return text[node.col_offset : len(text) - behind].decode()
