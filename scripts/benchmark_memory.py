@@ -231,7 +231,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("--output", type=Path, help="JSON file for the figures.")
-    parser.add_argument("--only", nargs="+", default=[""], help="Cases to run, by parts of their names.")
+    parser.add_argument("--only", nargs="+", default=[""], help="Cases to run, by parts of their names; $ ends one.")
     parser.add_argument("--child", type=json.loads, help="Settings of the run of a process; other flags are ignored.")
     return parser
 
@@ -257,7 +257,7 @@ def main(args: argparse.Namespace) -> None:
         measure(args.child, args.output)
         return
     datasets.disable_progress_bars()
-    cases = [case for case in CASES if any(part in case.name for part in args.only)]
+    cases = [case for case in CASES if any(part in f"{case.name}$" for part in args.only)]
     if any("quantize_base" in case.settings for case in cases) and importlib.util.find_spec("torchao") is None:
         raise BucketingError(
             'Runs in int8 need torchao: pip install "hf_bucketing[quantization]", or name others (--only).'

@@ -58,9 +58,9 @@ def attention_case(
     return layout, [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
 
 
-def measure_attention(runs: int) -> dict[str, float]:
+def measure_attention(runs: int, shrink: int) -> dict[str, float]:
     """Compare `segments` with `dense` on eight equal segments of 1,024 tokens, 8 heads of 64, in float32."""
-    layout, tokens = attention_case([1024] * 8, 8, 64, "cpu", torch.float32)
+    layout, tokens = attention_case([1024 // shrink] * 8, 8, 64, "cpu", torch.float32)
 
     def forward(backend: str) -> torch.Tensor:
         return packed_attention(*tokens, layout.self_segments, backend=backend)
@@ -107,9 +107,9 @@ def pad_all(latents: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(padded)
 
 
-def measure_step(runs: int, layers: int, heads: int, strip_length: int) -> dict[str, float]:
+def measure_step(runs: int, layers: int, heads: int, strip_length: int, shrink: int) -> dict[str, float]:
     """Compare a packed training step of Wan with running the samples one by one, and with padding to the largest."""
-    model, grids = make_model(layers, heads, "cpu"), [*MIXED]
+    model, grids = make_model(layers, heads, "cpu"), [shrunk(grid, shrink) for grid in MIXED]
     packed_model = make_model(layers, heads, "cpu")
     packing = enable_packing(packed_model, strip_length=strip_length)
     latents, timesteps, text = draw(grids, "cpu")
@@ -178,17 +178,24 @@ def keep_memory() -> None:
     allocator.mallopt(m_trim_threshold, 2**30)
 
 
-def measure_overhead(runs: int, layers: int) -> dict[str, float]:
+def shrunk(grid: tuple[int, int, int], divisor: int) -> tuple[int, int, int]:
+    """Return a grid of tokens with its height and width divided."""
+    frames, height, width = grid
+    return frames, height // divisor, width // divisor
+
+
+def measure_overhead(runs: int, layers: int, shrink: int) -> dict[str, float]:
     """Compare the forward of a pack of one sample with the stock forward of that sample, in pairs of runs."""
-    return {f"overhead_of_one_sample_{name}": overhead(model, runs) for name, model in family_models(layers).items()}
+    models = family_models(layers)
+    return {f"overhead_of_one_sample_{name}": overhead(model, runs, shrink) for name, model in models.items()}
 
 
 @torch.no_grad()
-def overhead(model: torch.nn.Module, runs: int) -> float:
+def overhead(model: torch.nn.Module, runs: int, shrink: int) -> float:
     """Return packed over stock processor seconds, the median of the pairs of all grids; packing is included."""
     stock, family, ratios = copy.deepcopy(model.eval()), family_of(model), []
     packing = enable_packing(model)
-    for grid in ALONE:
+    for grid in (shrunk(grid, shrink) for grid in ALONE):
         grid = (1, grid[0] * grid[1], grid[2]) if family.images_only else grid
         sides = (count * part for count, part in zip(grid, family.patch(model), strict=True))
         latent = torch.randn(family.in_channels(model), *sides)
@@ -298,6 +305,7 @@ def make_parser() -> FlagParser:
         "--heads", type=int, default=6, help="Attention heads of the Wan model, of 64 channels, 128 on cuda."
     )
     parser.add_argument("--strip_length", type=int, default=32, help="Tokens per strip on the CPU.")
+    parser.add_argument("--shrink", type=int, default=1, help="Divisor of the sides of all samples, for a trial.")
     return parser
 
 
@@ -316,9 +324,9 @@ def main(args: argparse.Namespace) -> None:
         figures.update(measure_cuda_attention(args.runs, tokens=32768, heads=24, head_dim=128))
         figures.update(measure_cuda_step(args.runs, args.layers, args.heads))
     else:
-        figures.update(measure_attention(args.runs))
-        figures.update(measure_step(args.runs, args.layers, args.heads, args.strip_length))
-        figures.update(measure_overhead(args.runs, min(2, args.layers)))
+        figures.update(measure_attention(args.runs, args.shrink))
+        figures.update(measure_step(args.runs, args.layers, args.heads, args.strip_length, args.shrink))
+        figures.update(measure_overhead(args.runs, min(2, args.layers), args.shrink))
     report(figures, args.output)
 
 

@@ -19,7 +19,7 @@ SMALL = {
         *("--scale_rows", 10_000, "--scale_processes", 8),
     ),
     "lengths": ("--rows", 5000, "--lazy_rows", 500, "--duration_rows", 5000, "--processes", 1),
-    "packing": ("--layers", 1, "--heads", 2),
+    "packing": ("--layers", 1, "--heads", 2, "--shrink", 4),
     "training": ("--images", 2, "--side", 16, "--samples", 6, "--workers", 0),
 }
 

@@ -283,13 +283,13 @@ def test_measured_runs_were_planned_within_15_percent() -> None:
 
 
 @pytest.mark.slow
-def test_small_runs_take_what_is_planned(tmp_path: Path) -> None:
-    names = ("wan-30m, 1x512px, 1 process(es), lora", "ltx-30m")
-    run_script("benchmark_memory.py", "--only", *names, "--output", tmp_path / "memory.json")
+def test_a_small_run_takes_what_is_planned(tmp_path: Path) -> None:
+    """One case in float32: in bf16, which processors without its units emulate, the others take minutes."""
+    name = "wan-30m, 1x512px, 1 process(es), lora_rank=16"
+    run_script("benchmark_memory.py", "--only", f"{name}$", "--output", tmp_path / "memory.json")
     runs = json.loads((tmp_path / "memory.json").read_text())["runs"]
-    assert {name.split(",")[0] for name in runs} == {"wan-30m", "ltx-30m"}
-    for run in runs.values():
-        assert run["ratio"] == pytest.approx(1, abs=0.15), run
+    assert list(runs) == [name]
+    assert runs[name]["ratio"] == pytest.approx(1, abs=0.15)
 
 
 def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
