@@ -35,10 +35,17 @@ def from_hub(name: str | os.PathLike[str]) -> Iterator[None]:
         reason = _reason(str(name), error)
         if reason is not None:
             raise HubError(reason) from error
-        unreadable = isinstance(error, (OSError, ValueError)) or type(error).__name__ == "SafetensorError"
+        script = isinstance(error, RuntimeError) and "scripts are no longer supported" in str(error)
+        unreadable = isinstance(error, OSError | ValueError) or type(error).__name__ == "SafetensorError" or script
         if unreadable and not getattr(error, "errno", None):
             raise BucketingError(f"{name} cannot be loaded: {_first_line(error)}") from error
         raise
+
+
+def cache_folders() -> list[str]:
+    """Return the folders into which huggingface_hub and datasets download files of the hub."""
+    datasets = os.environ.get("HF_DATASETS_CACHE", os.path.join(constants.HF_HOME, "datasets"))
+    return [os.path.abspath(constants.HF_HUB_CACHE), os.path.abspath(os.path.expanduser(datasets))]
 
 
 def _reason(name: str, error: BaseException) -> str | None:

@@ -71,7 +71,11 @@ def main(args: argparse.Namespace) -> None:
         named = columns["file"]
         print(
             describe_assignment(
-                columns, table=stream.table, spec=spec, rule=source.rule, name_rows=lambda rows: named[rows].tolist()
+                columns,
+                table=stream.table,
+                spec=spec,
+                rule=source.rule,
+                name_rows=lambda rows: [named[row] for row in rows],
             )
         )
         print(f"Saved the description of the stream to {args.output_dir}")

@@ -96,6 +96,12 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 @pytest.fixture
+def files_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let data sets name local files anywhere."""
+    monkeypatch.setenv("HF_BUCKETING_ALLOWED_PATHS", "/")
+
+
+@pytest.fixture
 def columns_read_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Record how columns of data sets are read; fail if one is read row by row, which takes seconds per million."""
     from datasets.arrow_dataset import Column

@@ -311,5 +311,5 @@ def _identity(source: MediaSource, root: str | None) -> list[Any]:
     if is_url(source.path):
         return [source.path, *version(source.path)]
     status = os.stat(source.path)
-    path = source.path if root is None else os.path.relpath(source.path, root)
+    path = source.path if root is None or is_url(root) else os.path.relpath(source.path, root)
     return [path, status.st_size, status.st_mtime_ns]

@@ -81,15 +81,18 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
         return None
     _refuse_shared_stems(root, media)
     ignored[f"{extension} without a media file"] = len(captions.keys() - media.keys())
+    folders = [os.path.abspath(folder) for folder in (root, *request.companions.values())]
+    above = root if len(folders) == 1 else os.path.commonpath(folders)  # the caller named them all
     files = [os.path.relpath(paths[0], root) for paths in media.values()]
     with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
         texts = list(threads.map(_read_caption, [captions.get(stem) for stem in media]))
     if request.missing_caption is not None:
         texts = [request.missing_caption.encode() if text is None else text for text in texts]
-    columns = {"file_name": _as_paths(files), "caption": text_column(texts)}
+    paths = files if above == root else [os.path.relpath(paths[0], above) for paths in media.values()]
+    columns = {"file_name": _as_paths(paths), "caption": text_column(texts)}
     missing = []
     for name, folder in request.companions.items():
-        found = _companions(folder, [os.path.splitext(file)[0] for file in files], root)
+        found = _companions(folder, [os.path.splitext(file)[0] for file in files], root, above=above)
         columns[name] = _as_paths(found)
         missing.append(f"; {found.count(None)} without a {name}" if None in found else "")
     words = ", ".join(f"{count} {what}" for what, count in ignored.items() if count)
@@ -98,12 +101,12 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
         layout=f"{len(files)} media files with {extension} captions beside them (ignored files: {words or 'none'})"
         + "".join(missing),
         choose=f'give `caption_extension="{extension}"`',
-        root=root,
+        root=above,
     )
 
 
-def _companions(folder: str, stems: list[str], root: str) -> list[str | None]:
-    """Return for each stem the file of that stem in a folder, relative to the root if it lies there, else absolute."""
+def _companions(folder: str, stems: list[str], root: str, *, above: str) -> list[str | None]:
+    """Return for each stem the file of that stem in a folder, relative to a folder above it."""
     if not os.path.isdir(folder):
         raise MediaError(f"The folder {folder} does not exist; correct the path.")
     files: dict[str, list[str]] = {}
@@ -114,10 +117,7 @@ def _companions(folder: str, stems: list[str], root: str) -> list[str | None]:
     _refuse_shared_stems(folder, {stem: files[stem] for stem in stems if stem in files})
     if not files.keys() & set(stems):
         raise MediaError(f"No file of {folder} has the name of a media file in {root}; correct the folder.")
-    inside = os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep)
-    paths = {
-        stem: os.path.relpath(found[0], root) if inside else os.path.abspath(found[0]) for stem, found in files.items()
-    }
+    paths = {stem: os.path.relpath(found[0], above) for stem, found in files.items()}
     return [paths.get(stem) for stem in stems]
 
 

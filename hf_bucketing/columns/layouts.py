@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import glob
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+import fsspec
 from datasets import Dataset, ReadInstruction, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-from ..errors import MediaError
+from ..errors import ColumnError, MediaError
 from ..hub import from_hub
 from ..media.remote import is_url
 
@@ -31,6 +34,23 @@ MEDIA_COLUMNS = ("file_name", "video", "video_path", "path", "file_path", "image
 
 CAPTION_COLUMNS = ("caption", "text", "prompt", "description", "txt", "cap")
 """Names under which a data set usually holds its captions."""
+
+TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+"""Builder of datasets, and its options, for each ending of a table."""
+
+_CSV_ROWS_PER_CHUNK = 1_000_000
+"""Column types are inferred chunk by chunk, and chunks whose types differ (fps 30, then 29.97) are an error."""
+
+_HEADER_BYTES = 65536
+
+_NOT_GIVEN = ["", "NA", "N/A", "NaN", "nan", "n/a", "NULL", "null", "None", "<NA>"]
+"""Cells of a csv that are no values in columns other than texts, as pandas has them by default."""
 
 CAPTION_EXTENSION = ".txt"
 """Ending of the files of captions beside media."""
@@ -103,8 +123,13 @@ def loaded_by_datasets(request: SourceRequest) -> SourceRows:
     if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise MediaError(f"The folder {path} does not exist; pass a folder or the name of a hub data set.")
     dataset = load(name, request.config_name, split=request.split)
-    root = str(path) if path.is_dir() else f"hf://datasets/{name}" if name.count("/") == 1 else None
+    root = str(path) if path.is_dir() else hub_root(name)
     return SourceRows(dataset=dataset, layout=f"{len(dataset)} rows, loaded by datasets", root=root)
+
+
+def hub_root(name: str) -> str | None:
+    """Return the URL from which relative paths in a data set on the hub start; None for one without an owner."""
+    return f"hf://datasets/{name}" if name.count("/") == 1 else None
 
 
 def load(*args: Any, **options: Any) -> Dataset:
@@ -122,9 +147,112 @@ def load(*args: Any, **options: Any) -> Dataset:
         raise MediaError(f"datasets cannot load {what}: {error}{cause}") from error
 
 
+def builder_of(path: str, *texts: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the builder of datasets for a table, and its options, for rows and for streams alike.
+
+    In a csv, media and captions are texts: a caption `0001` stays so, `NA` is one, and only an empty cell is missing.
+
+    Args:
+        path (`str`): Path or URL of the table, with an ending of `TABLES`.
+        texts (`str`, *optional*): Columns of texts that the caller named, separated by commas, beside the usual ones.
+
+    Raises:
+        MediaError: If the header of a csv cannot be read.
+    """
+    builder, options = TABLES[SourceRequest(path_or_name=path).ending]
+    if builder == "csv":
+        named = {name for given in texts if given is not None for name in given.split(",")}
+        columns = csv_header(path, sep=options.get("sep", ","))
+        known = {*MEDIA_COLUMNS, *CAPTION_COLUMNS, *named} & set(columns)
+        missing = {name: [""] if name in known else _NOT_GIVEN for name in columns}
+        options = {**options, "chunksize": _CSV_ROWS_PER_CHUNK, "converters": dict.fromkeys(sorted(known), str)}
+        options |= {"keep_default_na": False, "na_values": missing}
+    return builder, options
+
+
+def csv_header(path: str, *, sep: str) -> list[str]:
+    """Return the names of a csv's columns, by the beginning of the file or URL.
+
+    Raises:
+        MediaError: If it cannot be read.
+    """
+    try:
+        with fsspec.open(path, "rb") if is_url(path) else open(path, "rb") as file:
+            head = file.read(_HEADER_BYTES)
+    except Exception as error:  # of any file system of fsspec
+        raise MediaError(f"{path} cannot be read ({error}); correct the path, or make it readable.") from error
+    return next(csv.reader(head.decode("utf-8-sig", errors="replace").splitlines()[:1], delimiter=sep), [])
+
+
+def usual_media(names: Sequence[str], *, typed: Sequence[str] = ()) -> list[str]:
+    """Return which columns may be the media: those of media types, else those with usual names.
+
+    The columns of tars are the endings of their files, as `mp4`, `MP4` or `v2.mp4`.
+    """
+    usual = list(typed) or [name for name in MEDIA_COLUMNS if name in names]
+    return usual or [name for name in names if "__key__" in names and "." + _last(name) in MEDIA_FILES]
+
+
+def usual_captions(names: Sequence[str]) -> list[str]:
+    """Return which columns may be the captions: those with usual names, else those in columns of dicts.
+
+    The columns of tars are the endings of their files, as `txt`, `TXT` or `v2.txt`.
+    """
+    return [name for name in CAPTION_COLUMNS if name in names] or [
+        name for name in names if _last(name) in CAPTION_COLUMNS
+    ]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+def choose_column(
+    dataset: str, names: Sequence[str], given: str | None, usual: Sequence[str], *, kind: str
+) -> str | None:
+    """Return the column that the caller named, or the only usual one; None if there is no usual one.
+
+    Raises:
+        ColumnError: If the named column does not exist, or several could be meant.
+    """
+    if given is not None:
+        if given not in names:
+            hint = f"; {kind}_column {usual[0]} would do" if len(usual) == 1 else ""
+            raise ColumnError(f"{dataset} has no {kind} column {given!r}, only {list(names)}{hint}.")
+        return given
+    if len(usual) > 1:
+        dots = kind == "media" and all("." + _last(name) in MEDIA_FILES and "." in name for name in usual)
+        hint = "; in tars the name of a sample ends at its first dot, so rename files with more dots" if dots else ""
+        raise ColumnError(
+            f"{dataset} has several {kind} columns: {' and '.join(usual)}; name one as `{kind}_column`{hint}."
+        )
+    return usual[0] if usual else None
+
+
 def data_files(path: str | Path) -> dict[str, str]:
     """Return the `data_files` of one file or URL, all of which belong to the split `train`."""
     return {"train": str(path) if is_url(str(path)) else glob.escape(str(path))}
+
+
+_RANGE = re.compile(r"([\w.]+)(?:\[(\d*):(\d*)\])?")
+"""Split of a stream: a name, and maybe the first row and the one after the last, counted from the beginning."""
+
+
+def stream_part(split: str) -> tuple[str, int, int | None]:
+    """Return the name of a stream's split, its first row, and the row after its last one, if it has an end.
+
+    Raises:
+        MediaError: If the split needs the number of rows, which a stream does not know, or is none.
+    """
+    found = _RANGE.fullmatch(split)
+    if found is None:
+        raise MediaError(
+            f"The split {split!r} is none of a stream: it has the name of a split, or rows counted from its beginning "
+            "as train[:100] or train[100:], since how many there are is not known. Prepare it without `streaming`, or "
+            "hold out whole files."
+        )
+    name, first, end = found.groups()
+    return name, int(first or 0), int(end) if end else None
 
 
 def part(dataset: Dataset, split: str) -> Dataset:

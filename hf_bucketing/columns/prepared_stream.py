@@ -35,6 +35,7 @@ from .stream_source import (
     find_caption_columns,
     find_media_column,
     first_rows,
+    local_root,
     open_rows,
     root_of,
 )
@@ -152,7 +153,7 @@ class PreparedStream:
         Raises:
             BucketingError: If the folder exists and is not such a folder.
         """
-        local = root_of(self.source.dataset) is not None
+        local = local_root(self.source.dataset) is not None
         dataset = os.path.relpath(self.source.dataset, folder) if local else self.source.dataset
         manifest = {
             "version": MANIFEST_VERSION,
@@ -233,11 +234,12 @@ def prepare_stream(
     if given := not_default(config, *(name for name in names_of(SourceConfig) if name not in _USED)):
         raise BucketingError(f"Omit {quoted(given)}: a stream reads only its first rows before it is trained from.")
     table = config.table.make(spec, native_sizes=native_sizes)
-    dataset = open_rows(config.dataset, split=config.split, config_name=config.dataset_config_name)
+    texts = (config.media_column, config.caption_column)
+    dataset = open_rows(config.dataset, split=config.split, config_name=config.dataset_config_name, texts=texts)
     rows = first_rows(dataset, name=config.dataset)
     clips = config.clip_rule(max(size.frames for size in table.sizes))
     source = StreamSource(
-        dataset=os.path.abspath(config.dataset) if root_of(config.dataset) is not None else config.dataset,
+        dataset=os.path.abspath(config.dataset) if local_root(config.dataset) is not None else config.dataset,
         config_name=config.dataset_config_name,
         split=config.split,
         media_column=find_media_column(dataset, rows, config.media_column),

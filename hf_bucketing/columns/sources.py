@@ -10,9 +10,17 @@ from datasets import Dataset
 
 from ..errors import ColumnError, MediaError
 from .apply import undecoded
-from .arrays import is_text
 from .beside import captions_beside
-from .layouts import CAPTION_COLUMNS, MEDIA_COLUMNS, Layout, SourceRequest, SourceRows, loaded_by_datasets
+from .layouts import (
+    MEDIA_COLUMNS,
+    Layout,
+    SourceRequest,
+    SourceRows,
+    choose_column,
+    loaded_by_datasets,
+    usual_captions,
+    usual_media,
+)
 from .nested import has_column, nested_column, nested_names
 from .tables import lines_folder, listed_folder, mapped_folder, named_file, tars
 
@@ -120,7 +128,8 @@ def load_source(
     typed = [name for name, feature in dataset.features.items() if type(feature).__name__ in ("Image", "Video")]
     if media_column is None and rows.media_column in dataset.column_names:
         media_column = rows.media_column
-    media = _find_column(path_or_name, dataset, media_column, typed or MEDIA_COLUMNS, kind="media")
+    usual = usual_media(nested_names(dataset), typed=typed)
+    media = _find_column(path_or_name, dataset, media_column, usual, kind="media")
     if media is None:
         raise ColumnError(
             f"{path_or_name} has no media column: none of {', '.join(MEDIA_COLUMNS)} is among its columns "
@@ -134,7 +143,7 @@ def load_source(
         dataset=dataset,
         column=media,
         caption_column=caption,
-        root=rows.root if is_text(dataset.features[media]) else None,
+        root=rows.root,
         layout=f"{path_or_name}: {rows.layout}",
     )
 
@@ -159,10 +168,7 @@ def _captions_of(dataset: Dataset, given: str | None) -> list[str]:
     """Return the columns that the caller named, or that are usually captions, also those within columns of dicts."""
     if given is not None:
         return [given] if has_column(dataset, given) else []
-    names = nested_names(dataset)
-    return [name for name in CAPTION_COLUMNS if name in names] or [
-        name for name in names if name.rpartition(".")[2] in CAPTION_COLUMNS
-    ]
+    return usual_captions(nested_names(dataset))
 
 
 def _caption_column(name: str, dataset: Dataset, given: str | None) -> str | None:
@@ -184,16 +190,9 @@ def _caption_column(name: str, dataset: Dataset, given: str | None) -> str | Non
 
 def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence[str], *, kind: str) -> str | None:
     """Return the column that the caller named, or the only one with a usual name."""
-    columns = nested_names(dataset)
-    found = [column for column in usual if column in columns]
-    if given is not None:
-        if not has_column(dataset, given):
-            hint = f"; {kind}_column {found[0]} would do" if len(found) == 1 else ""
-            raise ColumnError(f"{name} has no {kind} column {given!r}, only {columns}{hint}.")
+    if given is not None and has_column(dataset, given):
         return given
-    if len(found) > 1:
-        raise ColumnError(f"{name} has several {kind} columns: {' and '.join(found)}; name one as `{kind}_column`.")
-    return found[0] if found else None
+    return choose_column(name, nested_names(dataset), given, usual, kind=kind)
 
 
 def _shown(cell: Any) -> str:

@@ -22,20 +22,9 @@ from .buckets import BucketColumns
 from .captions import CaptionTexts, OnCaptionError
 from .clips import ClipRows, ClipRule
 from .conditions import ConditionColumns
-from .layouts import MEDIA_FILES
+from .layouts import TABLES, builder_of, choose_column, hub_root, stream_part, usual_captions, usual_media
 from .metadata import ExistingMetadata, MediaMetadata
-from .sources import CAPTION_COLUMNS, MEDIA_COLUMNS
 from .stream_columns import CAPTION, MEDIA, StreamColumns
-
-BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".tar": ("webdataset", {}),
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-}
-"""Builder of datasets, and its options, for each ending of the files of a stream."""
 
 SAMPLED_ROWS = 64
 """Rows that are read to find columns and to report, before a stream is used."""
@@ -131,7 +120,8 @@ class StreamSource:
             MediaError: If there are no such files, or datasets cannot read them.
             HubError: If the hub cannot be reached.
         """
-        rows = open_rows(self.dataset, split=self.split, config_name=self.config_name)
+        texts = (self.media_column, *self.caption_columns)
+        rows = open_rows(self.dataset, split=self.split, config_name=self.config_name, texts=texts)
         outer = {column.partition(".")[0] for column in (self.media_column, *self.conditions.values())}
         named = {self.media_column, *self.conditions.values()}
         rows = undecoded(rows, outer | named)
@@ -146,18 +136,42 @@ def _shuffled(rows: IterableDataset, buffer_size: int, seed: int) -> IterableDat
     return rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=buffer_size) if buffer_size else rows
 
 
-def open_rows(dataset: str, *, split: str = "train", config_name: str | None = None) -> IterableDataset:
+def open_rows(
+    dataset: str, *, split: str = "train", config_name: str | None = None, texts: Sequence[str | None] = ()
+) -> IterableDataset:
     """Return the rows of a hub data set, or of a folder, file or pattern of files, as `datasets` streams them.
 
-    A folder with a table named `metadata` is that table; `datasets` chooses how it reads any other one.
+    A folder with a table named `metadata` is that table; `datasets` chooses how it reads any other one. All files
+    belong to the split `train`. Rows of a part such as `train[:100]` can be counted where one file holds them all.
+
+    Args:
+        dataset (`str`): What to read.
+        split (`str`): Split, or a part of it that is counted from its beginning.
+        config_name (`str`, *optional*): Configuration of a hub data set.
+        texts (sequence of `str`, *optional*): Columns of texts that the caller named.
 
     Raises:
-        MediaError: If datasets cannot read the files, they are empty, or of several kinds.
+        MediaError: If datasets cannot read the files, they are empty or of several kinds, or the part of the split
+            cannot be counted.
         HubError: If there are no such files, and the hub has no such data set or cannot be reached.
         BucketingError: If datasets cannot read the folder or hub data set.
     """
+    name, first, end = stream_part(split)
+    rows = _open_split(dataset, name, config_name=config_name, texts=texts)
+    if not first and end is None:
+        return rows
+    if rows.num_shards > 1:
+        raise MediaError(
+            f"The rows of {split!r} cannot be counted in the {rows.num_shards} shards of {dataset}, which are read at "
+            "once; name the files to train from, and other ones to hold out."
+        )
+    rows = rows.skip(first) if first else rows
+    return rows if end is None else rows.take(max(0, end - first))
+
+
+def _open_split(dataset: str, split: str, *, config_name: str | None, texts: Sequence[str | None]) -> IterableDataset:
     path = Path(dataset)
-    tables = [found for ending in BUILDERS if (found := path / f"metadata{ending}").is_file()]
+    tables = [found for ending in TABLES if (found := path / f"metadata{ending}").is_file()]
     if len(tables) > 1:
         raise MediaError(
             f"{' and '.join(map(str, tables))} could both be meant; name one of them instead of the folder."
@@ -166,9 +180,11 @@ def open_rows(dataset: str, *, split: str = "train", config_name: str | None = N
     if not files or (path.is_dir() and not tables):
         with from_hub(dataset):
             return load_dataset(dataset, config_name, split=split, streaming=True)
-    builder, options = _builder_of(dataset, files)
+    builder, options = _builder_of(dataset, files, texts)
     if not any(map(os.path.getsize, files)):
         raise MediaError(f"{dataset} is empty; write one row per sample, with a file and a caption.")
+    if split != "train":
+        raise MediaError(f"The files of {dataset} have the split train, or parts as train[:100], and not {split!r}.")
     data_files = {split: [glob.escape(os.path.abspath(file)) for file in files]}
     try:
         return load_dataset(builder, data_files=data_files, split=split, streaming=True, **options)
@@ -177,7 +193,12 @@ def open_rows(dataset: str, *, split: str = "train", config_name: str | None = N
 
 
 def root_of(dataset: str) -> str | None:
-    """Return the folder that relative paths in the rows start from: that of the files; None for a hub data set."""
+    """Return the folder or URL that relative paths in the rows start from: that of the files, or of the hub."""
+    return local_root(dataset) or hub_root(dataset)
+
+
+def local_root(dataset: str) -> str | None:
+    """Return the folder of the files that a name means; None for a hub data set."""
     if os.path.isdir(dataset):
         return os.path.abspath(dataset)
     files = _files_of(dataset)
@@ -217,9 +238,9 @@ def find_media_column(dataset: IterableDataset, rows: Sequence[Mapping[str, Any]
     Raises:
         ColumnError: If there is none, or several could be meant.
     """
-    typed = [name for name, kind in (dataset.features or {}).items() if type(kind).__name__ in ("Image", "Video")]
-    usual = [*MEDIA_COLUMNS, *(ending[1:] for ending in sorted(MEDIA_FILES))]
-    return _find(rows, given, typed or usual, kind="media")
+    typed = [column for column, kind in (dataset.features or {}).items() if type(kind).__name__ in ("Image", "Video")]
+    present = columns_of(rows)
+    return _chosen(present, given, usual_media(present, typed=typed), kind="media")
 
 
 def find_caption_columns(rows: Sequence[Mapping[str, Any]], given: str | None) -> list[str]:
@@ -228,36 +249,26 @@ def find_caption_columns(rows: Sequence[Mapping[str, Any]], given: str | None) -
     Raises:
         ColumnError: If there is none, or several could be meant.
     """
-    nested = [f"{name}.{usual}" for name in ("json", "jsn") for usual in CAPTION_COLUMNS]
-    usual = [*CAPTION_COLUMNS, "txt", *nested]
-    return [_find(rows, name, usual, kind="caption") for name in ([None] if given is None else given.split(","))]
+    present = columns_of(rows)
+    names = [None] if given is None else given.split(",")
+    return [_chosen(present, name, usual_captions(present), kind="caption") for name in names]
 
 
 def check_present(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
     """Raise ColumnError if the first rows lack a column, by what it holds: `{"control": "depth"}`."""
     for name, column in columns.items():
-        _find(rows, column, (), kind=name)
+        _chosen(columns_of(rows), column, (), kind=name)
 
 
-def _find(rows: Sequence[Mapping[str, Any]], given: str | None, usual: Sequence[str], *, kind: str) -> str:
-    present = columns_of(rows)
-    found = [name for name in usual if name in present]
-    if given is not None:
-        if given not in present:
-            hint = f"; {found[0]} would do" if len(found) == 1 else ""
-            raise ColumnError(f"The first rows have no {kind} column {given!r}, only {', '.join(present)}{hint}.")
-        return given
-    if len(found) > 1:
-        raise ColumnError(
-            f"Several {kind} columns could be meant: {' and '.join(found)}; name one as `{kind}_column`."
-        )
-    if not found:
+def _chosen(present: Sequence[str], given: str | None, usual: Sequence[str], *, kind: str) -> str:
+    found = choose_column("The stream", present, given, usual, kind=kind)
+    if found is None:
         raise ColumnError(
             f"No {kind} column was found among {', '.join(present)}; name one as `{kind}_column`. A stream reads tars "
             "of media and captions, parquet files, and tables of paths; prepare a folder of media with captions "
             "beside them without `streaming`."
         )
-    return found[0]
+    return found
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -271,14 +282,15 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(names)
 
 
-def _builder_of(dataset: str, files: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def _builder_of(dataset: str, files: Sequence[str], texts: Sequence[str | None]) -> tuple[str, dict[str, Any]]:
     endings = {os.path.splitext(file)[1].lower() for file in files}
-    if len(endings) > 1 or not endings <= BUILDERS.keys():
+    if len(endings) > 1 or not endings <= {".tar", *TABLES}:
         raise MediaError(
             f"{dataset} names {', '.join(sorted(endings))} files; a stream reads files of one kind: "
-            f"{', '.join(BUILDERS)}."
+            f"{', '.join(['.tar', *TABLES])}."
         )
-    return BUILDERS[endings.pop()]
+    (ending,) = endings
+    return ("webdataset", {}) if ending == ".tar" else builder_of(files[0], *texts)
 
 
 def bytes_in(row: Mapping[str, Any]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import json
 import os
@@ -22,24 +21,15 @@ from .layouts import (
     CAPTION_COLUMNS,
     MEDIA_COLUMNS,
     MEDIA_FILES,
+    TABLES,
     SourceRequest,
     SourceRows,
+    builder_of,
+    csv_header,
     data_files,
     load,
     part,
 )
-
-_TABLES: dict[str, tuple[str, dict[str, Any]]] = {
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-    ".parquet": ("parquet", {}),
-}
-"""Builder of datasets, and its options, for each ending of a table."""
-
-_CSV_ROWS_PER_CHUNK = 1_000_000
-"""Column types are inferred chunk by chunk, and chunks whose types differ (fps 30, then 29.97) are an error."""
 
 _FASTVIDEO = "videos2caption.json"
 _MAPPING = "captions.json"
@@ -51,9 +41,9 @@ def named_file(request: SourceRequest) -> SourceRows | None:
     """Read a table, or a list of media, whose path or URL was given."""
     name, path = request.path_or_name, request.path
     if is_url(name):
-        return _read_table(name, request) if request.ending in _TABLES else None
+        return _read_table(name, request) if request.ending in TABLES else None
     if not path.is_file():
-        if request.ending in {*_TABLES, ".toml"} and not path.is_dir():
+        if request.ending in {*TABLES, ".toml"} and not path.is_dir():
             raise MediaError(f"The file {path} does not exist; correct the path.")
         return None
     if request.ending == ".tar":
@@ -64,9 +54,9 @@ def named_file(request: SourceRequest) -> SourceRows | None:
         return rows
     if request.ending == ".toml":
         raise MediaError(f"{path} lists sources of data, and here one source is read; read the list with `load_toml`.")
-    if request.ending not in _TABLES:
+    if request.ending not in TABLES:
         raise MediaError(
-            f"{path} is not a table of samples: name a {', '.join(_TABLES)} file, a .tar, a folder, or a data set on "
+            f"{path} is not a table of samples: name a {', '.join(TABLES)} file, a .tar, a folder, or a data set on "
             "the hub."
         )
     return _read_table(path, request)
@@ -98,7 +88,7 @@ def listed_folder(request: SourceRequest) -> SourceRows | None:
     folder = request.path
     if not folder.is_dir() or request.beside:
         return None
-    tables = [name for name in files_in(folder) if Path(name).suffix.lower() in _TABLES]
+    tables = [name for name in files_in(folder) if Path(name).suffix.lower() in TABLES]
     metadata = [name for name in tables if Path(name).stem in ("metadata", Path(_FASTVIDEO).stem)]
     chosen = metadata or [name for name in tables if _lists_media(folder / name, request)]
     if not chosen or (not metadata and not _holds_media(folder)):
@@ -207,9 +197,7 @@ def _read_table(path: Path | str, request: SourceRequest, *, media_column: str |
     url = is_url(str(path))
     if not url and not read_bytes(Path(path), 4096).strip():
         raise MediaError(f"{path} is empty; write one row per sample, with a file_name and a caption.")
-    builder, options = _TABLES[request.ending if url else Path(path).suffix.lower()]
-    if builder == "csv":
-        options = {**options, "chunksize": _CSV_ROWS_PER_CHUNK}
+    builder, options = builder_of(str(path), request.media_column, request.caption_column)
     dataset = load(builder, data_files=data_files(path), split=request.split, **options)
     root = str(path).partition("?")[0].rpartition("/")[0] if url else str(Path(path).parent)
     name = str(path).rpartition("/")[2]
@@ -242,11 +230,10 @@ def column_names(table: Path) -> set[str]:
             return set(pq.read_schema(table).names)
         except pa.ArrowInvalid:
             return set()
-    head = read_bytes(table, 65536).decode(errors="replace")
-    builder, options = _TABLES[table.suffix.lower()]
+    builder, options = TABLES[table.suffix.lower()]
     if builder == "json":
-        return set(re.findall(r'"(\w+)"\s*:', head))
-    return set(next(csv.reader(head.splitlines()[:1], delimiter=options.get("sep", ",")), []))
+        return set(re.findall(r'"(\w+)"\s*:', read_bytes(table, 65536).decode(errors="replace")))
+    return set(csv_header(str(table), sep=options.get("sep", ",")))
 
 
 def _holds_media(folder: Path) -> bool:

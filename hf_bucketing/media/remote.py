@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from fsspec.core import url_to_fs
 
 from ..errors import MediaError
+from ..hub import cache_folders
 
 HEADER_BLOCK = 2**16
 """Bytes per request for headers, which lie at the beginning or the end of a file."""
@@ -33,6 +34,55 @@ _VERSIONS = (
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a URL, which fsspec opens."""
     return _URL.match(os.fspath(path)) is not None
+
+
+ALLOWED_PATHS = "HF_BUCKETING_ALLOWED_PATHS"
+"""Environment variable with folders and URLs, separated by commas, below which any data set may name files.
+
+It belongs to the person who runs a script, so that no data set can grant itself more, also not a prepared one.
+"""
+
+_ANYWHERE = re.compile(r"(https?|hf)://(?!.*::)", re.IGNORECASE)
+"""URLs that a data set may name anywhere: servers, and the hub; not chains of file systems, such as zip::https."""
+
+
+def check_allowed(path: str, root: str | None) -> None:
+    """Check that a data set may name an absolute path or a URL: below its root, on a server, or of the hub.
+
+    Without a root it is the caller who names the path.
+
+    Args:
+        path (`str`): Absolute path, or URL.
+        root (`str`, *optional*): Folder or URL of the data set.
+
+    Raises:
+        MediaError: If it lies elsewhere, and below none of the paths in `HF_BUCKETING_ALLOWED_PATHS`.
+    """
+    if root is None or _ANYWHERE.match(path):
+        return
+    more = [part.strip() for part in os.environ.get(ALLOWED_PATHS, "").split(",")]
+    if not any(part and _lies_below(path, part) for part in (root, *cache_folders(), *more)):
+        outside = "is a URL of another protocol than https and hf" if is_url(path) else f"lies outside of {root}"
+        raise MediaError(
+            f"{path} {outside}, and a data set may name only files below its own folder, and on servers. If you trust "
+            f"it, name the folder or the beginning of the URL in the environment variable {ALLOWED_PATHS}, such as "
+            f"{ALLOWED_PATHS}={_folder_of(path)}."
+        )
+
+
+def _lies_below(path: str, folder: str) -> bool:
+    """Return whether a path or URL lies in a folder or URL, or at any depth below it; links are not resolved."""
+    if is_url(path) != is_url(folder) or "::" in path:
+        return False
+    if not is_url(path):
+        return os.path.commonpath([os.path.abspath(path), os.path.abspath(folder)]) == os.path.abspath(folder)
+    (protocol, _, inner), (own, _, outer) = (part.partition("://") for part in (path, folder))
+    inside = posixpath.normpath(f"/{inner}") + "/"
+    return protocol.lower() == own.lower() and inside.startswith(posixpath.normpath(f"/{outer}") + "/")
+
+
+def _folder_of(path: str) -> str:
+    return path.rpartition("/")[0] or "/"
 
 
 def below(root: str, path: str) -> str:

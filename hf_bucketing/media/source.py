@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from ..errors import MediaError
-from .remote import HEADER_BLOCK, WHOLE_BLOCK, RemoteFile, below, is_url
+from .remote import HEADER_BLOCK, WHOLE_BLOCK, RemoteFile, below, check_allowed, is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class MediaSource:
             name (`str`): Name in messages of bytes that come without a path.
 
         Raises:
-            MediaError: If the cell is empty or of another type, the file does not exist or is empty, or a relative
-                path leaves `root`. A URL is not opened here.
+            MediaError: If the cell is empty or of another type, the file does not exist or is empty, a relative path
+                leaves `root`, or `check_allowed` refuses another one. A URL is not opened here.
         """
         file: Any = cell
         data: bytes | None = None
@@ -104,7 +104,9 @@ def _existing(path: str, root: str | os.PathLike[str] | None) -> tuple[str, int 
     Links are followed, because the hub's cache consists of them: the owner of the folder made them, while the relative
     path comes from the data set.
     """
-    if root is not None and not os.path.isabs(path) and not is_url(path):
+    if os.path.isabs(path) or is_url(path):
+        check_allowed(path, None if root is None else os.fspath(root))
+    elif root is not None:
         path = below(os.fspath(root), path)
     if is_url(path):
         return path, None

@@ -314,7 +314,7 @@ FORMATS: dict[str, Format] = {
         options={"caption_column": "annotations.long"},
     ),
     "URLs": Format(
-        title="URLs (`https://`, `hf://`, `s3://`, `gs://`, …) in place of paths, or of the table",
+        title="URLs (`https://`, `hf://`; others where they are allowed) in place of paths, or of the table",
         who="data sets on the hub",
         write=urls,
         give="FOLDER/data.jsonl",

@@ -15,6 +15,8 @@ from hf_bucketing import BucketTable, ColumnError, LatentSpec, Size, open_table
 from hf_bucketing.columns import BucketColumns, CaptionTexts, PreparedDataset, check_captions, map_columns
 from tests.conftest import run_script_here
 
+pytestmark = pytest.mark.usefixtures("files_anywhere")
+
 FILES = [f"clips/{number}.mp4" for number in range(5)]
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 

@@ -19,6 +19,8 @@ from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
 from hf_bucketing.media import MediaColumns, write_video
 from tests.conftest import run_script_here
 
+pytestmark = pytest.mark.usefixtures("files_anywhere")
+
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = TableConfig(buckets="32,48", bucket_frames=[1, 9])
 

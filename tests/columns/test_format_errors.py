@@ -220,9 +220,10 @@ def test_files_of_the_same_stems_in_other_folders_become_columns(tmp_path: Path)
         str(tmp_path / "clips"),
         companions={"control": str(tmp_path / "clips" / "depth"), "mask": str(tmp_path / "masks")},
     )
-    assert loaded.dataset["file_name"][:] == ["a.mp4", "deep/b.mp4", "deep/er/c.png"], "no sample is a control"
-    assert loaded.dataset["control"][:] == [None, "depth/deep/b.mp4", None]
-    assert loaded.dataset["mask"][:] == [str(tmp_path / "masks" / "a.mov"), None, None]
+    assert loaded.dataset["file_name"][:] == [f"clips/{name}" for name in ("a.mp4", "deep/b.mp4", "deep/er/c.png")]
+    assert loaded.dataset["control"][:] == [None, "clips/depth/deep/b.mp4", None], "no sample is a control"
+    assert loaded.dataset["mask"][:] == ["masks/a.mov", None, None]
+    assert loaded.root == str(tmp_path), "the folder above all that were named"
     assert "2 without a control; 2 without a mask" in loaded.layout
     write_media(tmp_path / "masks", "a.mp4")
     with pytest.raises(MediaError, match=r"a\.mov and a\.mp4"):
@@ -234,8 +235,8 @@ def test_files_of_the_same_stems_in_other_folders_become_columns(tmp_path: Path)
 
 
 def test_a_media_column_of_another_type_is_an_error_that_names_the_row(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("path,text\n1,x\n2,y\n")
-    loaded = load_source(str(tmp_path / "data.csv"))
+    (tmp_path / "data.jsonl").write_text('{"path": 1, "text": "x"}\n{"path": 2, "text": "y"}\n')
+    loaded = load_source(str(tmp_path / "data.jsonl"))
     with pytest.raises(MediaError, match=r"Expected a path.*got int \(row 0"):
         map_columns(loaded.dataset, MediaMetadata("path", root=loaded.root))
     reject = MediaMetadata("path", root=loaded.root, on_error="reject")

@@ -27,8 +27,12 @@ def given(case: Format, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_layout_is_read_as_its_trainer_documents_it(name: str, tmp_path: Path) -> None:
+def test_a_layout_is_read_as_its_trainer_documents_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = FORMATS[name]
+    if name == "URLs":
+        monkeypatch.setenv("HF_BUCKETING_ALLOWED_PATHS", f"file://{tmp_path}")
     case.write(tmp_path)
     loaded = load_source(given(case, tmp_path), **case.options)
     assert rows(loaded) == [(TEXTS[file], *SIZES[file]) for file in case.files]

@@ -185,7 +185,7 @@ def test_a_column_of_media_goes_before_names_of_paths(tmp_path: Path, folder: Pa
     rows = {"clip": [str(folder / "a.png")], "path": ["gone.png"], "caption": ["x"]}
     Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "rows.parquet"))
     loaded = load_source(str(tmp_path / "rows.parquet"))
-    assert (loaded.column, loaded.root) == ("clip", None)
+    assert (loaded.column, loaded.root) == ("clip", str(tmp_path))
     assert "media column clip" in loaded.describe()
     assert sizes_of(loaded) == [PICTURE]
     both = Features(video=Video(), image=Image())

@@ -27,6 +27,8 @@ from hf_bucketing.media import MediaColumns, ViewRule, write_video
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
 from tests.columns.stream_cases import write_table
 
+pytestmark = pytest.mark.usefixtures("files_anywhere")
+
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 HEIGHT, WIDTH, FRAMES, FPS = 68, 100, 24, 8
 CONDITIONS = {"first_frame": "first", "last_frame": "last", "control": "control", "mask": "mask", "reference": "ref"}

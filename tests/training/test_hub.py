@@ -197,7 +197,7 @@ def test_the_script_uploads_what_it_saved_with_a_card_whose_code_loads_it(
     if adapters:
         result = run_script_here(TRAINING_SCRIPT.name, *arguments)
     else:
-        result = launch(TRAINING_SCRIPT, *arguments, num_processes=2)
+        result = launch(TRAINING_SCRIPT, *arguments, num_processes=2, forked=False)  # the hub's address is read once
         assert f"Uploaded to {reached.endpoint}/{repository}" in result.stderr
     files = reached.files[repository]
     renders = {f"validation/step-8/5x32x48-{words}.mp4" for words in ("a-red-circle", "blue")}
