@@ -13,7 +13,7 @@ from ..errors import FlagError
 from ..settings import build, flatten, names_of
 from .preparation import SourceConfig
 from .shares import name_sources
-from .trainer_toml import load_toml
+from .trainer_toml import load_repeats, load_toml
 
 NOT_FLAGS = ("name", "repeats", "weight", "metric")
 """Settings of a source that are no flags: what tells several sources apart, and the metric of assignment."""
@@ -64,8 +64,9 @@ def make_sources(
 ) -> list[SourceConfig]:
     """Build sources from their settings by name; those that one does not give are taken from `common`.
 
-    A source with a bucket table of its own takes none from `common`. A TOML file of another trainer stands for the
-    sources that it lists; `say` is called with a sentence about each of its keys that has no effect.
+    A source with a bucket table of its own takes none from `common`. A TOML file of another trainer, or a folder of
+    folders such as `10_a fox`, stands for the sources that it lists; `say` is called with a sentence about each of its
+    keys that has no effect.
     """
     return [build(SourceConfig, {**_inherited(common, own), **own}) for one in given for own in _listed(one, say)]
 
@@ -89,10 +90,11 @@ def _inherited(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, A
 
 
 def _listed(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Mapping[str, Any]]:
-    if Path(given["dataset"]).suffix.lower() != ".toml":
+    toml = Path(given["dataset"]).suffix.lower() == ".toml"
+    found = load_toml(given["dataset"]) if toml else None if "repeats" in given else load_repeats(given["dataset"])
+    if found is None:
         yield given
         return
-    found = load_toml(given["dataset"])
     for sentence in found.ignored:
         say(f"{given['dataset']}: {sentence}")
     yield from ({**given, **one} for one in found.sources)

@@ -1,14 +1,21 @@
-"""Lists of sources in the TOML files of sd-scripts, musubi-tuner and diffusion-pipe."""
+"""Lists of sources of other trainers: TOML of sd-scripts, musubi-tuner and diffusion-pipe, and `10_name` folders.
+
+Checked with sd-scripts 48d368fa (library/config_util.py, library/train_util.py), musubi-tuner
+(src/musubi_tuner/dataset/config_utils.py, image_video_dataset.py) and diffusion-pipe (utils/dataset.py).
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import MediaError
+from .beside import files_in
+from .layouts import CAPTION_EXTENSION, MEDIA_FILES, TABLES
 from .tables import column_names
 
 if sys.version_info >= (3, 11):
@@ -21,8 +28,16 @@ _TABLES = ("image_jsonl_file", "video_jsonl_file")
 _PATHS = ("image_directory", "video_directory", "image_dir", "path", *_TABLES)
 """Keys that hold the path of a source: of musubi-tuner, sd-scripts, diffusion-pipe, musubi-tuner."""
 
-_FOLDERS = {"control_directory": "control", "control_path": "control", "mask_path": "mask"}
+_FOLDERS = {
+    "control_directory": "control",
+    "control_path": "control",
+    "conditioning_data_dir": "control",
+    "mask_path": "mask",
+}
 """Keys of folders with files that have the stems of the media."""
+
+_JOINTS = {"image_dir": " "}
+"""What joins prefix, caption and suffix, by the key of the source's path: a space in sd-scripts, nothing elsewhere."""
 
 _SD_SCRIPTS_EXTENSION = ".caption"
 """Ending of caption files in sd-scripts, where its TOML names none."""
@@ -60,7 +75,17 @@ _ADVICE: dict[str, tuple[Any, str]] = {
     "flip_aug": (False, "give `flip_probability` when training"),
     "random_crop": (None, "give `random_crop` when training"),
     "color_aug": (False, "there is no counterpart"),
-    "multiple_target": (False, "there is no counterpart"),
+    **dict.fromkeys(
+        (
+            *("multiple_target", "no_resize_control", "alpha_mask", "enable_wildcard", "debug_dataset"),
+            *("caption_tag_dropout_rate", "token_warmup_step", "validation_seed", "fp_1f_no_post", "online_captions"),
+        ),
+        (False, "there is no counterpart"),  # False equals 0
+    ),
+    "validation_split": (0, "give `validation_split` when training"),
+    **dict.fromkeys(("token_warmup_min", "network_multiplier"), (1, "there is no counterpart")),
+    "shuffle_metadata": (True, "rows are drawn in an order of their own in every epoch"),
+    "prior_loss_weight": (1, "there is no counterpart"),
 }
 """For each key without effect: the value that asks for what happens anyway, and what to give for others."""
 
@@ -141,9 +166,13 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
         if folder_key in table:
             values[f"{column}_folder"] = _existing(table[folder_key], folder, name)
             values[f"{column}_column"] = column
-    template = table.get("caption_prefix", "") + _CAPTION + table.get("caption_suffix", "")
+    joint = _JOINTS.get(key, "")
+    parts = (table.get("caption_prefix"), _CAPTION, table.get("caption_suffix"))
+    template = joint.join(part for part in parts if part)
     values |= {"caption_template": template} if template != _CAPTION else {}
-    frames = table.get("target_frames", table.get("frame_buckets"))
+    frames = table.get("target_frames")
+    if "frame_buckets" in table:  # diffusion-pipe always has one of images
+        frames = sorted({1, *table["frame_buckets"]})
     values |= {"bucket_frames": list(frames)} if frames else {}
     if key in _VIDEOS and (clips := _clips(table, name)):
         values["clips"] = clips
@@ -153,6 +182,8 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
 def _clips(table: Mapping[str, Any], name: str) -> str | None:
     """Return the clips that musubi-tuner takes of a video; None for the whole video."""
     extraction = table.get("frame_extraction", "head")
+    if extraction == "uniform" and table.get("frame_sample", 1) == 1:
+        extraction = "head"
     clips = {
         "head": "head",
         "chunk": "all",
@@ -185,8 +216,46 @@ def _ignored(tables: list[dict[str, Any]]) -> list[str]:
             fulfilled, _ = _ADVICE.get(key, _UNKNOWN)
             if table[key] != fulfilled and table[key] not in values.setdefault(key, []):
                 values[key].append(table[key])
-    return [
+    several = [table["target_frames"] for table in tables if len(table.get("target_frames", [])) > 1]
+    said = [
+        f"target_frames = {frames}: each clip is trained once, at the longest of them that it has; musubi-tuner "
+        "trains it at each that it has."
+        for frames in several[:1]
+    ]
+    return said + [
         f"{key} = {' and '.join(map(str, found))} has no effect: {_ADVICE.get(key, _UNKNOWN)[1]}."
         for key, found in values.items()
         if found
     ]
+
+
+def load_repeats(folder: str | Path) -> TomlSources | None:
+    """Read a folder of folders as sd-scripts names them: `10_a fox` has ten repeats, and `a fox` where captions miss.
+
+    Args:
+        folder (`str` or `Path`): Folder, or any other name of a data set.
+
+    Returns:
+        A source for each such folder, or None for a name of another kind, a folder that holds media itself, or one in
+        which other folders hold media. Numbers of four digits are taken for years, not for repeats.
+    """
+    if not os.path.isdir(folder):
+        return None
+    inner = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    endings = {path: {os.path.splitext(name)[1].lower() for name in files_in(Path(path))} for path in inner}
+    named = {path: found for path in inner if (found := _REPEATS.fullmatch(os.path.basename(path)))}
+    media = [path for path in inner if endings[path] & MEDIA_FILES]
+    above = {os.path.splitext(name)[1].lower() for name in files_in(Path(folder))}
+    if not media or not named.keys() >= set(media) or above & (MEDIA_FILES | TABLES.keys()):
+        return None
+    sources = []
+    for path in media:
+        repeats, words = named[path].groups()
+        own = _SD_SCRIPTS_EXTENSION in endings[path] and CAPTION_EXTENSION not in endings[path]
+        extension = {"caption_extension": _SD_SCRIPTS_EXTENSION} if own else {}
+        sources.append({"dataset": path, "repeats": float(repeats), "missing_caption": words, **extension})
+    names = ", ".join(os.path.basename(path) for path in media)
+    return TomlSources(sources, [f"{names}: repeats and, where captions are missing, their words, as in sd-scripts."])
+
+
+_REPEATS = re.compile(r"([1-9]\d{0,2})_(.+)")

@@ -10,6 +10,8 @@ import pytest
 from hf_bucketing import MediaError
 from hf_bucketing.columns import load_source, load_toml
 from hf_bucketing.columns.preparation import SourceConfig
+from hf_bucketing.columns.source_lists import make_sources
+from hf_bucketing.columns.trainer_toml import load_repeats
 from hf_bucketing.settings import build, names_of
 from tests.columns.formats import TEXTS, captions_beside, json_rows, write_media
 
@@ -83,7 +85,15 @@ def test_musubi_tuner(folder: Path) -> None:
         {"dataset": str(folder / "clips"), "caption_extension": ".txt"},
     ]
     keys = {sentence.partition(" = ")[0] for sentence in ignored}
-    assert keys == {"batch_size", "bucket_no_upscale", "resolution", "cache_directory", "source_fps", "max_frames"}
+    assert keys == {
+        "target_frames",
+        "batch_size",
+        "bucket_no_upscale",
+        "resolution",
+        "cache_directory",
+        "source_fps",
+        "max_frames",
+    }
     (resolution,) = (sentence for sentence in ignored if sentence.startswith("resolution"))
     assert resolution.startswith("resolution = [960, 544] and [640, 640] has no effect: ")
     assert "`bucket_tokens`" in resolution
@@ -99,7 +109,8 @@ def test_musubi_tuner(folder: Path) -> None:
         ('frame_extraction = "head"', "head"),
         ('frame_extraction = "chunk"', "all"),
         ('frame_extraction = "slide"\nframe_stride = 10', "slide:10"),
-        ('frame_extraction = "uniform"', "uniform:1"),
+        ('frame_extraction = "uniform"', "head"),
+        ('frame_extraction = "uniform"\nframe_sample = 2', "uniform:2"),
         ('frame_extraction = "full"', None),
     ],
 )
@@ -125,12 +136,14 @@ def test_sd_scripts(folder: Path) -> None:
           image_dir = 'clips'
           class_tokens = 'a fox'
           num_repeats = 10
-          caption_prefix = 'TOK, '
+          caption_prefix = 'TOK,'
+          enable_wildcard = false
 
           [[datasets.subsets]]
           image_dir = 'clips'
           caption_extension = '.txt'
-          caption_suffix = ', film'
+          caption_suffix = 'film'
+          conditioning_data_dir = 'depth'
           keep_tokens = 3
         """,
     )
@@ -142,12 +155,19 @@ def test_sd_scripts(folder: Path) -> None:
             "missing_caption": "a fox",
             "caption_template": "TOK, {caption}",
         },
-        {"dataset": str(folder / "clips"), "caption_extension": ".txt", "caption_template": "{caption}, film"},
+        {
+            "dataset": str(folder / "clips"),
+            "caption_extension": ".txt",
+            "control_folder": str(folder / "depth"),
+            "control_column": "control",
+            "caption_template": "{caption} film",
+        },
     ]
     assert "keep_tokens = 2 and 3 has no effect: give `keep_tags` when training." in ignored
     loaded = load_source(sources[0]["dataset"], caption_extension=".caption", missing_caption="a fox")
     assert loaded.dataset["caption"][:] == ["a fox"] * 3
-    assert not [sentence for sentence in ignored if "flip_aug" in sentence], "nothing was asked for"
+    unasked = [sentence for sentence in ignored if "flip_aug" in sentence or "enable_wildcard" in sentence]
+    assert not unasked, "nothing was asked for"
 
 
 def test_diffusion_pipe(folder: Path) -> None:
@@ -163,10 +183,11 @@ def test_diffusion_pipe(folder: Path) -> None:
         path = 'clips'
         mask_path = 'depth'
         num_repeats = 0.5
+        caption_prefix = 'TOK, '
 
         [[directory]]
         path = 'clips'
-        frame_buckets = [1]
+        frame_buckets = [33]
         some_new_key = 1
         """,
     )
@@ -176,9 +197,10 @@ def test_diffusion_pipe(folder: Path) -> None:
             "repeats": 0.5,
             "mask_folder": str(folder / "depth"),
             "mask_column": "mask",
+            "caption_template": "TOK, {caption}",
             "bucket_frames": [1, 33],
         },
-        {"dataset": str(folder / "clips"), "bucket_frames": [1]},
+        {"dataset": str(folder / "clips"), "bucket_frames": [1, 33]},
     ]
     assert [sentence.partition(" = ")[0] for sentence in ignored] == ["num_ar_buckets", "resolutions", "some_new_key"]
     assert "some_new_key = 1 has no effect: there is no counterpart." in ignored
@@ -227,3 +249,36 @@ def test_a_list_that_is_not_there_or_not_text_is_named(folder: Path) -> None:
 def test_sources_are_values_of_json_and_yaml(folder: Path) -> None:
     sources, _ = read(folder, "[[directory]]\npath = 'clips'\nmask_path = 'depth'\nnum_repeats = 2\n")
     assert json.loads(json.dumps(sources)) == sources
+
+
+def test_folders_of_sd_scripts_have_their_repeats_and_words(folder: Path) -> None:
+    write_media(folder / "train" / "10_a red fox", "a.mp4", "b.mp4")
+    (folder / "train" / "10_a red fox" / "a.txt").write_text("its own caption")
+    write_media(folder / "train" / "3_sea", "c.png")
+    (folder / "train" / "3_sea" / "c.caption").write_text("the sea")
+    (folder / "train" / "log").mkdir()
+    said: list[str] = []
+    common = {"bucket_tokens": [60], "bucket_frames": [1, 9]}
+    sources = make_sources(common, [{"dataset": str(folder / "train")}], say=said.append)
+    assert [(source.repeats, source.beside.missing_caption) for source in sources] == [(10, "a red fox"), (3, "sea")]
+    assert "10_a red fox, 3_sea: repeats" in said[0]
+    rows = [
+        load_source(
+            source.dataset,
+            caption_extension=source.beside.caption_extension,
+            missing_caption=source.beside.missing_caption,
+        ).dataset["caption"][:]
+        for source in sources
+    ]
+    assert rows == [["its own caption", "a red fox"], ["the sea"]]
+    given = make_sources(common, [{"dataset": str(folder / "train"), "repeats": 2.0}])
+    assert [source.dataset for source in given] == [str(folder / "train")], "what the caller says counts"
+
+
+@pytest.mark.parametrize("name", ["2024_trip", "0_none", "holidays"])
+def test_other_folders_are_one_source(folder: Path, name: str) -> None:
+    write_media(folder / "train" / "10_fox", "a.mp4")
+    write_media(folder / "train" / name, "b.mp4")
+    assert load_repeats(folder / "train") is None
+    assert load_repeats(folder / "clips") is None
+    assert load_repeats("owner/name") is None
