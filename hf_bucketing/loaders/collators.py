@@ -23,6 +23,7 @@ from .captions import CaptionRule
 from .faults import Replacements
 from .occurrences import OCCURRENCE, occurrence_of
 from .random_resize import RandomResize
+from .state import epoch_number
 
 Row = Mapping[str, Any]
 Loaded = tuple[LoadedSample, View]
@@ -86,7 +87,7 @@ class MediaCollator:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose views are drawn with a `seed`; a sampler in a prepared loader does it by itself."""
-        self._epoch.fill_(epoch)
+        self._epoch.fill_(epoch_number(epoch))
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
         """Return the target size of each row."""

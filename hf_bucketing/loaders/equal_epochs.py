@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,10 @@ class EqualEpochs(PlannedBatchSampler):
 
     def _columns(self) -> Mapping[str, object]:
         return {**self._cut._columns(), "epochs": "equal"}
+
+    def check_tables(self, loader: Any) -> None:
+        """Raise as the sampler does whose epochs are cut."""
+        self._cut.check_tables(loader)
 
     def _ordered_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         if consumed is not None:

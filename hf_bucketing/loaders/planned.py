@@ -15,7 +15,7 @@ from datasets import Dataset
 from datasets.arrow_dataset import Column
 from torch.utils.data import Sampler
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
@@ -23,7 +23,7 @@ from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
 from .host import check_host, current_loader, process_group, skipped_by
 from .occurrences import RepeatedRow
-from .state import VERSION, check_state, describe, settings
+from .state import VERSION, check_state, describe, epoch_number, settings
 
 Config = TypeVar("Config")
 
@@ -80,7 +80,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         if isinstance(weights, Mapping):
             self.weights = numbers_by_id(weights, "weights", whole=False, error=PlanError)
         elif weights is not None:
-            self.weights = column_of(whole_column(weights), "weights").astype(np.float64)
+            self.weights = column_of(weights, "weights").astype(np.float64)
         self.longest_first = plain_bool(longest_first, "longest_first", error=PlanError)
         if num_processes is not None:
             num_processes = plain_number(num_processes, "num_processes", whole=True, error=PlanError)
@@ -136,7 +136,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If no step can be planned.
         """
-        return self._plan_and_consumed(self.epoch if epoch is None else epoch)[0]
+        return self._plan_and_consumed(self.epoch if epoch is None else epoch_number(epoch))[0]
 
     def _plan_and_consumed(self, epoch: int) -> tuple[EpochPlan, IntArray]:
         """Return the plan of an epoch, and the rows that the epoch held before it."""
@@ -175,6 +175,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If an epoch cannot be planned.
         """
+        epochs = plain_number(epochs, "epochs", whole=True, error=PlanError)
         return sum(self._ordered_plan(epoch, self.num_processes, None).num_steps for epoch in range(epochs))
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
@@ -194,8 +195,16 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """Return the columns and tables that the plan depends on, by name."""
         raise NotImplementedError
 
+    def check_tables(self, loader: Any) -> None:
+        """Raise PlanError if a loader's rows or collator have another table than the sampler; here there is none."""
+
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the present epoch again changes nothing."""
+        """Go to the start of an epoch; the present epoch again changes nothing.
+
+        Raises:
+            PlanError: If it is no whole number from 0.
+        """
+        epoch = epoch_number(epoch)
         self._loader = None
         if epoch != self.epoch:
             self.epoch, self._legs = epoch, ()
@@ -213,7 +222,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """
         seed, fingerprint = self._fingerprint()
         legs = self._legs[:-1] if self._resumes_its_plan else self._legs
-        step = self.first_step if step is None else step
+        step = self.first_step if step is None else plain_number(step, "step", whole=True, error=PlanError)
         consumed = [list(leg) for leg in (*legs, (self.num_processes, step)) if leg[1]]
         return {
             "version": VERSION,
@@ -273,6 +282,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
             PlanError: If it would lose batches.
         """
         check_host(loader, num_rows=self.num_rows, num_processes=self.num_processes, process_index=self.process_index)
+        self.check_tables(loader)
         self.set_epoch(loader.iteration)
         if self.first_step and (skipped := skipped_by(loader)):
             raise PlanError(
