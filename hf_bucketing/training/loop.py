@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -72,9 +72,11 @@ from .memory.shards import SHARDED, averaged
 from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
-from .run_log import COST_MODEL, TABLE, RunLog, StepMetrics, read_log, write_cost_model
+from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_cost_model, write_status
 from .script_settings import settings_to_repeat
+from .skipped import SkippedSteps, check_finite
 from .steps import StepLosses, check_cached, check_positions, make_step
+from .stopping import StopSignals
 from .streamed import StreamedData, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
 
@@ -191,7 +193,7 @@ class Trainer:
                 workers=self.config.loader,
                 on_error=self.config.faults.on_error,
             )
-        self.global_step = 0
+        self.global_step = self.stopped = 0
         self._prepare()
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
@@ -302,17 +304,33 @@ class Trainer:
             degree=self.config.memory.context_parallel_degree,
             sources=() if self.data.sources is None else self.data.sources.names,
         )
+        self.skipped = SkippedSteps(accelerator, limit=self.config.optimizer.max_skipped_steps, folder=self.folder)
+        self._write_status("running")
         try:
-            with logging_redirect_tqdm():
-                while self.global_step < self.max_train_steps:
+            with logging_redirect_tqdm(), StopSignals() as self.signals:
+                while self.global_step < self.max_train_steps and not self.stopped:
                     self._run_epoch(self.loader.epoch)
+            self.bar.close()
+            if self.stopped:
+                raise Interrupted(self._end_early(), self.stopped)
+            self._finish()
         except KeyboardInterrupt as error:
-            how = "there is no checkpoint yet; --checkpointing_steps saves some"
+            self._write_status("interrupted")
+            if isinstance(error, Interrupted):
+                raise
+            how = "there is no checkpoint yet"
             if saved := list_checkpoints(self.folder):
                 how = f"continue from {saved[-1].name} with --resume_from_checkpoint latest"
             raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
-        self.bar.close()
-        self._finish()
+        except Exception:
+            self._write_status("failed")
+            raise
+        self._write_status("finished")
+
+    def _write_status(self, status: Status) -> None:
+        if self.accelerator.is_main_process:
+            steps = {"global_step": self.global_step, "max_train_steps": self.max_train_steps}
+            write_status(self.folder, status, **steps)
 
     def _log_start(self) -> None:
         """Log the sizes of the buckets, and the resume if this is one."""
@@ -372,36 +390,39 @@ class Trainer:
             weights = self.window.weigh(rows)
             with self.accelerator.accumulate(self.transformer):
                 losses = self._train_on(batch, weights, epoch=epoch)
+                norm = None
                 if self.accelerator.sync_gradients:
                     factor = self.window.finish(self.trained)
                     max_norm = self.config.optimizer.max_grad_norm
-                    self.accelerator.clip_grad_norm_(self.transformer.parameters(), max_norm)
-                self.optimizer.step()
-                if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
-                    self.lr_scheduler.step()
-                    if self.ema is not None:
-                        self.ema.step(self.trained)
+                    norm = self.accelerator.clip_grad_norm_(self.transformer.parameters(), max_norm)
+                # Reading the losses waits until the device has done all that was started before.
+                counted = (rows.weights > 0).numpy()
+                loss = losses.values.detach().float().cpu().numpy()
+                seconds = time.perf_counter() - start
+                index = np.array(batch["index"])
+                self.skipped.add(index.tolist(), loss)
+                tokens = rows.tokens[counted]
+                cost = float(self.data.cost_model.cost(tokens).sum())
+                sources = None if rows.sources is None else rows.sources[counted]
+                if not counted.all():
+                    losses, weights = StepLosses(*(values[counted] for values in losses)), weights[counted]
+                self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
+                self.log.write_samples(
+                    epoch=epoch,
+                    step=step,
+                    bucket_id=batch.get("bucket_id"),
+                    index=index[counted].tolist(),
+                    loss=loss[counted].tolist(),
+                    sources=None if sources is None else sources.tolist(),
+                )
+                if self.accelerator.sync_gradients:
+                    metrics = self.metrics.finish(factor, grad_norm=norm, stop=self.signals.number)
+                    entry = self._apply_step(metrics, epoch=epoch, step=step)
                 self.optimizer.zero_grad()
-            # Reading the losses waits until the device has done all that was started before.
-            counted = (rows.weights > 0).numpy()
-            loss = losses.values.detach().float().cpu().numpy()
-            tokens = rows.tokens[counted]
-            cost = float(self.data.cost_model.cost(tokens).sum())
-            seconds = time.perf_counter() - start
-            sources = None if rows.sources is None else rows.sources[counted]
-            if not counted.all():
-                losses, weights = StepLosses(*(values[counted] for values in losses)), weights[counted]
-            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
-            self.log.write_samples(
-                epoch=epoch,
-                step=step,
-                bucket_id=batch.get("bucket_id"),
-                index=np.array(batch["index"])[counted].tolist(),
-                loss=loss[counted].tolist(),
-                sources=None if sources is None else sources.tolist(),
-            )
             if self.accelerator.sync_gradients:
-                self._finish_step(epoch=epoch, step=step, factor=factor)
+                self._finish_step(entry)
+            if self.stopped:
+                return
             if self.global_step == self.max_train_steps:
                 return
         for line in self.data.after_epoch(self.loader, self.accelerator, num_batches=num_batches):
@@ -420,35 +441,81 @@ class Trainer:
             raise BucketingError(message) from error
         return losses
 
-    def _finish_step(self, *, epoch: int, step: int, factor: float) -> None:
+    def _apply_step(self, metrics: Mapping[str, float], *, epoch: int, step: int) -> dict[str, Any]:
+        """Change the weights, unless loss or gradients are not finite; return what to log of the step.
+
+        The metrics are those of all processes, so that all decide alike. They are gathered before the weights change.
+        """
+        skipped = self.skipped.check(self.global_step + 1, metrics, epoch=epoch, step=step)
+        if skipped is None:
+            self.optimizer.step()
+            if not self.accelerator.optimizer_step_was_skipped:
+                self.lr_scheduler.step()
+                if self.ema is not None:
+                    self.ema.step(self.trained)
+        else:
+            self.log.write_skipped(self.global_step + 1, skipped)
+            if self.accelerator.scaler is not None:
+                self.accelerator.scaler.update()  # which lowers the scale, and may unscale again
+        entry = {**metrics, "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch}
+        return entry if skipped is None else {**entry, "skipped": True}
+
+    def _finish_step(self, entry: dict[str, Any]) -> None:
         self.global_step += 1
-        entry = {**self.metrics.finish(factor), "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch}
-        value = entry["train_loss"]
-        if not math.isfinite(value):
-            raise BucketingError(
-                f"The loss is {value} at optimizer step {self.global_step}; lower `learning_rate`, or check the "
-                f"samples of epoch {epoch}, step {step} in {self.folder / 'logs'}."
-            )
+        stop = int(entry.pop("stop", 0))
         self.accelerator.log(entry, step=self.global_step)
         self.log.write_loss(self.global_step, entry)
         self.bar.update()
-        self.bar.set_postfix(loss=f"{value:.4f}", tokens_per_s=f"{entry['tokens_per_second']:.0f}", epoch=epoch)
+        shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
+        self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
+        last = self.global_step == self.max_train_steps
+        if stop and not last:
+            self.stopped = stop
         due = self.global_step % self.config.held_out.validation_loss_steps == 0
-        if self.held_out is not None and (due or self.global_step == self.max_train_steps):
+        if self.held_out is not None and (due or last) and not self.stopped:
             self._log_held_out(self.held_out)  # before a checkpoint, which counts the lines of logs
-        checkpoints = self.config.checkpoints
-        if checkpoints.checkpointing_steps and self.global_step % checkpoints.checkpointing_steps == 0:
-            progress = Progress(
-                global_step=self.global_step,
-                log=self.log.state_dict(),
-                settings=settings_of(self.config, self.accelerator),
-                weights=self.weights,
-            )
-            save_checkpoint(self.accelerator, self.folder, progress, limit=checkpoints.checkpoints_total_limit)
-            if self.accelerator.is_main_process:
-                logger.info(write_cost_model(self.folder))
-        if self.validation is not None and self.global_step % self.config.validation.validation_steps == 0:
+        every = self.config.checkpoints.checkpointing_steps
+        if self.stopped or (every and self.global_step % every == 0):
+            self._save_checkpoint()
+        due = self.global_step % self.config.validation.validation_steps == 0
+        if self.validation is not None and due and not self.stopped:
             self._validate()
+
+    def _save_checkpoint(self) -> None:
+        self._check_weights(f"checkpoint-{self.global_step} is not saved and earlier ones are kept")
+        progress = Progress(
+            global_step=self.global_step,
+            log=self.log.state_dict(),
+            settings=settings_of(self.config, self.accelerator),
+            weights=self.weights,
+        )
+        limit = self.config.checkpoints.checkpoints_total_limit
+        save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
+        if self.accelerator.is_main_process:
+            logger.info(write_cost_model(self.folder))
+
+    def _check_weights(self, what: str) -> None:
+        """Raise BucketingError on all processes unless the weights and their averages are finite."""
+        averages = [] if self.ema is None else self.ema.shadow_params
+        check_finite([*self.trained, *averages], self.accelerator, what=what)
+
+    def _end_early(self) -> str:
+        """Save the adapters, if there are any, of a run that was told to stop; return how to continue it.
+
+        Its last step was followed by a checkpoint.
+        """
+        what = f"checkpoint-{self.global_step}"
+        if self.config.adapters.lora_rank is not None:
+            with self._averages():
+                save_lora(self.recipe.pipeline, self.folder, component=self.recipe.trained)
+            what += " and the adapters"
+        self.log.close()
+        self.release()
+        name = signal.Signals(self.stopped).name
+        return (
+            f"Training was at optimizer step {self.global_step} of {self.max_train_steps} ({name}); {what} are saved "
+            f"in {self.folder}, continue with --resume_from_checkpoint latest."
+        )
 
     def _log_held_out(self, held_out: HeldOutLoss) -> None:
         """Compute the held-out loss on all processes, of the averaged weights if there are any, and log it."""
@@ -496,6 +563,12 @@ class Trainer:
     def _finish(self) -> None:
         accelerator, recipe = self.accelerator, self.recipe
         accelerator.wait_for_everyone()
+        self._check_weights("no result is saved")
+        if 0 < self.global_step == self.skipped.in_a_row:
+            raise BucketingError(
+                f"Loss or gradients were not finite in all {self.global_step} optimizer steps, so nothing was learned "
+                "and no result is saved. Lower `learning_rate`, or check the samples."
+            )
         if self.ema is not None:
             self.ema.copy_to(self.trained)
         if self.config.adapters.lora_rank is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -115,7 +116,13 @@ def summarise_losses(losses: Sequence[float]) -> tuple[float, float]:
     if len(losses) < 10:
         raise BucketingError(f"Comparing tenths of a run needs at least ten optimizer steps, got {len(losses)}.")
     tenth = len(losses) // 10
-    return float(np.mean(losses[:tenth])), float(np.mean(losses[-tenth:]))
+    return _mean(losses[:tenth]), _mean(losses[-tenth:])
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """Return the mean of the losses that are finite, those of skipped steps aside; NaN if there are none."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return float(np.mean(finite)) if finite else math.nan
 
 
 class Check(NamedTuple):
@@ -176,7 +183,7 @@ def losses_by_bucket(output_dir: Path) -> dict[int, tuple[int, float]]:
     for line in lines:
         if line["batch"] >= half and line["bucket_id"] is not None:
             losses.setdefault(line["bucket_id"], []).extend(line["loss"])
-    return {bucket: (len(values), float(np.mean(values))) for bucket, values in sorted(losses.items())}
+    return {bucket: (len(values), _mean(values)) for bucket, values in sorted(losses.items())}
 
 
 def held_out_losses(output_dir: Path) -> list[dict[str, Any]]:
@@ -231,7 +238,7 @@ def review_sources(output_dir: Path) -> list[str]:
             losses[source][line["batch"] >= half].append(loss)
     said = []
     for (name, own), halves in zip(counts.items(), losses, strict=True):
-        first, second = (f"{np.mean(values):.4f}" if values else "none" for values in halves)
+        first, second = (f"{_mean(values):.4f}" if values else "none" for values in halves)
         planned = f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {min(plans)}"
         said.append(f"source {name}: {planned}; mean loss {first} in the first half, {second} in the second")
     return said
@@ -269,10 +276,12 @@ def running_mean(steps: StepLog, *, window: int) -> FloatArray:
         >>> running_mean(steps, window=4)
         array([ nan, 1.75, 1.25, 3.5 ])
     """
-    samples = np.append(0, np.cumsum(steps.samples))
-    totals = np.append(0.0, np.cumsum(steps.loss * steps.samples))
+    finite = np.isfinite(steps.loss)  # not the loss of a skipped step
+    samples, counted = (np.append(0, np.cumsum(count)) for count in (steps.samples, steps.samples * finite))
+    totals = np.append(0.0, np.cumsum(np.where(finite, steps.loss, 0.0) * steps.samples))
     first = np.searchsorted(samples, samples[1:] - window, side="right") - 1
-    means = (totals[1:] - totals[first.clip(0)]) / (samples[1:] - samples[first.clip(0)])
+    with np.errstate(invalid="ignore"):
+        means = (totals[1:] - totals[first.clip(0)]) / (counted[1:] - counted[first.clip(0)])
     return np.where(first >= 0, means, np.nan)
 
 
