@@ -129,6 +129,11 @@ class ResumableStream(DataLoaderStateMixin):
         return self._place.step
 
     @property
+    def began(self) -> int:
+        """Epoch in which the present pass over the stream began."""
+        return self._place.began
+
+    @property
     def rejected(self) -> int:
         """Rejected rows among those that this process's workers have read in this epoch."""
         return sum(place["rejected"] for place in self._read if place is not None)

@@ -28,6 +28,7 @@ from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
+from ..loaders.collators import PLANNED
 from ..loaders.resume import resume
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
@@ -330,7 +331,7 @@ class Trainer:
     def _write_status(self, status: Status) -> None:
         if self.accelerator.is_main_process:
             steps = {"global_step": self.global_step, "max_train_steps": self.max_train_steps}
-            write_status(self.folder, status, **steps)
+            write_status(self.folder, status, **steps, lines=self.log.state_dict())
 
     def _log_start(self) -> None:
         """Log the sizes of the buckets, and the resume if this is one."""
@@ -379,8 +380,8 @@ class Trainer:
         return progress.log
 
     def _run_epoch(self, epoch: int) -> None:
-        if self.loader.step == 0 and (summary := self.data.epoch_summary(self.loader)) is not None:
-            self.log.write_plan(epoch, summary)
+        if self.loader.step == 0:
+            self.log.write_plan(epoch, self.data.epoch_summary(self.loader))
         num_batches, factor = self.loader.step, 1.0
         for batch in self.loader:
             start = time.perf_counter()
@@ -414,6 +415,7 @@ class Trainer:
                     index=index[counted].tolist(),
                     loss=loss[counted].tolist(),
                     sources=None if sources is None else sources.tolist(),
+                    planned=batch.get(PLANNED),
                 )
                 if self.accelerator.sync_gradients:
                     metrics = self.metrics.finish(factor, grad_norm=norm, stop=self.signals.number)

@@ -108,8 +108,9 @@ class RunLog:
         return _JsonLines(path, keep=sum(line["batch"] < self._batches for line in lines))
 
     def write_plan(self, epoch: int, summary: Mapping[str, Any]) -> None:
-        """Log the counts of an epoch's plan, in process 0."""
-        self._write("plans", {"epoch": epoch, **summary})
+        """Log the counts of the plan of an epoch, or of what is left of one, in process 0; `leg` counts plans."""
+        if "plans" in self._files:
+            self._write("plans", {"leg": self._files["plans"].lines, "epoch": epoch, **summary})
 
     def write_samples(
         self,
@@ -120,13 +121,16 @@ class RunLog:
         index: list[int],
         loss: list[float],
         sources: list[int] | None = None,
+        planned: list[int] | None = None,
     ) -> None:
         """Log the samples of one batch and their losses; `batch` in the log counts the batches of the whole run.
 
         Where there are several, `sources` are those of the planned rows, as positions in `"sources"` of a plan's log.
+        `planned` are the rows that the plan holds, where unreadable ones were replaced.
         """
         entry = {"batch": self._batches, "epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index}
         entry |= {} if sources is None else {"sources": sources}
+        entry |= {} if planned in (None, index) else {"planned": planned}
         self._write("samples", {**entry, "loss": [round(value, 6) for value in loss]})
         self._batches += 1
 
@@ -294,12 +298,17 @@ def write_cost_model(output_dir: Path) -> str:
     return f"Measured cost: {fit} ({COST_MODEL})"
 
 
-def write_status(output_dir: Path, status: Status, *, global_step: int, max_train_steps: int) -> None:
-    """Say how a run ended, or that it runs, with its finished and its planned optimizer steps."""
+def write_status(
+    output_dir: Path, status: Status, *, global_step: int, max_train_steps: int, lines: Mapping[str, int]
+) -> None:
+    """Say how a run ended, or that it runs, with its finished and its planned optimizer steps.
+
+    `lines` is the [`state_dict`][RunLog.state_dict] of its log, by which lines that are lost later are missed.
+    """
     path = output_dir / "logs" / STATUS
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete_file(path) as partial:
-        values = {"status": status, "global_step": global_step, "max_train_steps": max_train_steps}
+        values = {"status": status, "global_step": global_step, "max_train_steps": max_train_steps, "lines": lines}
         partial.write_text(json.dumps(values) + "\n")
 
 
@@ -328,17 +337,22 @@ def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[di
 
 
 def read_sample_logs(output_dir: Path) -> list[list[dict[str, Any]]]:
-    """Return the entries of the log of samples of each process.
+    """Return the entries of the log of samples of each process; none of a process whose log is gone.
 
     Raises:
-        BucketingError: If there is none.
+        BucketingError: If there is no log of samples.
     """
-    return [_read_lines(path) for path in _sample_logs(output_dir) or [log_path(output_dir, "samples")]]
+    paths = {_process_of(path): path for path in _sample_logs(output_dir) or [log_path(output_dir, "samples")]}
+    return [_read_lines(paths[process]) if process in paths else [] for process in range(max(paths) + 1)]
 
 
 def _sample_logs(output_dir: Path) -> list[Path]:
     found = log_path(output_dir, "samples").parent.glob("samples-*.jsonl")
-    return sorted(found, key=lambda path: int(path.stem.partition("-")[2]))
+    return sorted(found, key=_process_of)
+
+
+def _process_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
 
 
 def _read_lines(path: Path, *, last: int | None = None) -> list[dict[str, Any]]:

@@ -191,8 +191,9 @@ class StreamedData:
             largest = max(largest, LargestStep([size] * count, count * each), key=lambda step: step.tokens)
         return largest
 
-    def epoch_summary(self, loader: Any) -> None:
-        """Return None: there is no plan to log."""
+    def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
+        """Return what is known of an epoch before it comes, for the log."""
+        return {"num_processes": self.stream.num_processes, "pass_began": loader.began}
 
     def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: int) -> list[str]:
         """Return what is known of the run before it starts, and its limits, as lines of text."""

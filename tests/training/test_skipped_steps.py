@@ -74,12 +74,16 @@ def test_a_step_that_is_not_finite_changes_no_weights_and_is_named(
     assert read_status(tmp_path / "out") == {"status": "finished", "global_step": 3, "max_train_steps": 3}
 
 
-def test_too_many_in_a_row_end_the_run_and_keep_the_good_checkpoint(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+def test_too_many_in_a_row_end_the_run_and_keep_the_good_checkpoint(
+    pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
     trainer = spoiled(
         pipeline_dir, prepared_dir, tmp_path / "out", steps={2, 3, 4}, what="gradient",
         max_train_steps=6, max_skipped_steps=1,
     )  # fmt: skip
-    with pytest.raises(BucketingError, match=r"step 3 .* has train_loss .* and grad_norm nan, the last of 2 .*rows \d"):
+    with pytest.raises(
+        BucketingError, match=r"step 3 .* has train_loss .* and grad_norm nan, the last of 2 .*rows \d"
+    ):
         trainer.run()
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
     saved = load_file(tmp_path / "out" / "checkpoint-2" / "pytorch_lora_weights.safetensors")
