@@ -27,8 +27,9 @@ from ..buckets.calibration import read_cost_model
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
-from ..files import check_folder_writable
+from ..files import check_folder_writable, complete_file
 from ..loaders.resume import resume
+from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
 from ..models.recipe import PARTS, pipeline_folder, read_config
@@ -80,6 +81,9 @@ from .stopping import StopSignals
 from .streamed import StreamedData, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
 
+LOCK = "run.lock"
+"""File in the output folder of a run that names the host and the process that train."""
+
 logger = get_logger(__name__)
 
 
@@ -108,14 +112,12 @@ class Trainer:
         self.folder = Path(config.output_dir)
         check_folder_writable(self.folder)
         self.accelerator = make_accelerator(config)
+        if self.accelerator.is_main_process and not config.dry_run:
+            check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         name = config.checkpoints.resume_from_checkpoint
         if name is not None or config.checkpoints.checkpointing_steps is not None:
-            advice = (
-                "checkpoints, which all processes write, need an `output_dir` on a disk that all machines share, or "
-                "omit `checkpointing_steps` and `resume_from_checkpoint`"
-            )
-            check_shared(self.accelerator, self.folder, advice=advice)
+            self._check_shared()
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
@@ -161,7 +163,7 @@ class Trainer:
         self.step = make_step(config, self.recipe)
         self.config = fill_max_tokens(config, spec, accelerator=self.accelerator, step=self.step)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
-            if self.accelerator.is_main_process and self.checkpoint is None:
+            if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
             about_tokens: dict[str, Any] = {
                 "width": self.recipe.family.width(self.recipe.transformer),
@@ -195,6 +197,14 @@ class Trainer:
             )
         self.global_step = self.stopped = 0
         self._prepare()
+
+    def _check_shared(self) -> None:
+        """Raise BucketingError on all processes unless all of them see the output folder."""
+        advice = (
+            "checkpoints, which all processes write, need an `output_dir` on a disk that all machines share, or omit "
+            "`checkpointing_steps` and `resume_from_checkpoint`"
+        )
+        check_shared(self.accelerator, self.folder, advice=advice)
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
         """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters.
@@ -271,7 +281,16 @@ class Trainer:
         return lines + describe_memory(self.config, self.data, transformer=transformer, accelerator=self.accelerator)
 
     def run(self) -> None:
-        """Train from the start or from a checkpoint, and save the pipeline."""
+        """Train from the start or from a checkpoint, and save the pipeline.
+
+        Raises:
+            BucketingError: If another run writes into the output folder.
+        """
+        lock = locked(self.folder / LOCK, what=f"The run in {self.folder}")
+        with lock if self.accelerator.is_main_process else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         keep = self._resume()
         accelerator = self.accelerator
         self.log = RunLog(
@@ -285,8 +304,10 @@ class Trainer:
         if accelerator.is_main_process:
             if self.checkpoint is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
-            (self.folder / SETTINGS).write_text(json.dumps(self.config.flat(), indent=2) + "\n")
-            (self.folder / CONFIG_FILE).write_text(self._settings_to_repeat(), encoding="utf-8")
+            settings = json.dumps(self.config.flat(), indent=2) + "\n"
+            for name, text in ((SETTINGS, settings), (CONFIG_FILE, self._settings_to_repeat())):
+                with complete_file(self.folder / name) as partial:
+                    partial.write_text(text, encoding="utf-8")
             self._log_start()
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
@@ -337,7 +358,8 @@ class Trainer:
         table = self.folder / "logs" / TABLE
         table.unlink(missing_ok=True)
         if isinstance(self.data.table, BucketTable):
-            table.write_text(self.data.table.to_json())
+            with complete_file(table) as partial:
+                partial.write_text(self.data.table.to_json())
         if self.checkpoint is not None:
             changes = applied_changes(self.checkpoint.progress.settings, self.config, self.accelerator)
             entry = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes, "changes": changes}
@@ -475,6 +497,8 @@ class Trainer:
         if self.held_out is not None and (due or last) and not self.stopped:
             self._log_held_out(self.held_out)  # before a checkpoint, which counts the lines of logs
         every = self.config.checkpoints.checkpointing_steps
+        if self.stopped and not every:
+            self._check_shared()
         if self.stopped or (every and self.global_step % every == 0):
             self._save_checkpoint()
         due = self.global_step % self.config.validation.validation_steps == 0

@@ -74,12 +74,14 @@ def test_a_step_that_is_not_finite_changes_no_weights_and_is_named(
     assert read_status(tmp_path / "out") == {"status": "finished", "global_step": 3, "max_train_steps": 3}
 
 
-def test_too_many_in_a_row_end_the_run_and_keep_the_good_checkpoint(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+def test_too_many_in_a_row_end_the_run_and_keep_the_good_checkpoint(
+    pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
     trainer = spoiled(
         pipeline_dir, prepared_dir, tmp_path / "out", steps={2, 3, 4}, what="gradient",
         max_train_steps=6, max_skipped_steps=1,
     )  # fmt: skip
-    with pytest.raises(BucketingError, match=r"step 3 .* has train_loss .* and grad_norm nan, the last of 2 .*rows \d"):
+    with pytest.raises(BucketingError, match=r"step 3 .* has train_loss .* grad_norm nan, the last of 2 .*rows \d"):
         trainer.run()
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
     saved = load_file(tmp_path / "out" / "checkpoint-2" / "pytorch_lora_weights.safetensors")
@@ -108,7 +110,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_rotate_a_good_checkpo
             trainer.trained[0].data[0, 0] = math.inf
 
     trainer.optimizer.step = spoil
-    with pytest.raises(BucketingError, match="1 of .* not finite, so checkpoint-2 is not saved and earlier ones"):
+    with pytest.raises(BucketingError, match=r"2 of 128 .* not finite, so checkpoint-2 is not saved and earlier ones"):
         trainer.run()
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
 
@@ -147,6 +149,7 @@ def steps_of_deepspeed(*, skipped: bool) -> SkippedSteps:
 
 
 def test_deepspeed_which_steps_before_it_is_asked_may_skip_or_ends_the_run() -> None:
+    Accelerator(cpu=True)  # for warnings
     finite, broken = {"train_loss": 1.0, "grad_norm": 2.0}, {"train_loss": math.nan}
     assert steps_of_deepspeed(skipped=False).check(1, finite, epoch=0, step=0) is None
     by_scaler = steps_of_deepspeed(skipped=True)
