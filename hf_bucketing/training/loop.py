@@ -81,6 +81,9 @@ from .stopping import StopSignals
 from .streamed import StreamedData, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
 
+_DECIDE_STEPS = ("num_train_epochs", "gradient_accumulation_steps", "num_processes")
+"""What the number of optimizer steps depends on, beside the plan, which a resumed run must have as it was."""
+
 LOCK = "run.lock"
 """File in the output folder of a run that names the host and the process that train."""
 
@@ -264,17 +267,26 @@ class Trainer:
         if config.ema_decay is not None:
             self.ema = averaged(self.trained, decay=config.ema_decay, accelerator=self.accelerator)
         self.loader = resume(self.accelerator, loader)
-        self.max_train_steps = config.max_train_steps or self._steps_left()
+        self._count_steps()
+        self.schedule_steps = self.max_train_steps
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
-        self.lr_scheduler = make_schedule(optimizer, config.optimizer, num_training_steps=self.max_train_steps)
+        self.lr_scheduler = make_schedule(optimizer, config.optimizer, num_training_steps=self.schedule_steps)
         self.accelerator.register_for_checkpointing(self.lr_scheduler)
 
-    def _steps_left(self) -> int:
-        return self.data.steps_left(self.loader, self.config, finished=self.global_step)
+    def _count_steps(self) -> None:
+        """Set the optimizer steps of the run: exactly if all epochs that are left can be planned in a second or so."""
+        self.max_train_steps, self.exact = self.config.max_train_steps or 0, True
+        if self.config.max_train_steps is None:
+            steps, self.exact = self.data.steps_left(self.loader, self.config, finished=self.global_step)
+            self.max_train_steps = self.global_step + steps
+
+    @property
+    def _planned_steps(self) -> str:
+        return str(self.max_train_steps) if self.exact else f"about {self.max_train_steps}"
 
     def describe(self) -> list[str]:
         """Return the plan, its cost and the memory that it needs, as lines of text."""
-        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self.max_train_steps)
+        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self._planned_steps)
         if self.held_out is not None:
             lines += self.held_out.describe()
         transformer = self.recipe.transformer
@@ -388,10 +400,13 @@ class Trainer:
         self.global_step = progress.global_step
         if self.ema is not None:
             self.ema.to(self.accelerator.device)
-        if self.config.max_train_steps is None:  # their number depends on the number of processes
-            self.max_train_steps = self.global_step + self._steps_left()
+        self._count_steps()  # their number depends on the number of processes
+        self.schedule_steps = self.max_train_steps
+        now, saved = self._checkpoint_settings(), progress.settings
+        if not self.exact and all(saved.get(name) == now[name] for name in _DECIDE_STEPS):
+            self.schedule_steps = saved["schedule_steps"]  # another estimate would be another schedule
         schedule = make_schedule(
-            self.lr_scheduler.optimizer, self.config.optimizer, num_training_steps=self.max_train_steps
+            self.lr_scheduler.optimizer, self.config.optimizer, num_training_steps=self.schedule_steps
         )
         self.lr_scheduler.lr_lambdas = schedule.lr_lambdas
         apply_settings(self.config.optimizer, self.lr_scheduler)
@@ -401,6 +416,9 @@ class Trainer:
         return progress.log
 
     def _run_epoch(self, epoch: int) -> None:
+        if not self.exact:  # the estimate becomes exact before the last epochs
+            self._count_steps()
+            self.bar.total = self.max_train_steps
         if self.loader.step == 0 and (summary := self.data.epoch_summary(self.loader)) is not None:
             self.log.write_plan(epoch, summary)
         num_batches, factor = self.loader.step, 1.0
@@ -510,13 +528,18 @@ class Trainer:
         progress = Progress(
             global_step=self.global_step,
             log=self.log.state_dict(),
-            settings=settings_of(self.config, self.accelerator),
+            settings=self._checkpoint_settings(),
             weights=self.weights,
         )
         limit = self.config.checkpoints.checkpoints_total_limit
         save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
         if self.accelerator.is_main_process:
             logger.info(write_cost_model(self.folder))
+
+    def _checkpoint_settings(self) -> dict[str, Any]:
+        """Return the settings of the run for its checkpoint, with the length of its learning rate schedule."""
+        chosen = {"num_processes": self.accelerator.num_processes, "schedule_steps": self.schedule_steps}
+        return {**settings_of(self.config, self.accelerator), **chosen}
 
     def _check_weights(self, what: str) -> None:
         """Raise BucketingError on all processes unless the weights and their averages are finite."""
@@ -537,7 +560,7 @@ class Trainer:
         self.release()
         name = signal.Signals(self.stopped).name
         return (
-            f"Training was at optimizer step {self.global_step} of {self.max_train_steps} ({name}); {what} are saved "
+            f"Training was at optimizer step {self.global_step} of {self._planned_steps} ({name}); {what} are saved "
             f"in {self.folder}, continue with --resume_from_checkpoint latest."
         )
 
