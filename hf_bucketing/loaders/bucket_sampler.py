@@ -228,6 +228,12 @@ class BucketBatchSampler(PlannedBatchSampler):
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_buckets, self.bucket_ids, self.config)
 
+    @property
+    def _equal_epochs(self) -> bool:
+        """Whether all rows occur equally often in each epoch: the steps of a bucket follow from its number of rows."""
+        weights = self.weights.values() if isinstance(self.weights, Mapping) else self.weights
+        return weights is None or bool(np.all(np.mod(list(weights), 1) == 0))
+
     def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
         of_batch = np.repeat(plan.bucket_ids, np.diff(plan.offsets))
         return self._costs(np.where(has_bucket(of_batch), of_batch, self.bucket_ids[plan.indices]))

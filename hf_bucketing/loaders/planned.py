@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,19 @@ logger = logging.getLogger(__name__)
 
 Legs = tuple[tuple[int, int], ...]
 """History of the present epoch: pairs of a number of processes and the steps that they finished."""
+
+
+_COUNTED_ROWS = 500_000
+"""Most rows that are planned only to count the steps of later epochs, with `_ROWS_OF_A_PLAN` for each plan."""
+
+_ROWS_OF_A_PLAN = 500
+
+
+class StepCount(NamedTuple):
+    """Steps of some epochs, and whether that is their number or an estimate."""
+
+    steps: int
+    exact: bool
 
 
 class PlannedBatchSampler(Sampler[list[int]]):
@@ -96,6 +110,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self._legs: Legs = ()
         self._cached: tuple[tuple[int, int, Legs], EpochPlan, IntArray] | None = None
+        self._counted: dict[tuple[int, int], int] = {}
         self._described: tuple[int, dict[str, str]] | None = None
         if process_index is not None and not 0 <= process_index < self.num_processes:
             raise PlanError(f"process_index={process_index} must be from 0 to {self.num_processes - 1}.")
@@ -175,8 +190,47 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If an epoch cannot be planned.
         """
+<<<<<<< HEAD
         epochs = plain_number(epochs, "epochs", whole=True, error=PlanError)
         return sum(self._ordered_plan(epoch, self.num_processes, None).num_steps for epoch in range(epochs))
+=======
+        if self._equal_epochs:
+            return epochs * self._steps_of(0, self.num_processes)
+        return sum(self._steps_of(epoch, self.num_processes) for epoch in range(epochs))
+
+    def count_steps(self, start: int, stop: int, *, accumulation_steps: int = 1) -> StepCount:
+        """Return the optimizer steps of epochs `start` to `stop - 1` together, in a second or two.
+
+        The number is exact if all epochs are equally long, or few enough to plan them now. Of many, the first ones are
+        planned, and the others are taken to be as long in the mean.
+
+        Args:
+            start (`int`): First epoch.
+            stop (`int`): The epoch after the last one.
+            accumulation_steps (`int`): Batches per optimizer step; what is left at the end of an epoch makes one too.
+
+        Raises:
+            PlanError: If an epoch cannot be planned.
+        """
+        epochs = max(0, stop - start)
+        counted = min(epochs, 1 if self._equal_epochs else max(1, _COUNTED_ROWS // (self.num_rows + _ROWS_OF_A_PLAN)))
+        first = (self._steps_of(start + epoch, self.num_processes) for epoch in range(counted))
+        steps = sum(math.ceil(number / accumulation_steps) for number in first)
+        exact = counted == epochs or self._equal_epochs
+        return StepCount(steps if counted == epochs else round(steps * epochs / counted), exact)
+
+    def _steps_of(self, epoch: int, num_processes: int) -> int:
+        """Return the steps of a whole epoch, which is planned once for that."""
+        key = (epoch, num_processes)
+        if key not in self._counted:
+            self._counted[key] = self._ordered_plan(*key, None).num_steps
+        return self._counted[key]
+
+    @property
+    def _equal_epochs(self) -> bool:
+        """Whether every epoch has as many steps, whatever its order."""
+        return False
+>>>>>>> 0a7192207e8131fe43959e79c900e283a38ea404
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         """Return the function that plans an epoch with the columns that it has; the base class adds the rest."""

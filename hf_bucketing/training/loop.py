@@ -27,9 +27,14 @@ from ..buckets.calibration import read_cost_model
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
+<<<<<<< HEAD
 from ..files import check_folder_writable
 from ..loaders.collators import PLANNED
+=======
+from ..files import check_folder_writable, complete_file
+>>>>>>> 0a7192207e8131fe43959e79c900e283a38ea404
 from ..loaders.resume import resume
+from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
 from ..models.recipe import PARTS, pipeline_folder, read_config
@@ -81,6 +86,12 @@ from .stopping import StopSignals
 from .streamed import StreamedData, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
 
+_DECIDE_STEPS = ("num_train_epochs", "gradient_accumulation_steps", "num_processes")
+"""What the number of optimizer steps depends on, beside the plan, which a resumed run must have as it was."""
+
+LOCK = "run.lock"
+"""File in the output folder of a run that names the host and the process that train."""
+
 logger = get_logger(__name__)
 
 
@@ -109,14 +120,12 @@ class Trainer:
         self.folder = Path(config.output_dir)
         check_folder_writable(self.folder)
         self.accelerator = make_accelerator(config)
+        if self.accelerator.is_main_process and not config.dry_run:
+            check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         name = config.checkpoints.resume_from_checkpoint
         if name is not None or config.checkpoints.checkpointing_steps is not None:
-            advice = (
-                "checkpoints, which all processes write, need an `output_dir` on a disk that all machines share, or "
-                "omit `checkpointing_steps` and `resume_from_checkpoint`"
-            )
-            check_shared(self.accelerator, self.folder, advice=advice)
+            self._check_shared()
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
@@ -162,7 +171,7 @@ class Trainer:
         self.step = make_step(config, self.recipe)
         self.config = fill_max_tokens(config, spec, accelerator=self.accelerator, step=self.step)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
-            if self.accelerator.is_main_process and self.checkpoint is None:
+            if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
             about_tokens: dict[str, Any] = {
                 "width": self.recipe.family.width(self.recipe.transformer),
@@ -196,6 +205,14 @@ class Trainer:
             )
         self.global_step = self.stopped = 0
         self._prepare()
+
+    def _check_shared(self) -> None:
+        """Raise BucketingError on all processes unless all of them see the output folder."""
+        advice = (
+            "checkpoints, which all processes write, need an `output_dir` on a disk that all machines share, or omit "
+            "`checkpointing_steps` and `resume_from_checkpoint`"
+        )
+        check_shared(self.accelerator, self.folder, advice=advice)
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
         """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters.
@@ -255,24 +272,42 @@ class Trainer:
         if config.ema_decay is not None:
             self.ema = averaged(self.trained, decay=config.ema_decay, accelerator=self.accelerator)
         self.loader = resume(self.accelerator, loader)
-        self.max_train_steps = config.max_train_steps or self._steps_left()
+        self._count_steps()
+        self.schedule_steps = self.max_train_steps
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
-        self.lr_scheduler = make_schedule(optimizer, config.optimizer, num_training_steps=self.max_train_steps)
+        self.lr_scheduler = make_schedule(optimizer, config.optimizer, num_training_steps=self.schedule_steps)
         self.accelerator.register_for_checkpointing(self.lr_scheduler)
 
-    def _steps_left(self) -> int:
-        return self.data.steps_left(self.loader, self.config, finished=self.global_step)
+    def _count_steps(self) -> None:
+        """Set the optimizer steps of the run: exactly if all epochs that are left can be planned in a second or so."""
+        self.max_train_steps, self.exact = self.config.max_train_steps or 0, True
+        if self.config.max_train_steps is None:
+            steps, self.exact = self.data.steps_left(self.loader, self.config, finished=self.global_step)
+            self.max_train_steps = self.global_step + steps
+
+    @property
+    def _planned_steps(self) -> str:
+        return str(self.max_train_steps) if self.exact else f"about {self.max_train_steps}"
 
     def describe(self) -> list[str]:
         """Return the plan, its cost and the memory that it needs, as lines of text."""
-        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self.max_train_steps)
+        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self._planned_steps)
         if self.held_out is not None:
             lines += self.held_out.describe()
         transformer = self.recipe.transformer
         return lines + describe_memory(self.config, self.data, transformer=transformer, accelerator=self.accelerator)
 
     def run(self) -> None:
-        """Train from the start or from a checkpoint, and save the pipeline."""
+        """Train from the start or from a checkpoint, and save the pipeline.
+
+        Raises:
+            BucketingError: If another run writes into the output folder.
+        """
+        lock = locked(self.folder / LOCK, what=f"The run in {self.folder}")
+        with lock if self.accelerator.is_main_process else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         keep = self._resume()
         accelerator = self.accelerator
         self.log = RunLog(
@@ -286,8 +321,10 @@ class Trainer:
         if accelerator.is_main_process:
             if self.checkpoint is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
-            (self.folder / SETTINGS).write_text(json.dumps(self.config.flat(), indent=2) + "\n")
-            (self.folder / CONFIG_FILE).write_text(self._settings_to_repeat(), encoding="utf-8")
+            settings = json.dumps(self.config.flat(), indent=2) + "\n"
+            for name, text in ((SETTINGS, settings), (CONFIG_FILE, self._settings_to_repeat())):
+                with complete_file(self.folder / name) as partial:
+                    partial.write_text(text, encoding="utf-8")
             self._log_start()
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
@@ -338,7 +375,8 @@ class Trainer:
         table = self.folder / "logs" / TABLE
         table.unlink(missing_ok=True)
         if isinstance(self.data.table, BucketTable):
-            table.write_text(self.data.table.to_json())
+            with complete_file(table) as partial:
+                partial.write_text(self.data.table.to_json())
         if self.checkpoint is not None:
             changes = applied_changes(self.checkpoint.progress.settings, self.config, self.accelerator)
             entry = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes, "changes": changes}
@@ -367,10 +405,13 @@ class Trainer:
         self.global_step = progress.global_step
         if self.ema is not None:
             self.ema.to(self.accelerator.device)
-        if self.config.max_train_steps is None:  # their number depends on the number of processes
-            self.max_train_steps = self.global_step + self._steps_left()
+        self._count_steps()  # their number depends on the number of processes
+        self.schedule_steps = self.max_train_steps
+        now, saved = self._checkpoint_settings(), progress.settings
+        if not self.exact and all(saved.get(name) == now[name] for name in _DECIDE_STEPS):
+            self.schedule_steps = saved["schedule_steps"]  # another estimate would be another schedule
         schedule = make_schedule(
-            self.lr_scheduler.optimizer, self.config.optimizer, num_training_steps=self.max_train_steps
+            self.lr_scheduler.optimizer, self.config.optimizer, num_training_steps=self.schedule_steps
         )
         self.lr_scheduler.lr_lambdas = schedule.lr_lambdas
         apply_settings(self.config.optimizer, self.lr_scheduler)
@@ -380,8 +421,16 @@ class Trainer:
         return progress.log
 
     def _run_epoch(self, epoch: int) -> None:
+<<<<<<< HEAD
         if self.loader.step == 0:
             self.log.write_plan(epoch, self.data.epoch_summary(self.loader))
+=======
+        if not self.exact:  # the estimate becomes exact before the last epochs
+            self._count_steps()
+            self.bar.total = self.max_train_steps
+        if self.loader.step == 0 and (summary := self.data.epoch_summary(self.loader)) is not None:
+            self.log.write_plan(epoch, summary)
+>>>>>>> 0a7192207e8131fe43959e79c900e283a38ea404
         num_batches, factor = self.loader.step, 1.0
         for batch in self.loader:
             start = time.perf_counter()
@@ -477,6 +526,8 @@ class Trainer:
         if self.held_out is not None and (due or last) and not self.stopped:
             self._log_held_out(self.held_out)  # before a checkpoint, which counts the lines of logs
         every = self.config.checkpoints.checkpointing_steps
+        if self.stopped and not every:
+            self._check_shared()
         if self.stopped or (every and self.global_step % every == 0):
             self._save_checkpoint()
         due = self.global_step % self.config.validation.validation_steps == 0
@@ -488,13 +539,18 @@ class Trainer:
         progress = Progress(
             global_step=self.global_step,
             log=self.log.state_dict(),
-            settings=settings_of(self.config, self.accelerator),
+            settings=self._checkpoint_settings(),
             weights=self.weights,
         )
         limit = self.config.checkpoints.checkpoints_total_limit
         save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
         if self.accelerator.is_main_process:
             logger.info(write_cost_model(self.folder))
+
+    def _checkpoint_settings(self) -> dict[str, Any]:
+        """Return the settings of the run for its checkpoint, with the length of its learning rate schedule."""
+        chosen = {"num_processes": self.accelerator.num_processes, "schedule_steps": self.schedule_steps}
+        return {**settings_of(self.config, self.accelerator), **chosen}
 
     def _check_weights(self, what: str) -> None:
         """Raise BucketingError on all processes unless the weights and their averages are finite."""
@@ -515,7 +571,7 @@ class Trainer:
         self.release()
         name = signal.Signals(self.stopped).name
         return (
-            f"Training was at optimizer step {self.global_step} of {self.max_train_steps} ({name}); {what} are saved "
+            f"Training was at optimizer step {self.global_step} of {self._planned_steps} ({name}); {what} are saved "
             f"in {self.folder}, continue with --resume_from_checkpoint latest."
         )
 

@@ -523,3 +523,43 @@ def test_an_open_table_counts_tokens_by_its_own_spec() -> None:
     assert next(iter(sampler)) == [2]
     sizes = BucketBatchSampler(ids, table=table, max_tokens=64).config.batch_size
     assert sizes == {int(ids[0]): 4, int(ids[1]): 2, int(ids[2]): 1}
+
+
+BUCKETS = [0] * 21 + [1] * 15 + [2] * 14 + [-1]
+
+
+@pytest.mark.parametrize("weights", [None, {1: 3.0}, {1: 2.5}, [0.6] * 51], ids=["once", "whole", "half", "rows"])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("options", [
+    {}, {"remainder": "drop"}, {"remainder": "repeat"}, {"remainder": "catch_all"},
+    {"remainder": "catch_all", "lockstep": False},
+], ids=str)  # fmt: skip
+def test_epochs_that_count_as_equally_long_are(options: dict, processes: int, weights) -> None:
+    table = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 64)), base=0)
+    sampler = BucketBatchSampler(
+        BUCKETS, table=table, batch_size=2, weights=weights, num_processes=processes, **options
+    )
+    steps = [sampler.plan(epoch).num_steps for epoch in range(12)]
+    assert sampler.count_steps(3, 12) == (sum(steps[3:]), True)
+    assert sampler.total_steps(12) == sum(steps)
+    assert sampler.count_steps(3, 12, accumulation_steps=4) == (sum(-(-number // 4) for number in steps[3:]), True)
+    if sampler._equal_epochs:
+        assert len(set(steps)) == 1
+
+
+def test_of_a_hundred_thousand_epochs_the_first_ones_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.default_rng(0).integers(100, 3000, 54)
+    sampler = PackBatchSampler(lengths, max_tokens=4096, num_processes=2)
+    planned: list[int] = []
+    planner = sampler._planner
+    monkeypatch.setattr(sampler, "_planner", lambda epoch: planned.append(epoch) or planner(epoch))
+    count = sampler.count_steps(1, 100_000)
+    assert not count.exact
+    assert len(planned) < 1000
+    mean = np.mean([sampler.plan(epoch).num_steps for epoch in range(5000, 5300)])
+    assert count.steps == pytest.approx(mean * 99_999, rel=0.01)
+    planned.clear()
+    assert sampler.count_steps(2, 500) == (sum(sampler.plan(epoch).num_steps for epoch in range(2, 500)), True)
+    planned.clear()
+    assert sampler.count_steps(2, 100_000).exact is False
+    assert planned == [903], "one further epoch, where an epoch has ended"

@@ -171,7 +171,7 @@ RUNS: dict[str, Callable[[Path], Path]] = {
     "packs": lambda folder: PretendedRun(folder, packs).train(3),
     "lengths": lambda folder: PretendedRun(folder, lengths).train(2),
     "accumulation": lambda folder: PretendedRun(folder, accumulation=3).train(2),
-    "max_train_steps": lambda folder: PretendedRun(folder, accumulation=2).train(2, stop=11),
+    "max_train_steps": lambda folder: PretendedRun(folder, accumulation=2).train(2, stop=6),
     "one epoch, cut": lambda folder: PretendedRun(folder).train(2, stop=3),
     "replaced": lambda folder: PretendedRun(folder, replaced=frozenset({3, 7, 8})).train(2),
     "skipped": lambda folder: PretendedRun(folder, skipped=(2, 5)).train(2),

@@ -71,7 +71,9 @@ def test_a_step_that_is_not_finite_changes_no_weights_and_is_named(
     (samples,) = [line for line in read_log(tmp_path / "out", "samples-0") if line["batch"] == 1]
     assert (skipped["global_step"], skipped["index"]) == (2, sorted(samples["index"]))
     assert skipped["not_finite"] == ([samples["index"][1]] if what == "loss" else [])
-    assert read_status(tmp_path / "out") == {"status": "finished", "global_step": 3, "max_train_steps": 3}
+    assert (
+        read_status(tmp_path / "out").items() >= {"status": "finished", "global_step": 3, "max_train_steps": 3}.items()
+    )
 
 
 def test_too_many_in_a_row_end_the_run_and_keep_the_good_checkpoint(
@@ -81,16 +83,16 @@ def test_too_many_in_a_row_end_the_run_and_keep_the_good_checkpoint(
         pipeline_dir, prepared_dir, tmp_path / "out", steps={2, 3, 4}, what="gradient",
         max_train_steps=6, max_skipped_steps=1,
     )  # fmt: skip
-    with pytest.raises(
-        BucketingError, match=r"step 3 .* has train_loss .* and grad_norm nan, the last of 2 .*rows \d"
-    ):
+    with pytest.raises(BucketingError, match=r"step 3 .* has train_loss .* grad_norm nan, the last of 2 .*rows \d"):
         trainer.run()
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
     saved = load_file(tmp_path / "out" / "checkpoint-2" / "pytorch_lora_weights.safetensors")
     assert all(tensor.isfinite().all() for tensor in saved.values())
     assert not (tmp_path / "out" / "pytorch_lora_weights.safetensors").exists()
     assert len(losses_of(tmp_path / "out")) == 2
-    assert read_status(tmp_path / "out") == {"status": "failed", "global_step": 2, "max_train_steps": 6}
+    assert (
+        read_status(tmp_path / "out").items() >= {"status": "failed", "global_step": 2, "max_train_steps": 6}.items()
+    )
 
 
 def test_a_run_without_one_finite_step_saves_no_result(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_rotate_a_good_checkpo
             trainer.trained[0].data[0, 0] = math.inf
 
     trainer.optimizer.step = spoil
-    with pytest.raises(BucketingError, match="1 of .* not finite, so checkpoint-2 is not saved and earlier ones"):
+    with pytest.raises(BucketingError, match=r"2 of 128 .* not finite, so checkpoint-2 is not saved and earlier ones"):
         trainer.run()
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
 
@@ -151,6 +153,7 @@ def steps_of_deepspeed(*, skipped: bool) -> SkippedSteps:
 
 
 def test_deepspeed_which_steps_before_it_is_asked_may_skip_or_ends_the_run() -> None:
+    Accelerator(cpu=True)  # for warnings
     finite, broken = {"train_loss": 1.0, "grad_norm": 2.0}, {"train_loss": math.nan}
     assert steps_of_deepspeed(skipped=False).check(1, finite, epoch=0, step=0) is None
     by_scaler = steps_of_deepspeed(skipped=True)
