@@ -190,10 +190,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If an epoch cannot be planned.
         """
-<<<<<<< HEAD
         epochs = plain_number(epochs, "epochs", whole=True, error=PlanError)
-        return sum(self._ordered_plan(epoch, self.num_processes, None).num_steps for epoch in range(epochs))
-=======
         if self._equal_epochs:
             return epochs * self._steps_of(0, self.num_processes)
         return sum(self._steps_of(epoch, self.num_processes) for epoch in range(epochs))
@@ -230,7 +227,6 @@ class PlannedBatchSampler(Sampler[list[int]]):
     def _equal_epochs(self) -> bool:
         """Whether every epoch has as many steps, whatever its order."""
         return False
->>>>>>> 0a7192207e8131fe43959e79c900e283a38ea404
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         """Return the function that plans an epoch with the columns that it has; the base class adds the rest."""

@@ -27,12 +27,8 @@ from ..buckets.calibration import read_cost_model
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
-<<<<<<< HEAD
-from ..files import check_folder_writable
-from ..loaders.collators import PLANNED
-=======
 from ..files import check_folder_writable, complete_file
->>>>>>> 0a7192207e8131fe43959e79c900e283a38ea404
+from ..loaders.collators import PLANNED
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
@@ -421,16 +417,11 @@ class Trainer:
         return progress.log
 
     def _run_epoch(self, epoch: int) -> None:
-<<<<<<< HEAD
-        if self.loader.step == 0:
-            self.log.write_plan(epoch, self.data.epoch_summary(self.loader))
-=======
         if not self.exact:  # the estimate becomes exact before the last epochs
             self._count_steps()
             self.bar.total = self.max_train_steps
-        if self.loader.step == 0 and (summary := self.data.epoch_summary(self.loader)) is not None:
-            self.log.write_plan(epoch, summary)
->>>>>>> 0a7192207e8131fe43959e79c900e283a38ea404
+        if self.loader.step == 0:
+            self.log.write_plan(epoch, self.data.epoch_summary(self.loader))
         num_batches, factor = self.loader.step, 1.0
         for batch in self.loader:
             start = time.perf_counter()
