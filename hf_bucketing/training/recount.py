@@ -269,7 +269,7 @@ def _unlike_plans(legs: Sequence[Leg]) -> Iterator[str]:
         if before is None or before.plan["epoch"] != epoch:
             if before is not None and not before.whole:
                 of = f"{before.steps} of {before.plan['num_steps']} steps"
-                yield f"epoch {before.plan['epoch']} ended after {of}, though the run went on"
+                yield f"epoch {before.plan['epoch']} ended after {of}, though another epoch followed"
             if consumed or epoch != (0 if before is None else before.plan["epoch"] + 1):
                 yield f"the plan of epoch {epoch} after {consumed} of its samples stands at a wrong place"
             taken, repeats = 0, False

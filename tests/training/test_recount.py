@@ -154,14 +154,14 @@ def resumed(folder: Path, *, at_end_of_epoch: bool) -> Path:
     return folder
 
 
-def killed(folder: Path) -> Path:
+def killed(folder: Path, *, processes: int = 1, **options: Any) -> Path:
     """A run that was resumed after it had logged more than its checkpoint holds."""
-    run = PretendedRun(folder)
+    run = PretendedRun(folder, **options)
     run.train(2, stop=5, status="running")
     state = run.state, run.keep, 5
     run.train(2, stop=9, status="running")
     run.state, run.keep, run.global_step = state
-    run.train(1)
+    run.train(processes)
     return folder
 
 
@@ -293,6 +293,12 @@ def test_replaced_and_skipped_samples_are_named(tmp_path: Path) -> None:
     assert recount(folder).replaced in (3, 4)  # in two epochs, of each of which one row at most is dropped
     assert "unreadable samples were replaced" in said
     assert "; 2 changed no weights, as loss or gradients were not finite: 2, 5" in said
+
+
+def test_replaced_samples_are_those_that_were_trained_also_after_a_resume(tmp_path: Path) -> None:
+    replaced = {"replaced": frozenset(range(0, 41, 3))}
+    at_once = recount(PretendedRun(tmp_path / "at once", **replaced).train(2)).replaced
+    assert recount(killed(tmp_path / "killed", processes=2, **replaced)).replaced == at_once > 10
 
 
 def test_dropped_remainders_pass_where_they_were_asked_for(tmp_path: Path) -> None:
