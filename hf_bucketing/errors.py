@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -99,7 +100,16 @@ class WriteError(BucketingError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; its message says how to continue."""
+    """Ctrl-C, or another signal to stop; its message says how to continue.
+
+    Args:
+        message (`str`): How to continue.
+        number (`int`): Number of the signal.
+    """
+
+    def __init__(self, message: str = "", number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_names: str) -> Callable[[Target], Target]:

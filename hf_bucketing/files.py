@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from .errors import BucketingError, WriteError
+from .lock import locked, owner_runs, owner_tag
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -101,7 +103,7 @@ def _free(path: Path) -> str:
 
 
 def partial_path(path: str | os.PathLike[str]) -> Path:
-    """Return where a file or folder is written before it gets its name."""
+    """Return where a folder is written before it gets its name: the same for all processes of a run."""
     path = Path(path)
     return path.with_name(f".{path.name}{PARTIAL}")
 
@@ -110,17 +112,20 @@ def partial_path(path: str | os.PathLike[str]) -> Path:
 def complete_file(path: str | os.PathLike[str], *, shared: bool = False) -> Iterator[Path]:
     """Yield a path to write to; at the end it replaces `path`, and after an error it is removed.
 
-    A process that is killed leaves an earlier file as it was. Nothing is flushed to the disk: after a power failure,
+    Each process writes under a name of its own. One that is killed leaves an earlier file as it was, and the next one
+    of this host removes what it had written. Nothing is flushed to the disk: after a power failure,
     a new file may be cut off.
 
     Args:
         path (path): The file; missing folders above it are made.
-        shared (`bool`): Whether several processes may write this file at once. Each then writes under a name of its
-            own, which the next writer does not clean up after a kill.
+        shared (`bool`): Whether threads may write this file at once too, or its folder holds too many files to look
+            for what a killed process left, which then stays.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}") if shared else partial_path(path)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex if shared else owner_tag()}{PARTIAL}")
+    if not shared:
+        _remove_left_files(path)
     try:
         with writing(path):
             yield partial
@@ -130,7 +135,7 @@ def complete_file(path: str | os.PathLike[str], *, shared: bool = False) -> Iter
 
 
 @contextmanager
-def complete_folder(path: str | os.PathLike[str], *, marker: str | None = None) -> Iterator[Path]:
+def complete_folder(path: str | os.PathLike[str], *, marker: str | None = None, lock: bool = True) -> Iterator[Path]:
     """Yield an empty folder to write into; at the end it replaces `path`, and after an error it is removed.
 
     Before the rename, its files are flushed to the disk, so that neither a kill nor a power failure leaves a folder
@@ -140,25 +145,36 @@ def complete_folder(path: str | os.PathLike[str], *, marker: str | None = None) 
         path (path): The folder; missing folders above it are made.
         marker (`str`, *optional*): A file that every such folder holds. An existing folder without it holds something
             else and is not replaced.
+        lock (`bool`): Whether another program that writes this folder meanwhile is refused; otherwise the caller
+            holds a lock.
 
     Raises:
-        BucketingError: If `path` exists, is not empty and lacks the marker.
+        BucketingError: If `path` exists, is not empty and lacks the marker, or another program writes it.
     """
     path, partial = Path(path), partial_path(path)
     if marker is not None and path.exists() and any(path.iterdir()) and not (path / marker).exists():
         raise BucketingError(f"{path} exists and holds no {marker}, so it is not replaced; choose another folder.")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        with writing(path):
-            yield partial
-            _flush(partial)
-        earlier = _put_aside(path)
-        partial.rename(path)
-        _flush_entry(path.parent)
-        shutil.rmtree(earlier, ignore_errors=True)
-    finally:
+    with locked(path.with_name(f".{path.name}.lock"), what=str(path)) if lock else nullcontext():
         shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            with writing(path):
+                yield partial
+                _flush(partial)
+            earlier = _put_aside(path)
+            partial.rename(path)
+            _flush_entry(path.parent)
+            shutil.rmtree(earlier, ignore_errors=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_left_files(path: Path) -> None:
+    """Remove what processes that were killed while they wrote a file have left of it."""
+    prefix = f".{path.name}."
+    for left in path.parent.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
+        if not owner_runs(left.name.removeprefix(prefix).removesuffix(PARTIAL)):
+            left.unlink(missing_ok=True)
 
 
 def remove_folders(paths: Iterable[Path]) -> None:

@@ -7,6 +7,7 @@ reads or changes a global random state, so results depend on neither workers, pr
 from __future__ import annotations
 
 from enum import IntEnum, unique
+from numbers import Integral
 
 import numpy as np
 
@@ -64,12 +65,14 @@ def seed_sequence(purpose: Purpose, *key: int) -> np.random.SeedSequence:
         key (`int`): Numbers from 0 to 2**64 - 1.
 
     Raises:
-        BucketingError: If a number of the key is out of range.
+        BucketingError: If a number of the key is not whole or out of range.
     """
     words = [int(purpose), len(key)]
     for number in key:
-        if not 0 <= number < 2**64:
-            raise BucketingError(f"Seeds, epochs and indices must be from 0 to 2**64 - 1, got {number} in {key}.")
+        if not isinstance(number, Integral) or not 0 <= number < 2**64:
+            raise BucketingError(
+                f"Seeds, epochs and indices must be whole numbers from 0 to 2**64 - 1, got {number!r} in {key}."
+            )
         words += [int(number) & 0xFFFFFFFF, int(number) >> 32]
     return np.random.SeedSequence(words)
 

@@ -13,7 +13,8 @@ import hf_bucketing
 PACKAGE = Path(hf_bucketing.__file__).parent
 HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL", "torchcodec"}
 LEVELS = {
-    **dict.fromkeys(["errors", "units"], -1),
+    **dict.fromkeys(["errors", "units"], -2),
+    "lock": -1,
     **dict.fromkeys(["buckets", "files", "hub", "randomness", "settings"], 0),
     **dict.fromkeys(["command_line", "losses", "media", "plans"], 1),
     **dict.fromkeys(["columns", "loaders", "packing"], 2),

@@ -14,6 +14,7 @@ from ..errors import BucketingError, CacheError
 from ..loaders.captions import drawn_caption, texts_of
 from ..loaders.collators import Row, require
 from ..loaders.occurrences import OCCURRENCE, occurrence_of
+from ..loaders.state import epoch_number
 from .columns import OTHER
 from .store import TensorCache
 
@@ -55,7 +56,7 @@ class CachedCollator:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose captions are drawn; cached latents are the same in every epoch."""
-        self._epoch.fill_(epoch)
+        self._epoch.fill_(epoch_number(epoch))
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch.

@@ -227,7 +227,7 @@ class LatentColumns(_CachedColumns):
         waiting: deque[list[tuple[_Sample, Future[LoadedSample]]]] = deque()
         with ThreadPoolExecutor(self.config.num_threads) as pool:
             for stack in stacks:
-                waiting.append([(sample, pool.submit(_load, sample)) for sample in stack])
+                waiting.append([(sample, pool.submit(load, sample.file)) for sample in stack])
                 if len(waiting) > 1:
                     yield waiting.popleft()
             yield from waiting
@@ -292,16 +292,6 @@ class TextColumns(_CachedColumns):
                 entry["mask"] = mask[row, :end]
             entry |= {OTHER + name: one[row] for name, one in others.items()}
             self.config.cache.write(key, entry, about={"length": values.shape[1]})
-
-
-def _load(sample: _Sample) -> LoadedSample:
-    loaded = load(sample.file)
-    if loaded.crop != sample.crop:
-        raise MediaError(
-            f"{sample.file.source.path} has another size than its width and height columns say, so its crop is "
-            f"{loaded.crop} instead of {sample.crop}; compute the columns again."
-        )
-    return loaded
 
 
 def _identity(source: MediaSource, root: str | None) -> list[Any]:

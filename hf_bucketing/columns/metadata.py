@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Image
 
 from ..errors import ColumnError, MediaError
-from ..media.probe import MAX_PIXELS, MediaInfo, frames_at_fps, probe
+from ..media.probe import FPS_TOLERANCE, MAX_PIXELS, MediaInfo, frames_at_fps, probe
 from ..media.source import MediaSource
 from ..settings import check_literals
 from .apply import map_columns, undecoded, with_columns
@@ -394,6 +394,6 @@ def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: Me
 
 def _agrees(name: str, given: float, file: Mapping[str, Any]) -> bool:
     if name == "fps":
-        return file["num_frames"] == 1 or abs(given - file["fps"]) <= 0.01 * file["fps"]
+        return file["num_frames"] == 1 or abs(given - file["fps"]) <= FPS_TOLERANCE * file["fps"]
     tolerance = max(1.0, 0.02 * file["num_frames"]) if name == "num_frames" and file["num_frames_estimated"] else 0.0
     return abs(given - file[name]) <= tolerance

@@ -19,8 +19,10 @@ from ..errors import BucketingError, FlagError, Interrupted, WriteError
 from ..files import explain
 from .flags import FlagParser
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a program that Ctrl-C ended, by the convention of shells."""
+_ENDED_BY = 128
+"""Exit code of a program that a signal ended, less the signal's number, by the convention of shells."""
+
+INTERRUPTED = _ENDED_BY + signal.SIGINT
 
 _SECONDS_TO_CLEAN_UP = 10.0
 _SECONDS_FOR_THE_MAIN_PROCESS = 10.0
@@ -36,8 +38,9 @@ def run_script(
 
     A [`BucketingError`] ends the script with exit code 1, or 2 where the flags are wrong, and a message that names
     flags instead of arguments. Of several processes that `accelerate launch` started, the main one prints it, or a
-    process that failed alone. Ctrl-C ends the script and the processes that it started, with exit code 130. Progress
-    bars are closed before a message.
+    process that failed alone. Ctrl-C ends the script and the processes that it started, with exit code 130; a main
+    function that handles signals itself raises [`Interrupted`], for 128 plus the signal's number. Progress bars are
+    closed before a message.
 
     Args:
         main (callable): Main function, which takes the parsed flags.
@@ -53,8 +56,9 @@ def run_script(
             return
         except (KeyboardInterrupt, Exception) as error:
             close_progress_bars()
-            if interruption.happened:  # libraries may turn it into their own errors
-                message, code = interruption.message(error), INTERRUPTED
+            if interruption.happened or isinstance(error, Interrupted):  # libraries may turn it into their own errors
+                message = interruption.message(error)
+                code = _ENDED_BY + getattr(error, "number", signal.SIGINT)
             elif isinstance(error, BucketingError):
                 message, code = _text(error, flags), 2 if isinstance(error, FlagError) else 1
             elif reason := explain(error):
@@ -118,13 +122,13 @@ def _end(message: str, code: int) -> NoReturn:
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank == 0:
         print(message, file=sys.stderr, flush=True)
-    elif code != INTERRUPTED:
+    elif code < _ENDED_BY:
         # If the main process failed too, it prints its error, and the launcher ends this one meanwhile.
         time.sleep(_SECONDS_FOR_THE_MAIN_PROCESS)
         print(f"Process {rank} of {processes}: {message}", file=sys.stderr, flush=True)
     if processes > 1:
         _tell_launcher(f"See the message of process {rank} above.")
-    if processes > 1 or code == INTERRUPTED:
+    if processes > 1 or code > _ENDED_BY:
         _leave(code)
     sys.exit(code)
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from datasets.arrow_dataset import Column
 
-from ..buckets.arrays import FloatArray, IntArray, whole_column
-from ..buckets.assignment import has_bucket
+from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.assignment import REJECTED_BUCKET, has_bucket
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
@@ -22,6 +22,7 @@ from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
 from ..plans.rows import column_of
 from ..settings import check_at_least, plain_number
+from .occurrences import NumberedRows
 from .planned import PlannedBatchSampler, warn_of_rejected
 
 
@@ -32,7 +33,10 @@ class BucketBatchSampler(PlannedBatchSampler):
     Args:
         bucket_ids (array of `int`, shape `(n,)`): The data set's `bucket_id` column; rejected rows are never drawn.
         table ([`BucketTable`] or [`OpenTable`]): The table that the ids belong to. A column that `map_columns` made
-            says which table it is, and another is refused; a plain array does not.
+            says which table it is, also after `select`, `map`, `filter`, `concatenate_datasets` and saving, and
+            another is refused. A list or array does not say it: ids that this table lacks are refused, and when an
+            accelerate loader draws, so is another table of its data set's `bucket_id` column or of its collator. Plain
+            ids of another table of as many buckets, without such a column, cannot be told apart.
         batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
         max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`: each bucket gets as many
             samples as fit. Needs `spec`.
@@ -115,12 +119,13 @@ class BucketBatchSampler(PlannedBatchSampler):
         )
         if isinstance(bucket_ids, Column):
             check_table(bucket_ids.source.features, table, column=bucket_ids.column_name)
-        ids = column_of(whole_column(bucket_ids), "bucket_ids", whole=True)
+        ids = column_of(bucket_ids, "bucket_ids", whole=True)
         end = len(table) if isinstance(table, BucketTable) else 2**31
-        if len(ids) and ids.max() >= end:
+        wrong = np.flatnonzero((ids < REJECTED_BUCKET) | (ids >= end))
+        if len(wrong):
             raise PlanError(
-                f"Row {ids.argmax()} has bucket_id {ids.max()}, but the table ends at {end - 1}; compute the column "
-                "again with this table."
+                f"Row {wrong[0]} has bucket_id {ids[wrong[0]]}, but the table has 0 to {end - 1}, and rejected rows "
+                f"{REJECTED_BUCKET}; compute the column again with this table."
             )
         weighted = self.weights if isinstance(self.weights, Mapping) else ()
         unknown = [bucket for bucket in weighted if not 0 <= bucket < end]
@@ -190,6 +195,11 @@ class BucketBatchSampler(PlannedBatchSampler):
         assert self.spec is not None, "_check_limits checks it"
         return self.table.num_tokens(bucket_ids, spec=self.spec) + self.text_tokens
 
+    def _costs(self, bucket_ids: IntArray) -> IntArray | FloatArray:
+        """Return the cost of a sample of each bucket and its text, or their tokens without a cost model."""
+        tokens = self._tokens(bucket_ids)
+        return tokens if self.cost_model is None else self.cost_model.cost(tokens)
+
     def _batch_sizes(self, limits: Mapping[str, float | None], base: int | None) -> dict[int, int]:
         """Return how many samples of each bucket fit within the limits."""
         present = np.unique(self.bucket_ids[has_bucket(self.bucket_ids)]).astype(np.int64)
@@ -218,13 +228,33 @@ class BucketBatchSampler(PlannedBatchSampler):
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_buckets, self.bucket_ids, self.config)
 
+    @property
+    def _equal_epochs(self) -> bool:
+        """Whether all rows occur equally often in each epoch: the steps of a bucket follow from its number of rows."""
+        weights = self.weights.values() if isinstance(self.weights, Mapping) else self.weights
+        return weights is None or bool(np.all(np.mod(list(weights), 1) == 0))
+
     def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
         of_batch = np.repeat(plan.bucket_ids, np.diff(plan.offsets))
-        tokens = self._tokens(np.where(has_bucket(of_batch), of_batch, self.bucket_ids[plan.indices]))
-        return tokens if self.cost_model is None else self.cost_model.cost(tokens)
+        return self._costs(np.where(has_bucket(of_batch), of_batch, self.bucket_ids[plan.indices]))
 
     def _columns(self) -> dict[str, object]:
-        return {"rows": self.bucket_ids, "table": self.table.fingerprint}
+        columns = {"rows": self.bucket_ids, "table": self.table.fingerprint}
+        if not self.longest_first:
+            return columns
+        costs = self._costs(np.unique(self.bucket_ids[has_bucket(self.bucket_ids)]).astype(np.int64))
+        return {**columns, "costs": costs}  # they decide which step comes first
+
+    def check_tables(self, loader: Any) -> None:
+        """Raise PlanError if a loader's `bucket_id` column or its collator belongs to another table."""
+        rows = loader.dataset.dataset if isinstance(loader.dataset, NumberedRows) else loader.dataset
+        check_table(getattr(rows, "features", None), self.table, column="bucket_id")
+        table = getattr(loader.collate_fn, "table", self.table)
+        if isinstance(table, BucketTable | OpenTable) and table.ids_mark != self.table.ids_mark:
+            raise PlanError(
+                f"The sampler's table has {self.table.ids_mark}, but its loader's collator {table.ids_mark}; give "
+                "both the table that the column was computed with."
+            )
 
 
 def check_table(features: Mapping[str, Any] | None, table: BucketTable | OpenTable, *, column: str) -> None:

@@ -12,11 +12,14 @@ from .host import check_host, data_parallel_size, samplers_of
 from .planned import PlannedBatchSampler
 
 
-def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
-    """Raise if a prepared loader would not yield each planned batch once, or would resume in the wrong place.
+def check_loader(accelerator: Accelerator | None, loader: DataLoader[Any]) -> None:
+    """Raise if a loader would not yield each planned batch once, or would resume in the wrong place.
+
+    A loader of accelerate is also checked whenever it is iterated. A plain `DataLoader` tells its sampler nothing, not
+    even how many rows it has: check it here once.
 
     Args:
-        accelerator (`Accelerator`): Accelerator that prepared the loader.
+        accelerator (`Accelerator`, *optional*): Accelerator that prepared the loader; None without accelerate.
         loader (`DataLoader`): Loader whose `batch_sampler` is one of this package's samplers.
 
     Raises:
@@ -24,10 +27,8 @@ def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
             `use_stateful_dataloader`; for a loader without a planned sampler, whose sampler has a `batch_size`, or
             whose data set has another length; for one not sharded although several processes run, or sharded twice.
     """
-    if accelerator.split_batches:
-        raise PlanError("split_batches cuts planned batches apart; leave it out of DataLoaderConfiguration.")
-    if accelerator.dispatch_batches:
-        raise PlanError("dispatch_batches joins batches of different sizes; set dispatch_batches=False.")
+    if accelerator is not None:
+        _check_settings(accelerator)
     if getattr(loader, "use_stateful_dataloader", False):
         raise PlanError(
             "use_stateful_dataloader starts drawing the first epoch in prepare(), saves what was drawn instead of "
@@ -41,14 +42,22 @@ def check_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
             f"The sampler has batch_size={batch_size}, by which accelerate drops each group of batches that "
             "holds a shorter one, up to 92 % of the data; delete the attribute."
         )
+    sampler.check_tables(loader)
     planned = sampler.num_processes
     check_host(loader, num_rows=sampler.num_rows, num_processes=planned, process_index=sampler.process_index)
-    running = data_parallel_size(accelerator.num_processes)
+    running = planned if accelerator is None else data_parallel_size(accelerator.num_processes)
     if planned != running:
         raise PlanError(
             f"{running} processes take different batches, but the sampler plans for {planned}; let num_processes be "
             "accelerate's."
         )
+
+
+def _check_settings(accelerator: Accelerator) -> None:
+    if accelerator.split_batches:
+        raise PlanError("split_batches cuts planned batches apart; leave it out of DataLoaderConfiguration.")
+    if accelerator.dispatch_batches:
+        raise PlanError("dispatch_batches joins batches of different sizes; set dispatch_batches=False.")
 
 
 def planned_sampler(loader: DataLoader[Any]) -> PlannedBatchSampler:

@@ -23,6 +23,10 @@ from .captions import CaptionRule
 from .faults import Replacements
 from .occurrences import OCCURRENCE, occurrence_of
 from .random_resize import RandomResize
+from .state import epoch_number
+
+PLANNED = "planned_index"
+"""List of a batch whose unreadable samples are replaced: the `index` of each row that the sampler drew."""
 
 Row = Mapping[str, Any]
 Loaded = tuple[LoadedSample, View]
@@ -61,7 +65,8 @@ class MediaCollator:
         seed (`int`, *optional*): Seed of the views and of the choice of replacements.
         replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
             or in a pack of as many tokens (fewer if there are none). The batch then holds the replacement's index and
-            caption. By default, an unreadable sample ends the run.
+            caption, and the list `planned_index` of the rows that were drawn. By default, an unreadable sample ends
+            the run.
     """
 
     column: str = "video"
@@ -86,7 +91,7 @@ class MediaCollator:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose views are drawn with a `seed`; a sampler in a prepared loader does it by itself."""
-        self._epoch.fill_(epoch)
+        self._epoch.fill_(epoch_number(epoch))
 
     def target(self, rows: Sequence[Row]) -> list[Size]:
         """Return the target size of each row."""
@@ -120,6 +125,8 @@ class MediaCollator:
             batch["caption"] = [draw(row) for row, *_ in found]
         if "index" in found[0][0]:
             batch["index"] = [int(row["index"]) for row, *_ in found]
+        if self.replacements is not None:
+            batch[PLANNED] = [int(row["index"]) for row in rows]
         if OCCURRENCE in rows[0]:
             batch[OCCURRENCE] = [occurrence_of(row) for row in rows]
         return batch

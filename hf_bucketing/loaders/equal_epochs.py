@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,6 @@ class EqualEpochs(PlannedBatchSampler):
         )
         self.config = sampler.config
         self._cut = sampler
-        self._steps: dict[tuple[int, int], int] = {}
 
     @property
     def num_rows(self) -> int:
@@ -56,14 +56,18 @@ class EqualEpochs(PlannedBatchSampler):
     def _columns(self) -> Mapping[str, object]:
         return {**self._cut._columns(), "epochs": "equal"}
 
+    def check_tables(self, loader: Any) -> None:
+        """Raise as the sampler does whose epochs are cut."""
+        self._cut.check_tables(loader)
+
     def _ordered_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         if consumed is not None:
             raise PlanError("EqualEpochs resumes on as many processes as before.")
-        size = self._steps_of(0, num_processes)
+        size = self._cut._steps_of(0, num_processes)
         start, stop = epoch * size, (epoch + 1) * size
         parts, end, number = [], 0, 0
         while end < stop:
-            first, end = end, end + self._steps_of(number, num_processes)
+            first, end = end, end + self._cut._steps_of(number, num_processes)
             if end > start:
                 plan = self._cut._ordered_plan(number, num_processes, None)
                 low, high = (step * num_processes for step in (max(start - first, 0), min(stop, end) - first))
@@ -79,9 +83,6 @@ class EqualEpochs(PlannedBatchSampler):
             repeated=len(indices) - len(np.unique(indices)),
         )
 
-    def _steps_of(self, number: int, num_processes: int) -> int:
-        """Return the steps of an epoch of the sampler; each is planned once."""
-        key = (number, num_processes)
-        if key not in self._steps:
-            self._steps[key] = self._cut._ordered_plan(number, num_processes, None).num_steps
-        return self._steps[key]
+    @property
+    def _equal_epochs(self) -> bool:
+        return True

@@ -62,7 +62,9 @@ class Replacements:
 
     All workers of all processes append to one log, one JSON object per line: `epoch`, `index`, `reason`, and the index
     of the `replacement`. The log is also the count: it is read again at each error, and a sample that fails again
-    after a restart counts once. Without a file system that all machines share, each machine counts its own errors.
+    after a restart counts once. Workers write it ahead of training, so it may name samples that were not trained;
+    those that were are where `index` and `planned_index` of a batch differ. Without a file system that all machines
+    share, each machine counts its own errors.
 
     Args:
         dataset (`datasets.Dataset`): Data set that is loaded, with an `index` column, and `bucket_id` or `num_tokens`.

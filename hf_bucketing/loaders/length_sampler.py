@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray, whole_column
+from ..buckets.arrays import FloatArray, IntArray
 from ..errors import PlanError, refuse_old_names
 from ..plans.epoch import EpochPlan
 from ..plans.lengths import (
@@ -103,7 +103,7 @@ class LengthBatchSampler(PlannedBatchSampler):
             num_processes=num_processes,
             process_index=process_index,
         )
-        self.lengths = column_of(whole_column(lengths), "lengths")
+        self.lengths = column_of(lengths, "lengths")
         self.config = config_from(LengthPlanConfig, locals())
         oversize_rows(self.lengths, self.config)
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray, whole_column
+from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.cost import CostModel
 from ..errors import PlanError, refuse_old_names
 from ..plans.bin_packing import PackStrategy
 from ..plans.epoch import EpochPlan
-from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans
+from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans, texts_of
 from ..plans.rows import Oversize, column_of
 from .planned import PlannedBatchSampler, config_from, warn_of_rejected
 
@@ -24,7 +23,8 @@ class PackBatchSampler(PlannedBatchSampler):
 
     Args:
         num_tokens (array of `int`, shape `(n,)`, or callable of the epoch): The data set's `num_tokens` column; rows
-            of 0 are never drawn. A callable, such as that of [`RandomResize`], gives the column of each epoch.
+            of 0 are never drawn. A callable, such as that of [`RandomResize`], gives the column of each epoch; a run
+            resumes only with one of the same code and values.
         max_tokens (`int`): Tokens that one process takes in one step: the limit of memory.
         max_cost (`float`, *optional*): Largest cost of a pack, in the units of `cost_model`: the limit of time. Packs
             filled to the same cost take the same time, if `max_tokens` lets them get there.
@@ -103,8 +103,8 @@ class PackBatchSampler(PlannedBatchSampler):
             num_processes=num_processes,
             process_index=process_index,
         )
-        self._num_tokens = num_tokens if callable(num_tokens) else whole_column(num_tokens)
-        self.text_tokens = whole_column(text_tokens)
+        self._num_tokens = num_tokens if callable(num_tokens) else column_of(num_tokens, "num_tokens", whole=True)
+        self.text_tokens = texts_of(text_tokens)
         self.config = config_from(PackPlanConfig, locals())
         first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
@@ -117,8 +117,9 @@ class PackBatchSampler(PlannedBatchSampler):
 
     def tokens_in(self, epoch: int) -> IntArray:
         """Return the tokens of each row in an epoch, shape `(n,)`."""
-        given = self._num_tokens
-        return column_of(given(epoch) if callable(given) else given, "num_tokens", whole=True).astype(np.int64)
+        if not callable(self._num_tokens):
+            return self._num_tokens
+        return column_of(self._num_tokens(epoch), "num_tokens", whole=True)
 
     @property
     def num_rows(self) -> int:
@@ -134,7 +135,9 @@ class PackBatchSampler(PlannedBatchSampler):
         return taken if model is None else model.cost(taken)
 
     def _columns(self) -> dict[str, object]:
-        return {
+        columns: dict[str, object] = {
             "rows": self.tokens_in(0),
             "text_tokens": self.text_tokens if self.text_tokens.ndim else int(self.text_tokens),
         }
+        # Equal numbers in one epoch do not tell that those of later epochs are equal.
+        return {**columns, "num_tokens": self._num_tokens} if callable(self._num_tokens) else columns

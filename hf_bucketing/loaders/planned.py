@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from datasets import Dataset
 from datasets.arrow_dataset import Column
 from torch.utils.data import Sampler
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
@@ -23,7 +24,7 @@ from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
 from .host import check_host, current_loader, process_group, skipped_by
 from .occurrences import RepeatedRow
-from .state import VERSION, check_state, describe, settings
+from .state import VERSION, check_state, describe, epoch_number, settings
 
 Config = TypeVar("Config")
 
@@ -31,6 +32,19 @@ logger = logging.getLogger(__name__)
 
 Legs = tuple[tuple[int, int], ...]
 """History of the present epoch: pairs of a number of processes and the steps that they finished."""
+
+
+_COUNTED_ROWS = 500_000
+"""Most rows that are planned only to count the steps of later epochs, with `_ROWS_OF_A_PLAN` for each plan."""
+
+_ROWS_OF_A_PLAN = 500
+
+
+class StepCount(NamedTuple):
+    """Steps of some epochs, and whether that is their number or an estimate."""
+
+    steps: int
+    exact: bool
 
 
 class PlannedBatchSampler(Sampler[list[int]]):
@@ -80,7 +94,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         if isinstance(weights, Mapping):
             self.weights = numbers_by_id(weights, "weights", whole=False, error=PlanError)
         elif weights is not None:
-            self.weights = column_of(whole_column(weights), "weights").astype(np.float64)
+            self.weights = column_of(weights, "weights").astype(np.float64)
         self.longest_first = plain_bool(longest_first, "longest_first", error=PlanError)
         if num_processes is not None:
             num_processes = plain_number(num_processes, "num_processes", whole=True, error=PlanError)
@@ -96,6 +110,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self._legs: Legs = ()
         self._cached: tuple[tuple[int, int, Legs], EpochPlan, IntArray] | None = None
+        self._counted: dict[tuple[int, int], int] = {}
         self._described: tuple[int, dict[str, str]] | None = None
         if process_index is not None and not 0 <= process_index < self.num_processes:
             raise PlanError(f"process_index={process_index} must be from 0 to {self.num_processes - 1}.")
@@ -136,7 +151,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If no step can be planned.
         """
-        return self._plan_and_consumed(self.epoch if epoch is None else epoch)[0]
+        return self._plan_and_consumed(self.epoch if epoch is None else epoch_number(epoch))[0]
 
     def _plan_and_consumed(self, epoch: int) -> tuple[EpochPlan, IntArray]:
         """Return the plan of an epoch, and the rows that the epoch held before it."""
@@ -175,7 +190,43 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If an epoch cannot be planned.
         """
-        return sum(self._ordered_plan(epoch, self.num_processes, None).num_steps for epoch in range(epochs))
+        epochs = plain_number(epochs, "epochs", whole=True, error=PlanError)
+        if self._equal_epochs:
+            return epochs * self._steps_of(0, self.num_processes)
+        return sum(self._steps_of(epoch, self.num_processes) for epoch in range(epochs))
+
+    def count_steps(self, start: int, stop: int, *, accumulation_steps: int = 1) -> StepCount:
+        """Return the optimizer steps of epochs `start` to `stop - 1` together, in a second or two.
+
+        The number is exact if all epochs are equally long, or few enough to plan them now. Of many, the first ones are
+        planned, and the others are taken to be as long in the mean.
+
+        Args:
+            start (`int`): First epoch.
+            stop (`int`): The epoch after the last one.
+            accumulation_steps (`int`): Batches per optimizer step; what is left at the end of an epoch makes one too.
+
+        Raises:
+            PlanError: If an epoch cannot be planned.
+        """
+        epochs = max(0, stop - start)
+        counted = min(epochs, 1 if self._equal_epochs else max(1, _COUNTED_ROWS // (self.num_rows + _ROWS_OF_A_PLAN)))
+        first = (self._steps_of(start + epoch, self.num_processes) for epoch in range(counted))
+        steps = sum(math.ceil(number / accumulation_steps) for number in first)
+        exact = counted == epochs or self._equal_epochs
+        return StepCount(steps if counted == epochs else round(steps * epochs / counted), exact)
+
+    def _steps_of(self, epoch: int, num_processes: int) -> int:
+        """Return the steps of a whole epoch, which is planned once for that."""
+        key = (epoch, num_processes)
+        if key not in self._counted:
+            self._counted[key] = self._ordered_plan(*key, None).num_steps
+        return self._counted[key]
+
+    @property
+    def _equal_epochs(self) -> bool:
+        """Whether every epoch has as many steps, whatever its order."""
+        return False
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         """Return the function that plans an epoch with the columns that it has; the base class adds the rest."""
@@ -194,8 +245,16 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """Return the columns and tables that the plan depends on, by name."""
         raise NotImplementedError
 
+    def check_tables(self, loader: Any) -> None:
+        """Raise PlanError if a loader's rows or collator have another table than the sampler; here there is none."""
+
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the present epoch again changes nothing."""
+        """Go to the start of an epoch; the present epoch again changes nothing.
+
+        Raises:
+            PlanError: If it is no whole number from 0.
+        """
+        epoch = epoch_number(epoch)
         self._loader = None
         if epoch != self.epoch:
             self.epoch, self._legs = epoch, ()
@@ -213,7 +272,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """
         seed, fingerprint = self._fingerprint()
         legs = self._legs[:-1] if self._resumes_its_plan else self._legs
-        step = self.first_step if step is None else step
+        step = self.first_step if step is None else plain_number(step, "step", whole=True, error=PlanError)
         consumed = [list(leg) for leg in (*legs, (self.num_processes, step)) if leg[1]]
         return {
             "version": VERSION,
@@ -273,6 +332,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
             PlanError: If it would lose batches.
         """
         check_host(loader, num_rows=self.num_rows, num_processes=self.num_processes, process_index=self.process_index)
+        self.check_tables(loader)
         self.set_epoch(loader.iteration)
         if self.first_step and (skipped := skipped_by(loader)):
             raise PlanError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import IntArray, whole_column
+from ..buckets.arrays import BoolArray, IntArray, whole_column
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
 from ..randomness import Purpose, generator
@@ -67,13 +68,16 @@ class RandomResize:
         usable = np.minimum.reduce(columns) >= 1
         frames, heights, widths = (np.where(usable, column, 1) for column in columns)
         indices = whole_column(index, np.int64)
+        # A saved state compares what a partial holds; of a nested function it would compare the code too.
+        return partial(self._tokens, usable, frames, heights, widths, indices)
 
-        def count(epoch: int) -> IntArray:
-            drawn = self._sides(heights, widths, indices=indices, epoch=epoch)
-            t, h, w = self.spec.grid_of(*self.spec.snap_arrays(frames, *drawn))
-            return np.where(usable, t * h * w, 0)
-
-        return count
+    def _tokens(
+        self, usable: BoolArray, frames: IntArray, heights: IntArray, widths: IntArray, indices: IntArray, epoch: int
+    ) -> IntArray:
+        """Return the tokens of each row in an epoch, 0 for rows that are not usable."""
+        drawn = self._sides(heights, widths, indices=indices, epoch=epoch)
+        t, h, w = self.spec.grid_of(*self.spec.snap_arrays(frames, *drawn))
+        return np.where(usable, t * h * w, 0)
 
     def _sides(self, height: IntArray, width: IntArray, *, indices: IntArray, epoch: int) -> tuple[IntArray, IntArray]:
         """Return drawn heights and widths; index i uses the numbers 2i and 2i + 1 of the epoch's stream."""

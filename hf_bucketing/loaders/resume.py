@@ -17,6 +17,7 @@ from ..randomness import Purpose, integer_seed
 from .check import check_loader, planned_sampler
 from .host import current_loader, samplers_of
 from .planned import PlannedBatchSampler
+from .state import epoch_number
 from .window import AccumulationWindow
 
 
@@ -132,7 +133,12 @@ class ResumableLoader(DataLoaderShard):
         return self.plan.batch(step * self.plan.num_processes + process)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate, from its start; the present one again changes nothing."""
+        """Choose the epoch to iterate, from its start; the present one again changes nothing.
+
+        Raises:
+            PlanError: If it is no whole number from 0.
+        """
+        epoch = epoch_number(epoch)
         if epoch != self.epoch:
             self.step = self._window.start = 0
         super().set_epoch(epoch)

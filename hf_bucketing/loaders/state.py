@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from datasets.fingerprint import Hasher
 
 from ..errors import PlanError
+from ..settings import plain_number
 
 VERSION = 5
 
 
 def describe(value: object) -> str:
     """Return a short text that is equal for equal values: the value itself, or a digest if it is long.
+
+    Of a function, it depends on its code and on all values that it holds.
+
+    Raises:
+        PlanError: If a function holds what cannot be compared, such as a generator.
 
     Example:
         >>> describe(16), describe(np.arange(5, dtype=np.int64))
@@ -25,6 +33,14 @@ def describe(value: object) -> str:
         plain = value.astype(np.int64 if value.dtype.kind in "iu" else np.float64, copy=False)
         digest = hashlib.sha256(np.ascontiguousarray(plain).data)
         return f"{len(value)} values, digest {digest.hexdigest()[:12]}"
+    if callable(value):
+        try:
+            return f"function of digest {Hasher.hash(value)}"
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise PlanError(
+                f"The state of a run cannot say what {value!r} depends on ({error}); give a function whose values can "
+                "be pickled."
+            ) from error
     text = repr(dict(sorted(value.items())) if isinstance(value, Mapping) else value)
     return text if len(text) <= 60 else f"{text[:30]}…, digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -32,6 +48,18 @@ def describe(value: object) -> str:
 def settings(config: Any) -> dict[str, object]:
     """Return the fields of a dataclass by name, like `vars`, also if it has slots."""
     return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
+def epoch_number(epoch: Any) -> int:
+    """Return the number of an epoch as an `int`.
+
+    Raises:
+        PlanError: If it is no whole number from 0.
+    """
+    number: int = plain_number(epoch, "epoch", whole=True, error=PlanError)
+    if number < 0:
+        raise PlanError(f"`epoch` must be at least 0, got {number}.")
+    return number
 
 
 def check_state(state: Mapping[str, Any], *, fingerprint: Mapping[str, str], seed: int) -> None:

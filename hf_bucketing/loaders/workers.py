@@ -6,6 +6,7 @@ import ast
 import multiprocessing
 import multiprocessing.spawn
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -21,7 +22,8 @@ def worker_options(num_workers: int) -> dict[str, Any]:
     Before Python 3.12 this includes the lock of the interpreter's list of threads, which the threads of
     torch.distributed take briefly after each collective: the worker may then wait forever, and training with it. A
     fork server, the default of `multiprocessing` on Linux from Python 3.14 on, imports the library once and forks the
-    workers. They end with the training process, even if that is killed.
+    workers. They end with the training process, even if that is killed, but not by a Ctrl-C or a SIGTERM that a
+    terminal or a scheduler sends to them as well: the training process may still need their batches to end its step.
 
     The data set and the collator are pickled for the workers, and each worker imports the script. The script therefore
     needs `if __name__ == "__main__":`, and workers start sooner if `main` imports what only training needs.
@@ -76,7 +78,20 @@ def _check_main_guard(num_workers: int) -> None:
 
 
 def _end_with_parent(worker_id: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in all threads that start from now on
+        threading.Thread(target=_end_at_parents_signal, name="wait_for_signal", daemon=True).start()
     threading.Thread(target=_wait_for_parent, name="wait_for_parent", daemon=True).start()
+
+
+def _end_at_parents_signal() -> None:
+    """End this process at a SIGTERM of the process that started it; wait on at one of any other process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)
 
 
 def _wait_for_parent() -> None:

@@ -21,7 +21,17 @@ from PIL import ImageOps
 
 from ..errors import BucketingError, MediaError, refuse_old_names
 from .images import exif_orientation, open_image, rgb_array
-from .probe import MAX_REORDERED, VideoHeader, display_stamps, frame_rate, open_video, read_video_header, video_stream
+from .probe import (
+    MAX_REORDERED,
+    MediaInfo,
+    VideoHeader,
+    check_unchanged,
+    display_stamps,
+    frame_rate,
+    open_video,
+    read_video_header,
+    video_stream,
+)
 from .source import MediaSource
 
 DecoderName = Literal["pyav", "torchcodec"]
@@ -59,7 +69,11 @@ def frame_times(count: int, fps: float, *, start: int = 0) -> list[float]:
 
 @refuse_old_names(decoder="video_decoder")
 def iter_frames(
-    source: MediaSource, times: Sequence[float], *, video_decoder: DecoderName = "pyav"
+    source: MediaSource,
+    times: Sequence[float],
+    *,
+    video_decoder: DecoderName = "pyav",
+    row: MediaInfo | None = None,
 ) -> Iterator[Frame]:
     """Yield the frame on display at each time, counted from the first frame.
 
@@ -70,21 +84,24 @@ def iter_frames(
             packets of the whole file first and decodes from the last key frame before the frames asked for: faster
             for a few frames late in a file, slower for many. It raises for files that it cannot seek in, such as
             MPEG-TS. The colours of the two decoders may differ by a few levels.
+        row ([`MediaInfo`], *optional*): What a row of a data set says of the file, to compare with its header.
 
     Yields:
         `uint8` array of shape `(height, width, 3)`, RGB, of the size that `probe` reads: EXIF orientation or display
         rotation applied, pixels square.
 
     Raises:
-        MediaError: If the file cannot be decoded or ends before the last time.
+        MediaError: If the file cannot be decoded, ends before the last time, or is not as its row says.
         BucketingError: If the decoder is unknown or cannot be loaded.
     """
     check_decoder(video_decoder)
     source = source.opened()
     frame = _image(source)
     if frame is None:
-        yield from _iter_video(source, times, video_decoder)
+        yield from _iter_video(source, times, video_decoder, row=row)
         return
+    if row is not None:
+        check_unchanged(source, MediaInfo(frame.shape[1], frame.shape[0], 1, 0.0), row=row)
     if len(times) != 1:
         raise MediaError(f"{source.path} is an image of one frame, but {len(times)} frames were asked for.")
     yield frame
@@ -98,8 +115,12 @@ def _image(source: MediaSource) -> Frame | None:
         return rgb_array(upright)
 
 
-def _iter_video(source: MediaSource, times: Sequence[float], video_decoder: DecoderName) -> Iterator[Frame]:
+def _iter_video(
+    source: MediaSource, times: Sequence[float], video_decoder: DecoderName, *, row: MediaInfo | None
+) -> Iterator[Frame]:
     header = read_video_header(source)
+    if row is not None:
+        check_unchanged(source, header.info, row=row)
     waiting = deque(times)
     decoders: list[_Decoder] = [_by_torchcodec if video_decoder == "torchcodec" else _by_pyav]
     if video_decoder == "pyav" and times and times[0] >= _SEEK_FROM:

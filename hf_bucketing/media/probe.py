@@ -38,6 +38,9 @@ _HEADERS_SUFFICE = {"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"}
 _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if hasattr(InputContainer, "metadata_errors") else {}
 """Accept titles and comments that are not UTF-8, as PyAV 19 and newer always do."""
 
+FPS_TOLERANCE = 0.01
+"""Share by which a frame rate in a column may differ from its file's, since data sets round it."""
+
 MAX_REORDERED = 17
 """Number of packets that hold the first frame shown: H.264 and HEVC store at most 16 frames before it."""
 
@@ -84,6 +87,43 @@ def probe(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIX
             check_pixels(source, width, height, max_pixels=max_pixels)
             return MediaInfo(width, height, 1, 0.0)
     return read_video_header(source, exact=exact, max_pixels=max_pixels).info
+
+
+def check_unchanged(source: MediaSource, info: MediaInfo, *, row: MediaInfo) -> None:
+    """Raise if a file is not the one that its row describes, as after it was replaced.
+
+    Width and height must be equal. A row may have fewer frames per second than its file, where it was prepared for a
+    lower rate, but not more, which would repeat frames; rates of columns may be rounded. Its frames may be those of a
+    clip, or follow from a rounded duration: `iter_frames` finds out if the file has too few.
+
+    Args:
+        source ([`MediaSource`]): The file.
+        info ([`MediaInfo`]): What its header says.
+        row ([`MediaInfo`]): What its row says.
+
+    Raises:
+        MediaError: If they do not agree.
+    """
+    same_size = (info.width, info.height) == (row.width, row.height)
+    if same_size and bool(row.fps) == bool(info.fps) and _fast_enough(info, row):
+        return
+    if same_size and not row.fps and info.num_frames == 1:  # columns of sizes know no rate of a single frame
+        return
+    if same_size and row.fps and info.fps and _fast_enough(read_video_header(source, exact=True).info, row):
+        return  # the header's rate is wrong, and the row's was counted
+    raise MediaError(
+        f"{source.path} is {_described(info)}, but its row was made for {_described(row)}: the file was replaced, or "
+        "the row's sizes are wrong. Prepare the data set again, with sizes from headers."
+    )
+
+
+def _fast_enough(info: MediaInfo, row: MediaInfo) -> bool:
+    return row.fps <= info.fps * (1 + FPS_TOLERANCE)
+
+
+def _described(info: MediaInfo) -> str:
+    size = f"{info.width}×{info.height}"
+    return f"a video of {size} pixels at {info.fps:.4g} fps" if info.fps else f"an image of {size} pixels"
 
 
 def frames_at_fps(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ..buckets.sizes import Size
 from ..errors import MediaError
 from .conditions import MASK, is_missing
+from .probe import MediaInfo
 from .source import MediaSource
 from .views import View, ViewRule
 
@@ -29,12 +30,14 @@ class FileSample:
         conditions (mapping of `str` to [`MediaSource`]): Files of what the model is shown beside the text; None for a
             mask that the sample lacks.
         reference_multiples (`tuple[int, int]`): Numbers of which height and width of a reference become multiples.
+        row ([`MediaInfo`], *optional*): Size, frames and frame rate that the row has, by which the view was chosen.
     """
 
     source: MediaSource
     view: View
     conditions: Mapping[str, MediaSource | None] = field(default_factory=dict)
     reference_multiples: tuple[int, int] = (1, 1)
+    row: MediaInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,8 @@ class MediaColumns:
 
         Args:
             row (mapping): Row with the media column, `num_frames` and `fps`, the columns of conditions, and
-                [`CLIP_START`] if it is a clip of a longer video.
+                [`CLIP_START`] if it is a clip of a longer video. If it has `width` and `height`, loading the file
+                compares them.
             size ([`Size`][hf_bucketing.Size]): Size of the sample.
             views ([`ViewRule`]): Rule that chooses frames, crop and flip.
             draws (array of `float`, shape `(views.num_draws,)`): Uniform numbers in [0, 1).
@@ -72,16 +76,21 @@ class MediaColumns:
                 frames.
         """
         source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
+        num_frames, fps = int(row["num_frames"]), float(row["fps"])
         view = views.view(
             size,
-            num_frames=int(row["num_frames"]),
-            fps=float(row["fps"]),
+            num_frames=num_frames,
+            fps=fps,
             draws=draws,
             offset=float(row.get(CLIP_START) or 0.0),
             name=source.path,
         )
+        described = None
+        if "width" in row and "height" in row:
+            described = MediaInfo(int(row["width"]), int(row["height"]), num_frames, fps)
         return FileSample(
             source=source,
+            row=described,
             view=view,
             conditions={
                 condition: self.condition(condition, row[column], name=name)

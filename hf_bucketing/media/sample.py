@@ -63,11 +63,12 @@ def load(sample: FileSample) -> LoadedSample:
     in seconds. References are resized alone, and never cropped or flipped.
 
     Raises:
-        MediaError: If a file cannot be decoded, or a condition has another aspect ratio or is shorter than the sample.
+        MediaError: If a file cannot be decoded or is not as its row says, or a condition has another aspect ratio or
+            is shorter than the sample.
     """
     view, stored = sample.view, None
     frames = []
-    for frame in iter_frames(sample.source, view.times, video_decoder=view.video_decoder):
+    for frame in iter_frames(sample.source, view.times, video_decoder=view.video_decoder, row=sample.row):
         stored = frame.shape[:2]
         frames.append(_placed(_channels_first(frame), *view.crop(*stored)))
     assert stored is not None, "iter_frames yields as many frames as times, or raises"

@@ -133,12 +133,7 @@ def sample_spans(
         PlanError: If there are not as many texts as rows, one has fewer than 0 tokens, or a sample exceeds a limit and
             `config.oversize` is `"error"`; the message names the largest.
     """
-    text = np.asarray(text_tokens)
-    text = (
-        column_of(text, "text_tokens", whole=True)
-        if text.ndim
-        else np.asarray(plain_number(text, "text_tokens", whole=True, error=PlanError))
-    )
+    text = texts_of(text_tokens)
     if text.ndim and text.shape != num_tokens.shape:
         raise PlanError(
             f"`text_tokens` must be one number or one per row: expected shape {num_tokens.shape}, got {text.shape}."
@@ -160,6 +155,17 @@ def sample_spans(
             advice=[f"raise `{name}`", "use smaller sizes", 'give `oversize="own_batch"` or `oversize="drop"`'],
         )
     return spans, over
+
+
+def texts_of(text_tokens: npt.ArrayLike) -> IntArray:
+    """Return the tokens of texts as an array: of shape `()` if all rows have as many, else `(n,)`.
+
+    Raises:
+        PlanError: If they are no whole numbers.
+    """
+    if np.isscalar(text_tokens) or getattr(text_tokens, "shape", None) == ():
+        return np.array(plain_number(text_tokens, "text_tokens", whole=True, error=PlanError), np.int64)
+    return column_of(text_tokens, "text_tokens", whole=True)
 
 
 def packs_of(spans: IntArray, costs: FloatArray, config: PackPlanConfig) -> IntArray:

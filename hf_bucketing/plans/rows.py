@@ -275,14 +275,21 @@ def check_evaluation(config: Any) -> None:
 
 
 def column_of(values: Any, name: str, *, whole: bool = False) -> npt.NDArray[Any]:
-    """Return a column as an array of shape `(n,)` of finite numbers, `int64` or narrower if they must be whole.
+    """Return a column as an array of shape `(n,)`: `int64` if its numbers are or must be whole, else `float64`.
+
+    Narrower types would overflow where lengths are added up.
 
     Raises:
         PlanError: If the values are no finite numbers, or not whole if they must be; the message names the first row.
     """
-    array = whole_column(values)
+    try:
+        array = whole_column(values)
+    except ValueError as error:  # lists of different lengths
+        raise PlanError(f"`{name}` needs one number per row, got lists of numbers.") from error
     if array.ndim == 1 and array.dtype.kind in "iu":
-        return array
+        if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
+            raise PlanError(f"Row {array.argmax()} of `{name}` is {array.max()}; expected a number below 2**63.")
+        return array.astype(np.int64, copy=False)
     wanted = f"expected a {'whole' if whole else 'finite'} number"
     if array.ndim == 1 and array.dtype.kind == "O":
         rows = [row for row, value in enumerate(array.tolist()) if not isinstance(value, int | float)]
@@ -294,7 +301,7 @@ def column_of(values: Any, name: str, *, whole: bool = False) -> npt.NDArray[Any
     wrong = np.flatnonzero(~np.isfinite(array) | (whole and array != np.rint(array)))
     if len(wrong):
         raise PlanError(f"Row {wrong[0]} of `{name}` is {array[wrong[0]]}; {wanted}.")
-    return array.astype(np.int64) if whole else array
+    return array.astype(np.int64 if whole else np.float64, copy=False)
 
 
 def check_positive(config: object, *names: str) -> None:

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object, send_to_device
 from torch.utils.data import DataLoader
 
 from ..errors import BucketingError, PlanError
-from ..loaders.state import VERSION, check_state
+from ..loaders.state import VERSION, check_state, epoch_number
 from ..loaders.window import AccumulationWindow
 from ..randomness import Purpose, integer_seed
 
@@ -77,6 +77,9 @@ class ResumableStream(DataLoaderStateMixin):
     gets a `weight` (`float32`, shape `(n,)`) for [`global_mean`][hf_bucketing.losses.global_mean]. Before each step,
     the processes ask each other whether any has a batch left.
 
+    Each `iter()` yields the whole epoch, or what was left of it when it was loaded; the next epoch follows once an
+    iteration has reached the end. So a look at the first batch, `next(iter(loader))`, takes nothing from training.
+
     With `steps_per_epoch`, the next epoch continues where the last one stopped, until all rows have come; the epoch
     after the end of the stream begins the next pass over it, shuffled anew. So does one that `set_epoch` jumps to.
 
@@ -112,7 +115,7 @@ class ResumableStream(DataLoaderStateMixin):
         self.gradient_state = GradientState()
         self._drop_last = True  # accelerate shall not compute a remainder for gather_for_metrics
         self.epoch = 0
-        self._place = StreamPlace()
+        self._first = self._place = StreamPlace()
         self._window = AccumulationWindow(accelerator, self._place)
         self._read: list[Any] = []
         self._generator = torch.Generator()
@@ -126,19 +129,34 @@ class ResumableStream(DataLoaderStateMixin):
         return self._place.step
 
     @property
+    def began(self) -> int:
+        """Epoch in which the present pass over the stream began."""
+        return self._place.began
+
+    @property
     def rejected(self) -> int:
         """Rejected rows among those that this process's workers have read in this epoch."""
         return sum(place["rejected"] for place in self._read if place is not None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to read, from its start; choosing the current one changes nothing."""
+        """Choose the epoch to read, from its start; choosing the current one changes nothing.
+
+        Raises:
+            PlanError: If it is no whole number from 0.
+        """
+        epoch = epoch_number(epoch)
         if epoch != self.epoch:
-            self.epoch = epoch
-            self._place = self._window.start = StreamPlace(began=epoch)
+            self._begin_at(epoch, StreamPlace(began=epoch))
+
+    def _begin_at(self, epoch: int, place: StreamPlace) -> None:
+        """Make a place in an epoch the one at which every iteration begins, until the epoch has ended."""
+        self.epoch = epoch
+        self._first = self._place = self._window.start = place
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._generator.manual_seed(integer_seed(Purpose.LOADER, self.epoch))
-        place = self._place
+        # What an iteration that was left early has drawn, such as a peek at the first batch, comes again.
+        place = self._place = self._window.start = self._first
         self.stream.start_at(self.epoch, place.workers, began=place.began, turn=place.turn)
         self.begin()
         try:
@@ -146,8 +164,7 @@ class ResumableStream(DataLoaderStateMixin):
         finally:
             self.end()
         if rows_left:
-            self.epoch += 1
-            self._place = self._window.start = self._place._replace(step=0)
+            self._begin_at(self.epoch + 1, self._place._replace(step=0))
         else:
             self.set_epoch(self.epoch + 1)
 
@@ -228,11 +245,11 @@ class ResumableStream(DataLoaderStateMixin):
         """
         check_state(state, fingerprint=self._fingerprint(), seed=self._seed)
         mine = state["processes"][self.accelerator.process_index]
-        self.epoch = int(state["epoch"])
-        self._place = StreamPlace(
+        place = StreamPlace(
             int(state["consumed"]), int(state["began"]), tuple(mine["workers"]), mine["turn"], mine["ended"]
         )
-        self._window.restore(self._place)
+        self._begin_at(int(state["epoch"]), place)
+        self._window.restore(place)
 
     @property
     def _seed(self) -> int:

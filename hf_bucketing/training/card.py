@@ -23,10 +23,11 @@ from ..files import complete_file
 from ..models.recipe import IMAGES, Recipe, dtypes
 from ..settings import names_of, settings_in
 from .config import TrainingConfig
-from .data import UNREADABLE, TrainingData
+from .data import TrainingData
 from .hub import HubConfig
+from .recount import count_replaced
 from .review import draw_losses, plans_of
-from .run_log import read_log
+from .run_log import read_log, read_sample_logs
 from .streamed import StreamedData
 
 LOSSES = "loss.png"
@@ -179,14 +180,12 @@ def _fps(data: TrainingData | StreamedData) -> int:
 
 
 def _counts(folder: Path, data: TrainingData | StreamedData) -> list[tuple[str, int]]:
-    """Return the rows of the last whole epoch by what became of them; of a stream, the samples that were trained."""
+    """Return the rows of the last epoch by what became of them; of a stream, the samples that were trained."""
     if isinstance(data, StreamedData):
         return [("trained, of a stream", sum(line.get("samples", 0) for line in read_log(folder, "losses")))]
-    plans = list(plans_of(folder).values())
-    plan = next((plan for plan in reversed(plans) if not plan["consumed"]), plans[-1])
+    *_, plan = plans_of(folder).values()
     rejection = column_array(data.dataset, "rejection")
-    unreadable = folder / "logs" / UNREADABLE
-    replaced = len(unreadable.read_text().splitlines()) if unreadable.is_file() else 0
+    replaced = count_replaced(line for log in read_sample_logs(folder) for line in log)
     return [
         ("in the data set", len(rejection)),
         *((f"rejected: {reason}", count) for reason, count in count_rejections(rejection).items()),

@@ -35,7 +35,7 @@ from ..loaders.collators import BucketCollator, PackCollator
 from ..loaders.faults import Replacements
 from ..loaders.occurrences import NumberedRows
 from ..loaders.pack_sampler import PackBatchSampler
-from ..loaders.planned import PlannedBatchSampler
+from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
@@ -144,14 +144,15 @@ class TrainingData:
         ids, counts = np.unique(self.bucket_ids[self.num_tokens > 0], return_counts=True)
         return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
-    def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> int:
+    def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> StepCount:
         """Return the optimizer steps from the place of the loader to the end of the last epoch.
 
         `finished` are those that the run has made.
         """
-        left = [len(loader)] if loader.epoch < config.num_train_epochs else []
-        left += [self.sampler.plan(epoch).num_steps for epoch in range(loader.epoch + 1, config.num_train_epochs)]
-        return sum(math.ceil(steps / config.gradient_accumulation_steps) for steps in left)
+        each = config.gradient_accumulation_steps
+        now = math.ceil(len(loader) / each) if loader.epoch < config.num_train_epochs else 0
+        later = self.sampler.count_steps(loader.epoch + 1, config.num_train_epochs, accumulation_steps=each)
+        return StepCount(now + later.steps, later.exact)
 
     def largest_step(self) -> LargestStep:
         """Return the largest step of the present epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,8 +27,10 @@ from ..buckets.calibration import read_cost_model
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
-from ..files import check_folder_writable
+from ..files import check_folder_writable, complete_file
+from ..loaders.collators import PLANNED
 from ..loaders.resume import resume
+from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
 from ..models.recipe import PARTS, pipeline_folder, read_config
@@ -72,11 +74,19 @@ from .memory.shards import SHARDED, averaged
 from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .optimizers import apply_settings, make_optimizer, make_schedule
-from .run_log import COST_MODEL, TABLE, RunLog, StepMetrics, read_log, write_cost_model
+from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_cost_model, write_status
 from .script_settings import settings_to_repeat
+from .skipped import SkippedSteps, check_finite
 from .steps import StepLosses, check_cached, check_positions, make_step
+from .stopping import StopSignals
 from .streamed import StreamedData, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
+
+_DECIDE_STEPS = ("num_train_epochs", "gradient_accumulation_steps", "num_processes")
+"""What the number of optimizer steps depends on, beside the plan, which a resumed run must have as it was."""
+
+LOCK = "run.lock"
+"""File in the output folder of a run that names the host and the process that train."""
 
 logger = get_logger(__name__)
 
@@ -106,14 +116,12 @@ class Trainer:
         self.folder = Path(config.output_dir)
         check_folder_writable(self.folder)
         self.accelerator = make_accelerator(config)
+        if self.accelerator.is_main_process and not config.dry_run:
+            check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         name = config.checkpoints.resume_from_checkpoint
         if name is not None or config.checkpoints.checkpointing_steps is not None:
-            advice = (
-                "checkpoints, which all processes write, need an `output_dir` on a disk that all machines share, or "
-                "omit `checkpointing_steps` and `resume_from_checkpoint`"
-            )
-            check_shared(self.accelerator, self.folder, advice=advice)
+            self._check_shared()
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
         if self.checkpoint is not None:
             config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
@@ -159,7 +167,7 @@ class Trainer:
         self.step = make_step(config, self.recipe)
         self.config = fill_max_tokens(config, spec, accelerator=self.accelerator, step=self.step)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
-            if self.accelerator.is_main_process and self.checkpoint is None:
+            if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
             about_tokens: dict[str, Any] = {
                 "width": self.recipe.family.width(self.recipe.transformer),
@@ -191,8 +199,16 @@ class Trainer:
                 workers=self.config.loader,
                 on_error=self.config.faults.on_error,
             )
-        self.global_step = 0
+        self.global_step = self.stopped = 0
         self._prepare()
+
+    def _check_shared(self) -> None:
+        """Raise BucketingError on all processes unless all of them see the output folder."""
+        advice = (
+            "checkpoints, which all processes write, need an `output_dir` on a disk that all machines share, or omit "
+            "`checkpointing_steps` and `resume_from_checkpoint`"
+        )
+        check_shared(self.accelerator, self.folder, advice=advice)
 
     def _prepare_model(self, config: TrainingConfig) -> TrainingConfig:
         """Add adapters, if any, and move what is called; return the settings with the alpha of the adapters.
@@ -252,24 +268,42 @@ class Trainer:
         if config.ema_decay is not None:
             self.ema = averaged(self.trained, decay=config.ema_decay, accelerator=self.accelerator)
         self.loader = resume(self.accelerator, loader)
-        self.max_train_steps = config.max_train_steps or self._steps_left()
+        self._count_steps()
+        self.schedule_steps = self.max_train_steps
         # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
-        self.lr_scheduler = make_schedule(optimizer, config.optimizer, num_training_steps=self.max_train_steps)
+        self.lr_scheduler = make_schedule(optimizer, config.optimizer, num_training_steps=self.schedule_steps)
         self.accelerator.register_for_checkpointing(self.lr_scheduler)
 
-    def _steps_left(self) -> int:
-        return self.data.steps_left(self.loader, self.config, finished=self.global_step)
+    def _count_steps(self) -> None:
+        """Set the optimizer steps of the run: exactly if all epochs that are left can be planned in a second or so."""
+        self.max_train_steps, self.exact = self.config.max_train_steps or 0, True
+        if self.config.max_train_steps is None:
+            steps, self.exact = self.data.steps_left(self.loader, self.config, finished=self.global_step)
+            self.max_train_steps = self.global_step + steps
+
+    @property
+    def _planned_steps(self) -> str:
+        return str(self.max_train_steps) if self.exact else f"about {self.max_train_steps}"
 
     def describe(self) -> list[str]:
         """Return the plan, its cost and the memory that it needs, as lines of text."""
-        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self.max_train_steps)
+        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self._planned_steps)
         if self.held_out is not None:
             lines += self.held_out.describe()
         transformer = self.recipe.transformer
         return lines + describe_memory(self.config, self.data, transformer=transformer, accelerator=self.accelerator)
 
     def run(self) -> None:
-        """Train from the start or from a checkpoint, and save the pipeline."""
+        """Train from the start or from a checkpoint, and save the pipeline.
+
+        Raises:
+            BucketingError: If another run writes into the output folder.
+        """
+        lock = locked(self.folder / LOCK, what=f"The run in {self.folder}")
+        with lock if self.accelerator.is_main_process else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         keep = self._resume()
         accelerator = self.accelerator
         self.log = RunLog(
@@ -283,8 +317,10 @@ class Trainer:
         if accelerator.is_main_process:
             if self.checkpoint is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
-            (self.folder / SETTINGS).write_text(json.dumps(self.config.flat(), indent=2) + "\n")
-            (self.folder / CONFIG_FILE).write_text(self._settings_to_repeat(), encoding="utf-8")
+            settings = json.dumps(self.config.flat(), indent=2) + "\n"
+            for name, text in ((SETTINGS, settings), (CONFIG_FILE, self._settings_to_repeat())):
+                with complete_file(self.folder / name) as partial:
+                    partial.write_text(text, encoding="utf-8")
             self._log_start()
         if self.config.report_to != "none":
             accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
@@ -302,24 +338,41 @@ class Trainer:
             degree=self.config.memory.context_parallel_degree,
             sources=() if self.data.sources is None else self.data.sources.names,
         )
+        self.skipped = SkippedSteps(accelerator, limit=self.config.optimizer.max_skipped_steps, folder=self.folder)
+        self._write_status("running")
         try:
-            with logging_redirect_tqdm():
-                while self.global_step < self.max_train_steps:
+            with logging_redirect_tqdm(), StopSignals() as self.signals:
+                while self.global_step < self.max_train_steps and not self.stopped:
                     self._run_epoch(self.loader.epoch)
+            self.bar.close()
+            if self.stopped:
+                raise Interrupted(self._end_early(), self.stopped)
+            self._finish()
         except KeyboardInterrupt as error:
-            how = "there is no checkpoint yet; --checkpointing_steps saves some"
+            self._write_status("interrupted")
+            if isinstance(error, Interrupted):
+                raise
+            how = "there is no checkpoint yet"
             if saved := list_checkpoints(self.folder):
                 how = f"continue from {saved[-1].name} with --resume_from_checkpoint latest"
             raise Interrupted(f"Training was at optimizer step {self.global_step}; {how}.") from error
-        self.bar.close()
-        self._finish()
+        except Exception:
+            self._write_status("failed")
+            raise
+        self._write_status("finished")
+
+    def _write_status(self, status: Status) -> None:
+        if self.accelerator.is_main_process:
+            steps = {"global_step": self.global_step, "max_train_steps": self.max_train_steps}
+            write_status(self.folder, status, **steps, lines=self.log.state_dict())
 
     def _log_start(self) -> None:
         """Log the sizes of the buckets, and the resume if this is one."""
         table = self.folder / "logs" / TABLE
         table.unlink(missing_ok=True)
         if isinstance(self.data.table, BucketTable):
-            table.write_text(self.data.table.to_json())
+            with complete_file(table) as partial:
+                partial.write_text(self.data.table.to_json())
         if self.checkpoint is not None:
             changes = applied_changes(self.checkpoint.progress.settings, self.config, self.accelerator)
             entry = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes, "changes": changes}
@@ -348,10 +401,13 @@ class Trainer:
         self.global_step = progress.global_step
         if self.ema is not None:
             self.ema.to(self.accelerator.device)
-        if self.config.max_train_steps is None:  # their number depends on the number of processes
-            self.max_train_steps = self.global_step + self._steps_left()
+        self._count_steps()  # their number depends on the number of processes
+        self.schedule_steps = self.max_train_steps
+        now, saved = self._checkpoint_settings(), progress.settings
+        if not self.exact and all(saved.get(name) == now[name] for name in _DECIDE_STEPS):
+            self.schedule_steps = saved["schedule_steps"]  # another estimate would be another schedule
         schedule = make_schedule(
-            self.lr_scheduler.optimizer, self.config.optimizer, num_training_steps=self.max_train_steps
+            self.lr_scheduler.optimizer, self.config.optimizer, num_training_steps=self.schedule_steps
         )
         self.lr_scheduler.lr_lambdas = schedule.lr_lambdas
         apply_settings(self.config.optimizer, self.lr_scheduler)
@@ -361,8 +417,11 @@ class Trainer:
         return progress.log
 
     def _run_epoch(self, epoch: int) -> None:
-        if self.loader.step == 0 and (summary := self.data.epoch_summary(self.loader)) is not None:
-            self.log.write_plan(epoch, summary)
+        if not self.exact:  # the estimate becomes exact before the last epochs
+            self._count_steps()
+            self.bar.total = self.max_train_steps
+        if self.loader.step == 0:
+            self.log.write_plan(epoch, self.data.epoch_summary(self.loader))
         num_batches, factor = self.loader.step, 1.0
         for batch in self.loader:
             start = time.perf_counter()
@@ -372,36 +431,40 @@ class Trainer:
             weights = self.window.weigh(rows)
             with self.accelerator.accumulate(self.transformer):
                 losses = self._train_on(batch, weights, epoch=epoch)
+                norm = None
                 if self.accelerator.sync_gradients:
                     factor = self.window.finish(self.trained)
                     max_norm = self.config.optimizer.max_grad_norm
-                    self.accelerator.clip_grad_norm_(self.transformer.parameters(), max_norm)
-                self.optimizer.step()
-                if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
-                    self.lr_scheduler.step()
-                    if self.ema is not None:
-                        self.ema.step(self.trained)
+                    norm = self.accelerator.clip_grad_norm_(self.transformer.parameters(), max_norm)
+                # Reading the losses waits until the device has done all that was started before.
+                counted = (rows.weights > 0).numpy()
+                loss = losses.values.detach().float().cpu().numpy()
+                seconds = time.perf_counter() - start
+                index = np.array(batch["index"])
+                self.skipped.add(index.tolist(), loss)
+                tokens = rows.tokens[counted]
+                cost = float(self.data.cost_model.cost(tokens).sum())
+                sources = None if rows.sources is None else rows.sources[counted]
+                if not counted.all():
+                    losses, weights = StepLosses(*(values[counted] for values in losses)), weights[counted]
+                self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
+                self.log.write_samples(
+                    epoch=epoch,
+                    step=step,
+                    bucket_id=batch.get("bucket_id"),
+                    index=index[counted].tolist(),
+                    loss=loss[counted].tolist(),
+                    sources=None if sources is None else sources.tolist(),
+                    planned=batch.get(PLANNED),
+                )
+                if self.accelerator.sync_gradients:
+                    metrics = self.metrics.finish(factor, grad_norm=norm, stop=self.signals.number)
+                    entry = self._apply_step(metrics, epoch=epoch, step=step)
                 self.optimizer.zero_grad()
-            # Reading the losses waits until the device has done all that was started before.
-            counted = (rows.weights > 0).numpy()
-            loss = losses.values.detach().float().cpu().numpy()
-            tokens = rows.tokens[counted]
-            cost = float(self.data.cost_model.cost(tokens).sum())
-            seconds = time.perf_counter() - start
-            sources = None if rows.sources is None else rows.sources[counted]
-            if not counted.all():
-                losses, weights = StepLosses(*(values[counted] for values in losses)), weights[counted]
-            self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
-            self.log.write_samples(
-                epoch=epoch,
-                step=step,
-                bucket_id=batch.get("bucket_id"),
-                index=np.array(batch["index"])[counted].tolist(),
-                loss=loss[counted].tolist(),
-                sources=None if sources is None else sources.tolist(),
-            )
             if self.accelerator.sync_gradients:
-                self._finish_step(epoch=epoch, step=step, factor=factor)
+                self._finish_step(entry)
+            if self.stopped:
+                return
             if self.global_step == self.max_train_steps:
                 return
         for line in self.data.after_epoch(self.loader, self.accelerator, num_batches=num_batches):
@@ -420,35 +483,88 @@ class Trainer:
             raise BucketingError(message) from error
         return losses
 
-    def _finish_step(self, *, epoch: int, step: int, factor: float) -> None:
+    def _apply_step(self, metrics: Mapping[str, float], *, epoch: int, step: int) -> dict[str, Any]:
+        """Change the weights, unless loss or gradients are not finite; return what to log of the step.
+
+        The metrics are those of all processes, so that all decide alike. They are gathered before the weights change.
+        """
+        skipped = self.skipped.check(self.global_step + 1, metrics, epoch=epoch, step=step)
+        if skipped is None:
+            self.optimizer.step()
+            if not self.accelerator.optimizer_step_was_skipped:
+                self.lr_scheduler.step()
+                if self.ema is not None:
+                    self.ema.step(self.trained)
+        else:
+            self.log.write_skipped(self.global_step + 1, skipped)
+            if self.accelerator.scaler is not None:
+                self.accelerator.scaler.update()  # which lowers the scale, and may unscale again
+        entry = {**metrics, "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch}
+        return entry if skipped is None else {**entry, "skipped": True}
+
+    def _finish_step(self, entry: dict[str, Any]) -> None:
         self.global_step += 1
-        entry = {**self.metrics.finish(factor), "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch}
-        value = entry["train_loss"]
-        if not math.isfinite(value):
-            raise BucketingError(
-                f"The loss is {value} at optimizer step {self.global_step}; lower `learning_rate`, or check the "
-                f"samples of epoch {epoch}, step {step} in {self.folder / 'logs'}."
-            )
+        stop = int(entry.pop("stop", 0))
         self.accelerator.log(entry, step=self.global_step)
         self.log.write_loss(self.global_step, entry)
         self.bar.update()
-        self.bar.set_postfix(loss=f"{value:.4f}", tokens_per_s=f"{entry['tokens_per_second']:.0f}", epoch=epoch)
+        shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
+        self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
+        last = self.global_step == self.max_train_steps
+        if stop and not last:
+            self.stopped = stop
         due = self.global_step % self.config.held_out.validation_loss_steps == 0
-        if self.held_out is not None and (due or self.global_step == self.max_train_steps):
+        if self.held_out is not None and (due or last) and not self.stopped:
             self._log_held_out(self.held_out)  # before a checkpoint, which counts the lines of logs
-        checkpoints = self.config.checkpoints
-        if checkpoints.checkpointing_steps and self.global_step % checkpoints.checkpointing_steps == 0:
-            progress = Progress(
-                global_step=self.global_step,
-                log=self.log.state_dict(),
-                settings=settings_of(self.config, self.accelerator),
-                weights=self.weights,
-            )
-            save_checkpoint(self.accelerator, self.folder, progress, limit=checkpoints.checkpoints_total_limit)
-            if self.accelerator.is_main_process:
-                logger.info(write_cost_model(self.folder))
-        if self.validation is not None and self.global_step % self.config.validation.validation_steps == 0:
+        every = self.config.checkpoints.checkpointing_steps
+        if self.stopped and not every:
+            self._check_shared()
+        if self.stopped or (every and self.global_step % every == 0):
+            self._save_checkpoint()
+        due = self.global_step % self.config.validation.validation_steps == 0
+        if self.validation is not None and due and not self.stopped:
             self._validate()
+
+    def _save_checkpoint(self) -> None:
+        self._check_weights(f"checkpoint-{self.global_step} is not saved and earlier ones are kept")
+        progress = Progress(
+            global_step=self.global_step,
+            log=self.log.state_dict(),
+            settings=self._checkpoint_settings(),
+            weights=self.weights,
+        )
+        limit = self.config.checkpoints.checkpoints_total_limit
+        save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
+        if self.accelerator.is_main_process:
+            logger.info(write_cost_model(self.folder))
+
+    def _checkpoint_settings(self) -> dict[str, Any]:
+        """Return the settings of the run for its checkpoint, with the length of its learning rate schedule."""
+        chosen = {"num_processes": self.accelerator.num_processes, "schedule_steps": self.schedule_steps}
+        return {**settings_of(self.config, self.accelerator), **chosen}
+
+    def _check_weights(self, what: str) -> None:
+        """Raise BucketingError on all processes unless the weights and their averages are finite."""
+        averages = [] if self.ema is None else self.ema.shadow_params
+        check_finite([*self.trained, *averages], self.accelerator, what=what)
+
+    def _end_early(self) -> str:
+        """Save the adapters, if there are any, of a run that was told to stop; return how to continue it.
+
+        Its last step was followed by a checkpoint.
+        """
+        what = f"checkpoint-{self.global_step}"
+        if self.config.adapters.lora_rank is not None:
+            with self._averages():
+                save_lora(self.recipe.pipeline, self.folder, component=self.recipe.trained)
+            what += " and the adapters"
+        self.log.close()
+        self.release()
+        name = signal.Signals(self.stopped).name
+        return (
+            f"Training was at optimizer step {self.global_step} of {self._planned_steps} ({name}); {what} are saved "
+            f"in {self.folder}, continue with --resume_from_checkpoint latest."
+        )
 
     def _log_held_out(self, held_out: HeldOutLoss) -> None:
         """Compute the held-out loss on all processes, of the averaged weights if there are any, and log it."""
@@ -496,6 +612,12 @@ class Trainer:
     def _finish(self) -> None:
         accelerator, recipe = self.accelerator, self.recipe
         accelerator.wait_for_everyone()
+        self._check_weights("no result is saved")
+        if 0 < self.global_step == self.skipped.in_a_row:
+            raise BucketingError(
+                f"Loss or gradients were not finite in all {self.global_step} optimizer steps, so nothing was learned "
+                "and no result is saved. Lower `learning_rate`, or check the samples."
+            )
         if self.ema is not None:
             self.ema.copy_to(self.trained)
         if self.config.adapters.lora_rank is not None:

@@ -20,7 +20,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
     "applied": (
         *("learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta1", "adam_beta2", "adam_weight_decay"),
         *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_train_steps", "gradient_accumulation_steps"),
-        *("random_crop", "frame_picking", "flip_probability", "video_decoder", "caption_dropout"),
+        *("max_skipped_steps", "random_crop", "frame_picking", "flip_probability", "video_decoder", "caption_dropout"),
         *("shuffle_tags", "tag_separator", "keep_tags"),
         *(
             "on_error",

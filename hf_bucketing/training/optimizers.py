@@ -28,9 +28,11 @@ class OptimizerConfig:
         adam_weight_decay (`float`): AdamW weight decay.
         adam_epsilon (`float`): AdamW epsilon.
         max_grad_norm (`float`): Norm to which gradients are clipped.
+        max_skipped_steps (`int`): Consecutive optimizer steps whose loss or gradients are not finite that are skipped
+            before the run fails; their samples are named. With 0, the first one ends the run.
 
     Raises:
-        BucketingError: On an unknown name, or a warm-up that the schedule does not have.
+        BucketingError: On an unknown name, a negative number, or a warm-up that the schedule does not have.
     """
 
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -44,10 +46,11 @@ class OptimizerConfig:
     adam_weight_decay: float = 1e-2
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    max_skipped_steps: int = 10
 
     def __post_init__(self) -> None:
         check_literals(self)
-        check_at_least(0, self, "lr_warmup_steps")
+        check_at_least(0, self, "lr_warmup_steps", "max_skipped_steps")
         if self.lr_warmup_steps and self.lr_scheduler == "constant":
             raise BucketingError('`lr_warmup_steps` needs another schedule: `lr_scheduler="constant_with_warmup"`.')
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,15 @@ import numpy as np
 from ..buckets.arrays import FloatArray, IntArray
 from ..errors import BucketingError
 from ..files import complete_file
+from .adapters import SETTINGS
+from .recount import Leg, Recount, recount
 from .run_log import log_path, read_log, read_sample_logs
 
-_SEEN = ("kept", "repeated")
+_FEWEST_STEPS = 10
+"""Fewest optimizer steps that have tenths."""
+
+_NAMED_STEPS = 10
+"""Most skipped steps that are named."""
 
 _TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
@@ -62,48 +69,16 @@ def steps_of(output_dir: Path) -> StepLog:
 def plans_of(output_dir: Path) -> dict[int, dict[str, Any]]:
     """Return the counts of each epoch's plan, as [`EpochPlan.summary`][hf_bucketing.plans.EpochPlan] gives them.
 
-    Raises:
-        BucketingError: If the run left no log.
-    """
-    return {line["epoch"]: line for line in read_log(output_dir, "plans")}
-
-
-class SampleCount(NamedTuple):
-    """Counts of what all processes together saw in one epoch.
-
-    Attributes:
-        epoch (`int`): Epoch that is counted.
-        seen (`int`): Number of different samples.
-        repeated (`int`): Number of samples seen again.
-        steps (`tuple[int, ...]`): Steps of each process.
-        buckets (`bool`): Whether the batches had buckets.
-        mixed_steps (`int`): Steps in which the processes held different buckets.
-    """
-
-    epoch: int
-    seen: int
-    repeated: int
-    steps: tuple[int, ...]
-    buckets: bool
-    mixed_steps: int
-
-
-def count_samples(output_dir: Path) -> list[SampleCount]:
-    """Count samples over all processes of a run, epoch by epoch.
+    Of an epoch that was resumed on another number of processes, they are those of its beginning. A stream has only
+    the number of processes and the epoch in which the pass over it began.
 
     Raises:
         BucketingError: If the run left no log.
     """
-    logs = read_sample_logs(output_dir)
-    counts = []
-    for epoch in sorted({line["epoch"] for log in logs for line in log}):
-        by_process = [[line for line in log if line["epoch"] == epoch] for log in logs]
-        seen = Counter(index for lines in by_process for line in lines for index in line["index"])
-        steps = tuple(map(len, by_process))
-        buckets = all(line["bucket_id"] is not None for lines in by_process for line in lines)
-        mixed = sum(len({line["bucket_id"] for line in together}) > 1 for together in zip(*by_process, strict=False))
-        counts.append(SampleCount(epoch, len(seen), seen.total() - len(seen), steps, buckets, mixed))
-    return counts
+    plans: dict[int, dict[str, Any]] = {}
+    for line in read_log(output_dir, "plans"):
+        plans.setdefault(line["epoch"], line)
+    return plans
 
 
 def summarise_losses(losses: Sequence[float]) -> tuple[float, float]:
@@ -112,10 +87,16 @@ def summarise_losses(losses: Sequence[float]) -> tuple[float, float]:
     Raises:
         BucketingError: If there are fewer than ten losses.
     """
-    if len(losses) < 10:
+    if len(losses) < _FEWEST_STEPS:
         raise BucketingError(f"Comparing tenths of a run needs at least ten optimizer steps, got {len(losses)}.")
     tenth = len(losses) // 10
-    return float(np.mean(losses[:tenth])), float(np.mean(losses[-tenth:]))
+    return _mean(losses[:tenth]), _mean(losses[-tenth:])
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """Return the mean of the losses that are finite, those of skipped steps aside; NaN if there are none."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return float(np.mean(finite)) if finite else math.nan
 
 
 class Check(NamedTuple):
@@ -144,21 +125,30 @@ class RunReview(NamedTuple):
 
 
 def review_run(output_dir: Path, *, min_fall: float = 1 / 3) -> RunReview:
-    """Compare the logs of a run with its plans.
+    """Recount the logs of a run, and compare them with its plans.
 
     Args:
         output_dir (`Path`): Output folder of the run.
         min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss.
 
     Raises:
-        BucketingError: If the run left no logs or made fewer than ten optimizer steps.
+        BucketingError: If the run left no logs, or those of an earlier release.
     """
-    plans, (first, last) = plans_of(output_dir), summarise_losses(losses_of(output_dir))
-    if not plans:
-        raise BucketingError(f"The run in {output_dir} drew from a stream, so there is no plan to compare it with.")
-    # max_train_steps may cut the last epoch short; all others are compared with their plans.
-    epochs = [epoch for epoch in count_samples(output_dir) if max(epoch.steps) == plans[epoch.epoch]["num_steps"]]
-    checks = _check_epochs(epochs, plans) if epochs else [Check(False, "no complete epoch")]
+    run, losses = recount(output_dir), losses_of(output_dir)
+    checks = [_check_end(run)]
+    if run.faults:
+        more = f"; and {len(run.faults) - 1} more" if len(run.faults) > 1 else ""
+        checks.append(Check(False, f"the logs are not those of whole steps: {run.faults[0]}{more}"))
+    else:
+        whole = f"no line of the logs is lost, doubled or moved: {run.batches} batches of each process"
+        ignored = (
+            f", and {run.unfinished} after the last optimizer step that are not counted" if run.unfinished else ""
+        )
+        checks += [Check(True, whole + ignored), *_check_epochs(run, drops=_drops_remainders(output_dir))]
+    if len(losses) < _FEWEST_STEPS:
+        checks.append(Check(True, f"{len(losses)} optimizer steps, too few to compare tenths of the loss"))
+        return RunReview(output_dir.name, tuple(checks))
+    first, last = summarise_losses(losses)
     fall = 1 - last / first
     said = f"loss {first:.4f} in the first tenth, {last:.4f} in the last: {fall:.0%} less"
     return RunReview(output_dir.name, (*checks, Check(fall >= min_fall, said)))
@@ -176,7 +166,7 @@ def losses_by_bucket(output_dir: Path) -> dict[int, tuple[int, float]]:
     for line in lines:
         if line["batch"] >= half and line["bucket_id"] is not None:
             losses.setdefault(line["bucket_id"], []).extend(line["loss"])
-    return {bucket: (len(values), float(np.mean(values))) for bucket, values in sorted(losses.items())}
+    return {bucket: (len(values), _mean(values)) for bucket, values in sorted(losses.items())}
 
 
 def held_out_losses(output_dir: Path) -> list[dict[str, Any]]:
@@ -231,30 +221,84 @@ def review_sources(output_dir: Path) -> list[str]:
             losses[source][line["batch"] >= half].append(loss)
     said = []
     for (name, own), halves in zip(counts.items(), losses, strict=True):
-        first, second = (f"{np.mean(values):.4f}" if values else "none" for values in halves)
+        first, second = (f"{_mean(values):.4f}" if values else "none" for values in halves)
         planned = f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {min(plans)}"
         said.append(f"source {name}: {planned}; mean loss {first} in the first half, {second} in the second")
     return said
 
 
-def _check_epochs(epochs: Sequence[SampleCount], plans: Mapping[int, Mapping[str, Any]]) -> list[Check]:
-    total = len(epochs)
-    num_processes = plans[epochs[0].epoch]["num_processes"]
-    once = sum((one.seen, one.repeated) == tuple(plans[one.epoch][name] for name in _SEEN) for one in epochs)
-    often = "as often as planned" if any(plans[one.epoch]["repeated"] for one in epochs) else "exactly once"
-    left = max(plans[epoch.epoch]["dropped"].get("remainder", 0) for epoch in epochs)
-    even = sum(set(epoch.steps) == {plans[epoch.epoch]["num_steps"]} for epoch in epochs)
-    steps, mixed = sum(epoch.steps[0] for epoch in epochs), sum(epoch.mixed_steps for epoch in epochs)
-    checks = [
-        Check(once == total, f"every planned sample seen {often} in {once} of {total} epochs"),
-        Check(left < num_processes, f"at most {left} dropped per epoch, fewer than the {num_processes} processes"),
-        Check(even == total, f"equal steps on all processes in {even} of {total} epochs, {steps} in all"),
-    ]
-    if all(epoch.buckets for epoch in epochs):
-        planned = sum(plans[epoch.epoch]["num_mixed_steps"] for epoch in epochs)
-        same = f"one bucket on all processes in {steps - mixed} of {steps} steps, {planned} planned as mixed"
-        checks.append(Check(mixed == planned, same))
+def _check_end(run: Recount) -> Check:
+    """Check that a run made all its steps, or is about to; and name the steps that changed no weights."""
+    planned, status = run.status.get("max_train_steps"), run.status.get("status")
+    ends = {None: "its end was not logged", "finished": "finished", "running": "still running or killed"}
+    said = f"{run.steps} of {planned} optimizer steps" if planned else f"{run.steps} optimizer steps"
+    said += f", {ends.get(status, status)}"
+    if run.skipped:
+        more = ", …" if len(run.skipped) > _NAMED_STEPS else ""
+        named = ", ".join(map(str, run.skipped[:_NAMED_STEPS]))
+        said += f"; {len(run.skipped)} changed no weights, as loss or gradients were not finite: {named}{more}"
+    complete = run.steps == planned if status == "finished" else status in (None, "running")
+    return Check(complete, said)
+
+
+def _drops_remainders(output_dir: Path) -> bool:
+    path = output_dir / SETTINGS
+    return path.is_file() and json.loads(path.read_text()).get("remainder") == "drop"
+
+
+def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
+    """Compare the samples of each epoch, whose logs are whole, with its plans."""
+    epochs, legs = run.epochs, [leg for legs in run.epochs.values() for leg in legs]
+    total, steps = len(epochs), sum(leg.steps for leg in legs)
+    last = legs[-1]
+    if "num_steps" not in last.plan:
+        passes = len({leg.plan["pass_began"] for leg in legs})
+        rows = sum(leg.samples for leg in legs)
+        return [
+            Check(True, f"{rows} rows of the stream in {passes} passes over it, none twice in a pass"),
+            Check(True, f"equal steps on all processes in {total} of {total} epochs, {steps} in all"),
+        ]
+    once = sum(map(_as_planned, epochs.values()))
+    often = "as often as planned" if any(leg.plan["repeated"] for leg in legs) else "exactly once"
+    said = f"every planned sample seen {often} in {once} of {total} epochs"
+    if not last.whole:
+        said += f", as far as they go: {last.steps} of {last.plan['num_steps']} steps in the last"
+    if run.replaced:
+        said += f"; {run.replaced} unreadable samples were replaced"
+    checks = [Check(once == total, said)]
+    dropped = [leg.plan["dropped"].get("remainder", 0) for leg in legs]
+    few = all(count < leg.plan["num_processes"] for count, leg in zip(dropped, legs, strict=True))
+    reason = 'as `remainder="drop"` asks for' if drops else "fewer than the processes"
+    checks.append(Check(few or drops, f"at most {max(dropped)} dropped per epoch, {reason}"))
+    checks.append(Check(True, f"equal steps on all processes in {total} of {total} epochs, {steps} in all"))
+    if all(leg.has_buckets for leg in legs):
+        mixed, planned = (sum(counts) for counts in ((leg.mixed_steps for leg in legs), map(_planned_as_mixed, legs)))
+        right = all(leg.mixed_steps == leg.plan["num_mixed_steps"] for leg in legs if leg.whole) and mixed <= planned
+        checks.append(
+            Check(
+                right, f"one bucket on all processes in {steps - mixed} of {steps} steps, {planned} planned as mixed"
+            )
+        )
     return checks
+
+
+def _planned_as_mixed(leg: Leg) -> int:
+    return int(leg.plan["num_mixed_steps"])
+
+
+def _as_planned(legs: Sequence[Leg]) -> bool:
+    """Return whether the legs of an epoch hold what was planned, as far as they went."""
+    repeats = any(leg.plan["repeated"] for leg in legs)
+    for leg in legs:
+        kept, repeated = leg.plan["kept"], leg.plan["repeated"]
+        total, again = leg.samples, leg.samples - leg.different
+        # Where rows repeat, a plan counts as kept also those that an earlier leg held.
+        known = repeats and leg.plan["consumed"]
+        if total > kept + repeated or (leg.whole and total < kept + repeated):
+            return False
+        if not known and (again > repeated or (leg.whole and again < repeated)):
+            return False
+    return True
 
 
 def running_mean(steps: StepLog, *, window: int) -> FloatArray:
@@ -269,10 +313,12 @@ def running_mean(steps: StepLog, *, window: int) -> FloatArray:
         >>> running_mean(steps, window=4)
         array([ nan, 1.75, 1.25, 3.5 ])
     """
-    samples = np.append(0, np.cumsum(steps.samples))
-    totals = np.append(0.0, np.cumsum(steps.loss * steps.samples))
+    finite = np.isfinite(steps.loss)  # not the loss of a skipped step
+    samples, counted = (np.append(0, np.cumsum(count)) for count in (steps.samples, steps.samples * finite))
+    totals = np.append(0.0, np.cumsum(np.where(finite, steps.loss, 0.0) * steps.samples))
     first = np.searchsorted(samples, samples[1:] - window, side="right") - 1
-    means = (totals[1:] - totals[first.clip(0)]) / (samples[1:] - samples[first.clip(0)])
+    with np.errstate(invalid="ignore"):
+        means = (totals[1:] - totals[first.clip(0)]) / (counted[1:] - counted[first.clip(0)])
     return np.where(first >= 0, means, np.nan)
 
 

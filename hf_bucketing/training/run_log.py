@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from ..buckets.calibration import fit_costs
 from ..errors import BucketingError
@@ -28,6 +29,11 @@ COST_MODEL = "cost_model.json"
 TABLE = "table.json"
 """File in the folder of logs that holds the buckets of a run, if it has any."""
 
+STATUS = "status.json"
+"""File in the folder of logs that says how far a run was to go and how it ended."""
+
+Status = Literal["running", "finished", "interrupted", "failed"]
+
 _FITTED_STEPS = 5000
 """Most steps that a cost model is fitted to, the last ones."""
 
@@ -37,15 +43,17 @@ class _JsonLines:
 
     def __init__(self, path: Path, *, keep: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines()[:keep] if keep and path.exists() else []
-        if len(lines) < keep:
-            raise BucketingError(f"{path} has {len(lines)} lines, but the checkpoint was made after {keep}.")
-        path.write_text("".join(f"{line}\n" for line in lines))
-        self.file = path.open("a")
-        self.lines = len(lines)
+        self.file = path.open("a+b")
+        self.file.seek(0)
+        for lines in range(keep):
+            if not self.file.readline().endswith(b"\n"):
+                raise BucketingError(f"{path} has {lines} lines, but the checkpoint was made after {keep}.")
+        # Nothing is written anew: a process that is killed here leaves all lines that the checkpoint needs.
+        self.file.truncate()
+        self.lines = keep
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(entry) + "\n")
+        self.file.write(json.dumps(entry).encode() + b"\n")
         self.file.flush()
         self.lines += 1
 
@@ -76,6 +84,7 @@ class RunLog:
         keep: Mapping[str, int] | None = None,
     ) -> None:
         keep = keep or {}
+        self._output_dir, self._main = output_dir, process_index == 0
         self._batches = keep.get("samples", 0)
         self._files: dict[str, _JsonLines] = {}
         if process_index % degree == 0:
@@ -86,6 +95,8 @@ class RunLog:
                 names.append("validation")
             if keep or log_path(output_dir, "resumes").is_file():
                 names.append("resumes")
+            if keep.get("skipped") or log_path(output_dir, "skipped").is_file():
+                names.append("skipped")
             for name in names:
                 self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep.get(name, 0))
             for path in _sample_logs(output_dir)[num_processes // degree :]:
@@ -97,8 +108,9 @@ class RunLog:
         return _JsonLines(path, keep=sum(line["batch"] < self._batches for line in lines))
 
     def write_plan(self, epoch: int, summary: Mapping[str, Any]) -> None:
-        """Log the counts of an epoch's plan, in process 0."""
-        self._write("plans", {"epoch": epoch, **summary})
+        """Log the counts of the plan of an epoch, or of what is left of one, in process 0; `leg` counts plans."""
+        if "plans" in self._files:
+            self._write("plans", {"leg": self._files["plans"].lines, "epoch": epoch, **summary})
 
     def write_samples(
         self,
@@ -109,13 +121,16 @@ class RunLog:
         index: list[int],
         loss: list[float],
         sources: list[int] | None = None,
+        planned: list[int] | None = None,
     ) -> None:
         """Log the samples of one batch and their losses; `batch` in the log counts the batches of the whole run.
 
         Where there are several, `sources` are those of the planned rows, as positions in `"sources"` of a plan's log.
+        `planned` are the rows that the plan holds, where unreadable ones were replaced.
         """
         entry = {"batch": self._batches, "epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index}
         entry |= {} if sources is None else {"sources": sources}
+        entry |= {} if planned in (None, index) else {"planned": planned}
         self._write("samples", {**entry, "loss": [round(value, 6) for value in loss]})
         self._batches += 1
 
@@ -130,6 +145,12 @@ class RunLog:
     def write_resume(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log that the run was resumed after an optimizer step, in process 0."""
         self._write("resumes", {"global_step": global_step, **entry})
+
+    def write_skipped(self, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log that an optimizer step changed no weights, in process 0; the first such step begins the log."""
+        if self._main and "skipped" not in self._files:
+            self._files["skipped"] = _JsonLines(log_path(self._output_dir, "skipped"), keep=0)
+        self._write("skipped", {"global_step": global_step, **entry})
 
     def state_dict(self) -> dict[str, int]:
         """Return the batches that each process has logged, and the lines of the other logs."""
@@ -189,7 +210,7 @@ class StepMetrics:
             weights (`torch.Tensor` of shape `(n,)`): Weight of each sample in the loss of the step over all processes.
             tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
             cost (`float`): Cost of the samples, in any unit.
-            seconds (`float`): Time from the arrival of the batch to the end of its work on the device.
+            seconds (`float`): Time from the arrival of the batch to the end of its backward pass on the device.
             sources (array of `int`, shape `(n,)`, *optional*): Source of each sample.
         """
         values = values.detach().float()
@@ -203,10 +224,14 @@ class StepMetrics:
         pairs = np.square(tokens, dtype=np.float64).sum()
         self._counts += (len(tokens), tokens.sum(), cost, 1, pairs, seconds)
 
-    def finish(self, factor: float = 1.0) -> dict[str, float]:
+    def finish(
+        self, factor: float = 1.0, *, grad_norm: torch.Tensor | float | None = None, stop: int = 0
+    ) -> dict[str, float]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
 
         The weights that were added are multiplied by `factor`, where they were not known before the step's end.
+        `grad_norm`, the norm of the gradients before they are clipped, and `stop`, the number of a signal to stop, are
+        the largest of all processes; they are among the metrics where there are any.
 
         `train_loss` is the loss, `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2, and
         `loss_by_source/NAME` its mean over the samples of a source, where there are several.
@@ -217,10 +242,15 @@ class StepMetrics:
         long as the slowest process, and an own time of the others would need a device that is synchronised before
         every exchange of gradients.
         """
-        mine = torch.cat([self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
-        rows = self.accelerator.gather(mine[None])[:: self.degree].cpu().double()
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        shared = torch.zeros(2).to(self._sums)
+        shared[0], shared[1] = 0.0 if grad_norm is None else grad_norm, stop
+        mine = torch.cat([shared, self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
+        rows = self.accelerator.gather(mine[None]).cpu().double()
         bins = _BINS + len(self.sources)
-        loss, sums, seen, counts = rows.split([1, bins, bins, _COUNTS], 1)
+        largest = dict(zip(("grad_norm", "stop"), rows[:, :2].amax(0).tolist(), strict=True))
+        loss, sums, seen, counts = rows[:: self.degree, 2:].split([1, bins, bins, _COUNTS], 1)
         samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
         costliest = int(cost.argmax())
         now = time.perf_counter()
@@ -237,6 +267,8 @@ class StepMetrics:
             "busy_tokens": int(tokens[costliest]),
             "busy_token_pairs": float(pairs[costliest]),
             "busy_batches": int(batches[costliest]),
+            **({} if grad_norm is None else {"grad_norm": largest["grad_norm"]}),
+            **({"stop": largest["stop"]} if largest["stop"] else {}),
         }
         if self.max_tokens is not None:
             metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
@@ -266,13 +298,37 @@ def write_cost_model(output_dir: Path) -> str:
     return f"Measured cost: {fit} ({COST_MODEL})"
 
 
+def write_status(
+    output_dir: Path, status: Status, *, global_step: int, max_train_steps: int, lines: Mapping[str, int]
+) -> None:
+    """Say how a run ended, or that it runs, with its finished and its planned optimizer steps.
+
+    `lines` is the [`state_dict`][RunLog.state_dict] of its log, by which lines that are lost later are missed.
+    """
+    path = output_dir / "logs" / STATUS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with complete_file(path) as partial:
+        values = {"status": status, "global_step": global_step, "max_train_steps": max_train_steps, "lines": lines}
+        partial.write_text(json.dumps(values) + "\n")
+
+
+def read_status(output_dir: Path) -> dict[str, Any] | None:
+    """Return what [`write_status`] wrote; None for a run of an earlier release.
+
+    A run that was killed is still `"running"`, with the step at which it was started or resumed.
+    """
+    path = output_dir / "logs" / STATUS
+    status: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    return status
+
+
 def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
-    """Return the path of a log: `"plans"`, `"losses"`, `"validation"`, `"resumes"` or `"samples"`."""
+    """Return the path of a log: `"plans"`, `"losses"`, `"validation"`, `"resumes"`, `"skipped"` or `"samples"`."""
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 
 def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the entries of the log `"plans"`, `"losses"`, `"validation"` or `"resumes"`, or the last of them.
+    """Return the entries of a log other than `"samples"`, or the last of them; see [`log_path`].
 
     Raises:
         BucketingError: If there is no such file.
@@ -281,17 +337,22 @@ def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[di
 
 
 def read_sample_logs(output_dir: Path) -> list[list[dict[str, Any]]]:
-    """Return the entries of the log of samples of each process.
+    """Return the entries of the log of samples of each process; none of a process whose log is gone.
 
     Raises:
-        BucketingError: If there is none.
+        BucketingError: If there is no log of samples.
     """
-    return [_read_lines(path) for path in _sample_logs(output_dir) or [log_path(output_dir, "samples")]]
+    paths = {_process_of(path): path for path in _sample_logs(output_dir) or [log_path(output_dir, "samples")]}
+    return [_read_lines(paths[process]) if process in paths else [] for process in range(max(paths) + 1)]
 
 
 def _sample_logs(output_dir: Path) -> list[Path]:
     found = log_path(output_dir, "samples").parent.glob("samples-*.jsonl")
-    return sorted(found, key=lambda path: int(path.stem.partition("-")[2]))
+    return sorted(found, key=_process_of)
+
+
+def _process_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
 
 
 def _read_lines(path: Path, *, last: int | None = None) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ def _not_finite(run: _Run) -> str:
 def _checks(run: _Run, min_fall: float) -> Iterator[tuple[str, str]]:
     try:
         review = review_run(run.folder, min_fall=min_fall)
-    except BucketingError as error:  # a stream has no plan, and a short run no tenths
+    except BucketingError as error:  # a run that has made no step, or of an earlier release
         yield "not checked", str(error)
         return
     yield from (("holds" if check.holds else "FAILED", check.statement) for check in review.checks)

@@ -25,6 +25,7 @@ from ..columns.prepared import ROW_WEIGHT, PreparedDataset, SourceRows
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.stream_source import SAMPLED_ROWS
 from ..errors import BucketingError
+from ..loaders.planned import StepCount
 from ..loaders.workers import worker_options
 from ..losses.reduction import Reduction, reduction_weights
 from ..models.recipe import TextEmbeddings
@@ -169,11 +170,11 @@ class StreamedData:
             return dict(self.sample.buckets)
         return dict.fromkeys(self._buckets_of([Size(*size) for size in self.sample.sizes]), 1)
 
-    def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> int:
+    def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> StepCount:
         """Return the optimizer steps that are left of those of all epochs, however many rows each epoch had."""
         assert config.stream.steps_per_epoch is not None, "TrainingConfig checks it"
         each = -(-config.stream.steps_per_epoch // config.gradient_accumulation_steps)
-        return config.num_train_epochs * each - finished
+        return StepCount(config.num_train_epochs * each - finished, True)
 
     def largest_step(self) -> LargestStep:
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
@@ -191,10 +192,11 @@ class StreamedData:
             largest = max(largest, LargestStep([size] * count, count * each), key=lambda step: step.tokens)
         return largest
 
-    def epoch_summary(self, loader: Any) -> None:
-        """Return None: there is no plan to log."""
+    def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
+        """Return what is known of an epoch before it comes, for the log."""
+        return {"num_processes": self.stream.num_processes, "pass_began": loader.began}
 
-    def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: int) -> list[str]:
+    def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: str) -> list[str]:
         """Return what is known of the run before it starts, and its limits, as lines of text."""
         stream, batches = config.stream, config.batches
         shards, processes = self.stream.num_shards, accelerator.num_processes

@@ -194,7 +194,7 @@ def test_unreadable_and_rejected_rows_have_no_entry(media: Path) -> None:
 
 def test_columns_that_lie_about_the_size_are_an_error(media: Path) -> None:
     rows = rows_of(media).remove_columns("width").add_column("width", [99] * ROWS)
-    with pytest.raises(MediaError, match="another size than its width and height columns say"):
+    with pytest.raises(MediaError, match="but its row was made for an image of 99×40 pixels"):
         map_columns(rows, columns(media, Encoder()))
 
 

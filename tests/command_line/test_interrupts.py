@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hf_bucketing.training.run_log import read_status
 from tests.conftest import ROOT, launch
 from tests.training.training_cases import BATCHING, train
 
@@ -52,7 +53,14 @@ def test_an_error_of_several_processes_is_said_once_and_of_one_by_that_one(ranks
     assert "enable traceback" not in result.stderr
 
 
-def interrupt(command: list[object], output: Path, ready: Callable[[str], bool], *, group: bool = True) -> int:
+def interrupt(
+    command: list[object],
+    output: Path,
+    ready: Callable[[str], bool],
+    *,
+    group: bool = True,
+    number: signal.Signals = signal.SIGINT,
+) -> int:
     """Run a command until its output is such, send what Ctrl-C sends, and return the exit code once all has ended."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     with output.open("w") as file:
@@ -68,7 +76,7 @@ def interrupt(command: list[object], output: Path, ready: Callable[[str], bool],
                 assert time.monotonic() < deadline, "the script never came as far"
                 time.sleep(0.1)
             started = psutil.Process(process.pid).children(recursive=True)
-            (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
+            (os.killpg if group else os.kill)(process.pid, number)
             process.wait(timeout=120)
             _, left = psutil.wait_procs(started, timeout=60)
             assert not left
@@ -119,15 +127,20 @@ def training(pipeline: Path, prepared: Path, output: Path) -> list[object]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_training_and_says_how_to_go_on(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_saves_the_step_and_says_how_to_go_on(
+    number: signal.Signals, pipeline_dir, prepared_dir, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     command = [sys.executable, *training(pipeline_dir, prepared_dir, out)]
-    code = interrupt(command, tmp_path / "log.txt", lambda text: (out / "checkpoint-2").exists())
+    code = interrupt(command, tmp_path / "log.txt", lambda text: (out / "checkpoint-2").exists(), number=number)
     text = (tmp_path / "log.txt").read_text()
-    assert code == 130, text
+    assert code == 128 + number, text
     assert "Traceback" not in text
     last = text.splitlines()[-1]
-    assert last.startswith("Interrupted. Training was at optimizer step "), text
+    step = last.removeprefix("Interrupted. Training was at optimizer step ").split()[0]
+    assert f"checkpoint-{step} are saved" in last, text
+    assert (out / f"checkpoint-{step}" / "progress.json").is_file()
     assert "--resume_from_checkpoint latest" in last
 
 
@@ -140,5 +153,10 @@ def test_ctrl_c_under_accelerate_launch_is_said_once(pipeline_dir, prepared_dir,
     text = (tmp_path / "log.txt").read_text()
     assert code, text
     assert text.count("Interrupted. Training was at optimizer step ") == 1, text
-    flags = (*BATCHING["bucket"], "--resume_from_checkpoint", "latest", "--max_train_steps", 3)
+    saved = read_status(out)
+    assert saved is not None
+    assert saved["status"] == "interrupted", text
+    assert (out / f"checkpoint-{saved['global_step']}" / "progress.json").is_file()
+    further = saved["global_step"] + 1
+    flags = (*BATCHING["bucket"], "--resume_from_checkpoint", "latest", "--max_train_steps", further)
     train(pipeline_dir, prepared_dir, out, *flags)

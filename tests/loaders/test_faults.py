@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, BucketTable, ColumnError, LatentSpec, MediaError, Size
+from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
 from hf_bucketing.loaders import (
     BucketBatchSampler,
     BucketCollator,
@@ -23,6 +26,7 @@ from hf_bucketing.loaders import (
     PackCollator,
     Replacements,
 )
+from hf_bucketing.media import MediaSource, write_video
 from tests.loaders.test_resume_launch import launch
 
 TABLE = BucketTable(sizes=(Size(1, 32, 32), Size(1, 32, 48), Size(1, 48, 32)))
@@ -147,6 +151,100 @@ def test_more_than_the_share_of_an_epoch_stops_training(images: Dataset, num_wor
     collate.set_epoch(1)
     assert len(list(loader)) == ROWS, "each epoch counts for itself"
     assert len(entries(tmp_path / "other.jsonl")) >= 8
+
+
+FILES = {"video": (25, 64, 96, 24.0), "image": (1, 64, 96, 0.0)}
+REPLACED = {
+    "half the size": ("video", (25, 32, 48, 24.0), "is a video of 48×32 pixels at 24 fps, but its row was made for a"),
+    "turned": ("video", (25, 96, 64, 24.0), "is a video of 64×96 pixels"),
+    "half the frame rate": (
+        "video",
+        (13, 64, 96, 12.0),
+        "at 12 fps, but its row was made for a video of 96×64 .* at 24",
+    ),
+    "a picture": ("video", (1, 64, 96, 0.0), "is an image of 96×64 pixels, but its row was made for a video"),
+    "a smaller image": (
+        "image",
+        (1, 32, 48, 0.0),
+        "is an image of 48×32 pixels, but its row was made for an image of",
+    ),
+    "a turned image": ("image", (1, 96, 64, 0.0), "is an image of 64×96 pixels"),
+    "a video for an image": ("image", (25, 64, 96, 24.0), "is a video of 96×64 .* but its row was made for an image"),
+}
+
+
+def write_file(path: Path, *, frames: int, height: int, width: int, fps: float) -> None:
+    pixels = np.zeros((frames, height, width, 3), np.uint8)
+    if fps:
+        write_video(path.with_suffix(".mp4"), pixels, fps=fps)
+        path.with_suffix(".mp4").replace(path)
+    else:
+        Image.fromarray(pixels[0]).save(path, format="PNG")
+
+
+def rows_and_columns(folder: Path, kind: str, *, streamed: bool, **metadata) -> tuple[list[dict], BucketTable, Path]:
+    """Write a file of a kind, and return the rows of its data set or stream with the columns of preparing."""
+    frames, height, width, fps = FILES[kind]
+    path = folder / "media"  # without an ending, so that a file of any kind may take its place
+    write_file(path, frames=frames, height=height, width=width, fps=fps)
+    table = BucketTable(sizes=(Size(1, 32, 48), Size(9, 32, 48)))
+    rows: Any = Dataset.from_dict({"media": [str(path)], "caption": ["a"], "index": [0]})
+    rows = rows.to_iterable_dataset() if streamed else rows
+    rows = map_columns(map_columns(rows, MediaMetadata("media", **metadata)), BucketColumns(table, SPEC))
+    return list(rows), table, path
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["rows", "stream"])
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_file_that_was_replaced_after_preparing_is_an_error(name: str, streamed: bool, tmp_path: Path) -> None:
+    kind, (frames, height, width, fps), message = REPLACED[name]
+    rows, table, path = rows_and_columns(tmp_path, kind, streamed=streamed)
+    collators = [BucketCollator(table, column="media"), PackCollator(SPEC, column="media")]
+    for make_batch in collators:
+        make_batch(rows)
+    write_file(path, frames=frames, height=height, width=width, fps=fps)
+    for make_batch in collators:
+        with pytest.raises(MediaError, match=f"Cannot load row 0: .*{message}.*Prepare the data set again"):
+            make_batch(rows)
+
+
+def test_a_file_that_was_replaced_counts_as_unreadable(images: Dataset, tmp_path: Path) -> None:
+    rows = images.map(lambda row: {"width": row["width"] * 2 if row["index"] == 3 else row["width"]})
+    batch = collator("bucket", rows, tmp_path / "log.jsonl")([rows[0], rows[3]])
+    assert batch["index"][0] == 0 != batch["index"][1] != 3
+    assert batch["planned_index"] == [0, 3]
+    assert "the file was replaced, or the row's sizes are wrong" in entries(tmp_path / "log.jsonl")[0]["reason"]
+
+
+def test_rows_that_fit_their_file_are_none_that_was_replaced(tmp_path: Path) -> None:
+    prepared = [("image", {"target_fps": 16.0}), ("video", {"exact": True}), ("video", {"target_fps": 30.0})]
+    for kind, metadata in [*prepared, ("video", {"target_fps": 16.0})]:
+        ((row,), table, _) = rows_and_columns(tmp_path, kind, streamed=False, **metadata)
+        BucketCollator(table, column="media")([row])
+    ((row,), table, _) = rows_and_columns(tmp_path, "video", streamed=False)
+    clip = {"num_frames": 9, "clip_start": 0.5}
+    for change in ({"fps": 24.2}, {"fps": 23.976}, {"num_frames": 24}, {"num_frames": 26}, clip):
+        BucketCollator(table, column="media")([{**row, **change}])
+    with pytest.raises(MediaError, match="its row was made for a video of 96×64 pixels at 25 fps"):
+        BucketCollator(table, column="media")([{**row, "fps": 25.0}])
+    without_sizes = {name: cell for name, cell in row.items() if name not in ("width", "height")}
+    BucketCollator(table, column="media")([{**without_sizes, "fps": 25.0}])
+    write_file(tmp_path / "media", frames=1, height=64, width=96, fps=24.0)  # columns know no rate of one frame
+    BucketCollator(table, column="media")([{**row, "num_frames": 1, "fps": 0.0, "bucket_id": 0}])
+
+
+def test_a_header_of_a_wrong_rate_is_counted_before_a_file_is_called_replaced(monkeypatch, tmp_path: Path) -> None:
+    ((row,), table, _) = rows_and_columns(tmp_path, "video", streamed=False, exact=True)
+    modules = [importlib.import_module(f"hf_bucketing.media.{name}") for name in ("probe", "decode")]
+    read = modules[0].read_video_header
+
+    def half(source: MediaSource, *, exact: bool = False, **options):
+        header = read(source, exact=exact, **options)
+        return header if exact else header._replace(info=header.info._replace(fps=header.info.fps / 2))
+
+    for module in modules:
+        monkeypatch.setattr(module, "read_video_header", half)
+    BucketCollator(table, column="media")([row])
 
 
 def test_more_than_max_errors_in_a_row_stop_training(images: Dataset, tmp_path: Path) -> None:

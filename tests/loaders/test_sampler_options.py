@@ -11,6 +11,7 @@ import typing
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset, load_from_disk
 from torch.utils.data import DataLoader, Subset
@@ -23,8 +24,11 @@ from hf_bucketing.loaders import (
     BucketCollator,
     EqualEpochs,
     LengthBatchSampler,
+    NumberedRows,
     PackBatchSampler,
     PadCollator,
+    RandomResize,
+    check_loader,
 )
 from hf_bucketing.plans import BucketPlanConfig, LengthPlanConfig, PackPlanConfig
 from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher
@@ -334,6 +338,20 @@ def test_equal_settings_of_other_types_are_the_same_run(make) -> None:
     (lambda: LengthBatchSampler(["3", "4"], batch_size=1), "`lengths` needs one number per row, got"),
     (lambda: LengthBatchSampler([3, None], batch_size=1), "Row 1 of `lengths` is None"),
     (lambda: LengthBatchSampler([[3, 4]], batch_size=1), r"`lengths` needs one number per row, got .*\(1, 2\)"),
+    (lambda: LengthBatchSampler([[3, 4], [5]], batch_size=1), "`lengths` needs one number per row, got lists"),
+    (lambda: LengthBatchSampler([3, 4], batch_size=1, weights=[[1], [2, 3]]), "`weights` needs one number per row"),
+    (lambda: PackBatchSampler([[3, 4], [5]], max_tokens=9), "`num_tokens` needs one number per row, got lists"),
+    (lambda: PackBatchSampler([3, 4], max_tokens=9, text_tokens=[[1], [2, 3]]), "`text_tokens` needs one number"),
+    (lambda: PackBatchSampler(np.array([3, 2**63], np.uint64), max_tokens=9), r"expected a number below 2\*\*63"),
+    (lambda: BucketBatchSampler([0, -5], table=TABLE, batch_size=1), "Row 1 has bucket_id -5, but the table has 0"),
+    (lambda: BucketBatchSampler([0, 3], table=TABLE, batch_size=1), "Row 1 has bucket_id 3, but the table has 0 to 2"),
+    (lambda: length_sampler().set_epoch("1"), "`epoch` must be a whole number, got '1'"),
+    (lambda: length_sampler().set_epoch(1.5), "`epoch` must be a whole number, got 1.5"),
+    (lambda: length_sampler().set_epoch(-1), "`epoch` must be at least 0, got -1"),
+    (lambda: length_sampler().plan("1"), "`epoch` must be a whole number, got '1'"),
+    (lambda: length_sampler().total_steps("1"), "`epochs` must be a whole number, got '1'"),
+    (lambda: length_sampler().state_dict(step="1"), "`step` must be a whole number, got '1'"),
+    (lambda: BucketCollator(TABLE).set_epoch("1"), "`epoch` must be a whole number, got '1'"),
     (lambda: PackBatchSampler([3.5, 4], max_tokens=9), "Row 0 of `num_tokens` is 3.5; expected a whole number"),
     (lambda: PackBatchSampler([3, 4], max_tokens=9, text_tokens=[0, np.nan]), "Row 1 of `text_tokens` is nan"),
     (lambda: PackBatchSampler([3, 4], max_tokens="9"), "`max_tokens` must be a whole number, got '9'"),
@@ -380,6 +398,81 @@ def test_ids_of_another_table_are_refused_however_the_data_set_was_changed(tmp_p
         BucketBatchSampler(ids[:], table=other, batch_size=1)  # a plain list does not say where it comes from
     with pytest.raises(PlanError, match="computed with another table"):
         StreamingBucketBatcher(ds.to_iterable_dataset(), BucketGrouping(table=other, batch_size=1), collate_fn=list)
+
+
+def test_another_table_at_the_loader_is_refused_where_the_ids_do_not_say_theirs() -> None:
+    sizes = Dataset.from_dict({"width": [64, 128, 192, 64], "height": [64, 64, 128, 64], "num_frames": [1] * 4})
+    ds = map_columns(sizes, BucketColumns(TABLE, WAN))
+    other = BucketTable(sizes=TABLE.sizes[::-1])
+    accelerator = Accelerator(cpu=True)
+
+    def loader(rows, table, collate):
+        sampler = BucketBatchSampler(ds["bucket_id"][:], table=table, batch_size=1)
+        return accelerator.prepare(DataLoader(rows, batch_sampler=sampler, collate_fn=collate))
+
+    assert len(list(loader(ds, TABLE.with_base((64, 128)), list))) == 4
+    for rows in (ds, NumberedRows(ds)):
+        with pytest.raises(PlanError, match="computed with another table: the column bucket_id holds"):
+            list(loader(rows, other, list))
+    unmarked = Dataset.from_dict({"bucket_id": ds["bucket_id"][:]})
+    with pytest.raises(PlanError, match="but its loader's collator ids of table"):
+        list(loader(unmarked, TABLE, BucketCollator(other)))
+    with pytest.raises(PlanError, match="but its loader's collator ids of table"):
+        check_loader(accelerator, loader(unmarked, other, BucketCollator(TABLE)))
+
+
+def test_a_data_set_longer_than_its_sampler_is_refused_with_and_without_accelerate() -> None:
+    rows = Dataset.from_dict({"x": list(range(4))})
+    loader = DataLoader(rows, batch_sampler=LengthBatchSampler([1, 2, 3], batch_size=1, num_processes=1))
+    for check in (
+        lambda: check_loader(None, loader),
+        lambda: check_loader(Accelerator(cpu=True), Accelerator(cpu=True).prepare(loader)),
+        lambda: list(Accelerator(cpu=True).prepare(loader)),
+    ):
+        with pytest.raises(PlanError, match="has 4 rows, but the sampler was made for 3"):
+            check()
+    check_loader(None, DataLoader(rows, batch_sampler=LengthBatchSampler([1, 2, 3, 4], batch_size=1)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [np.float16, np.uint8, np.int16, np.float32])
+@pytest.mark.parametrize("strategy", ["bucket", "sorted"])
+def test_lengths_of_narrow_types_plan_as_wide_ones(dtype, strategy: str) -> None:
+    lengths = np.full(400, 250, dtype)
+    lengths[::3] = 200
+    plans = [
+        LengthBatchSampler(column, max_tokens=200_000, strategy=strategy, num_processes=1).plan()
+        for column in (lengths, lengths.astype(np.float64))
+    ]
+    assert plans[0].indices.tolist() == plans[1].indices.tolist()
+    assert plans[0].offsets.tolist() == plans[1].offsets.tolist()
+
+
+def test_functions_of_later_tokens_and_costs_that_differ_are_another_run() -> None:
+    def growing(after: int):
+        return lambda epoch: TOKENS * (1 + (epoch >= after))
+
+    def sampler(tokens, **options) -> PackBatchSampler:
+        return PackBatchSampler(tokens, max_tokens=120, strip_length=1, num_processes=2, **options)
+
+    costs = {"max_cost": 10_000.0, "cost_model": COST}
+    saved = sampler(growing(3), **costs).state_dict(step=1)
+    sampler(growing(3), **costs).load_state_dict(json.loads(json.dumps(saved)))
+    with pytest.raises(PlanError, match="num_tokens was function of digest"):
+        sampler(growing(4), **costs).load_state_dict(saved)
+    columns = {"num_frames": [1] * 20, "height": [200] * 20, "width": [300] * 20, "index": np.arange(20)}
+    counters = [RandomResize(spec=WAN, min_side=64, seed=seed).token_counter(**columns) for seed in (0, 0, 1)]
+    saved = sampler(counters[0], oversize="drop").state_dict()
+    sampler(counters[1], oversize="drop").load_state_dict(saved)
+    with pytest.raises(PlanError, match="num_tokens was function"):
+        sampler(counters[2], oversize="drop").load_state_dict(saved)
+    numbers = iter(n for n in range(9))
+    with pytest.raises(PlanError, match="cannot say what"):
+        sampler(lambda epoch: TOKENS + 0 * next(numbers)).state_dict()
+    first = {"longest_first": True, "spec": WAN, "batch_size": {0: 9, 1: 4, 2: 1}}
+    dear = CostModel(linear=1, quadratic=50)
+    with pytest.raises(PlanError, match="costs was"):
+        bucket_sampler(**first, cost_model=dear).load_state_dict(bucket_sampler(**first).state_dict())
 
 
 def first_step_cost(sampler, cost) -> tuple[float, float]:
@@ -430,3 +523,43 @@ def test_an_open_table_counts_tokens_by_its_own_spec() -> None:
     assert next(iter(sampler)) == [2]
     sizes = BucketBatchSampler(ids, table=table, max_tokens=64).config.batch_size
     assert sizes == {int(ids[0]): 4, int(ids[1]): 2, int(ids[2]): 1}
+
+
+BUCKETS = [0] * 21 + [1] * 15 + [2] * 14 + [-1]
+
+
+@pytest.mark.parametrize("weights", [None, {1: 3.0}, {1: 2.5}, [0.6] * 51], ids=["once", "whole", "half", "rows"])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("options", [
+    {}, {"remainder": "drop"}, {"remainder": "repeat"}, {"remainder": "catch_all"},
+    {"remainder": "catch_all", "lockstep": False},
+], ids=str)  # fmt: skip
+def test_epochs_that_count_as_equally_long_are(options: dict, processes: int, weights) -> None:
+    table = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 64)), base=0)
+    sampler = BucketBatchSampler(
+        BUCKETS, table=table, batch_size=2, weights=weights, num_processes=processes, **options
+    )
+    steps = [sampler.plan(epoch).num_steps for epoch in range(12)]
+    assert sampler.count_steps(3, 12) == (sum(steps[3:]), True)
+    assert sampler.total_steps(12) == sum(steps)
+    assert sampler.count_steps(3, 12, accumulation_steps=4) == (sum(-(-number // 4) for number in steps[3:]), True)
+    if sampler._equal_epochs:
+        assert len(set(steps)) == 1
+
+
+def test_of_a_hundred_thousand_epochs_the_first_ones_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.default_rng(0).integers(100, 3000, 54)
+    sampler = PackBatchSampler(lengths, max_tokens=4096, num_processes=2)
+    planned: list[int] = []
+    planner = sampler._planner
+    monkeypatch.setattr(sampler, "_planner", lambda epoch: planned.append(epoch) or planner(epoch))
+    count = sampler.count_steps(1, 100_000)
+    assert not count.exact
+    assert len(planned) < 1000
+    mean = np.mean([sampler.plan(epoch).num_steps for epoch in range(5000, 5300)])
+    assert count.steps == pytest.approx(mean * 99_999, rel=0.01)
+    planned.clear()
+    assert sampler.count_steps(2, 500) == (sum(sampler.plan(epoch).num_steps for epoch in range(2, 500)), True)
+    planned.clear()
+    assert sampler.count_steps(2, 100_000).exact is False
+    assert planned == [903], "one further epoch, where an epoch has ended"

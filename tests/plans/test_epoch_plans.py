@@ -121,7 +121,7 @@ def test_a_plan_depends_on_seed_and_epoch_alone(make) -> None:
     assert np.array_equal(first.offsets, make(0, 0, 2).offsets)
     for other in (make(1, 0, 2), make(0, 1, 2), make(1, 1, 2)):
         assert not np.array_equal(first.indices, other.indices)
-    with pytest.raises(BucketingError, match="must be from 0"):
+    with pytest.raises(BucketingError, match="must be whole numbers from 0"):
         make(0, -1, 2)
     with pytest.raises(PlanError, match="num_processes"):
         make(0, 0, 0)

@@ -242,6 +242,33 @@ def test_epochs_of_some_steps_continue_the_stream_until_all_rows_have_come() -> 
     assert all(one["index"] == other["index"] for one, other in pairs), "another epoch than the next starts a pass"
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("steps_per_epoch", [None, 5])
+def test_a_look_at_the_first_batches_takes_nothing_from_training(num_workers: int, steps_per_epoch) -> None:
+    wanted = [batch["index"] for batch in loader(num_workers=num_workers, steps_per_epoch=steps_per_epoch)]
+    source = loader(num_workers=num_workers, steps_per_epoch=steps_per_epoch)
+    peek = next(iter(source))
+    assert source.step == 1
+    assert [batch["index"] for batch, _ in zip(source, range(3), strict=False)] == wanted[:3]
+    assert peek["index"] == wanted[0]
+    assert [batch["index"] for batch in source] == wanted
+    assert source.epoch == 1
+    with pytest.raises(PlanError, match="`epoch` must be a whole number, got '1'"):
+        source.set_epoch("1")
+
+
+def test_a_look_after_loading_begins_where_the_saved_run_stood() -> None:
+    wanted, source, state = [], loader(), {}
+    for batch in source:
+        wanted.append(batch["index"])
+        if source.step == 4:
+            state = source.state_dict()
+    again = loader()
+    again.load_state_dict(state)
+    assert next(iter(again))["index"] == wanted[4]
+    assert [batch["index"] for batch in again] == wanted[4:]
+
+
 def test_a_stream_that_is_split_already_is_not_split_again() -> None:
     def rows_of(process: int, dataset) -> list[int]:
         stream = iter(batcher(dataset=dataset, num_processes=2, process_index=process))

@@ -25,7 +25,8 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.memory.context_parallel import check_context_parallel, form_groups
-from hf_bucketing.training.review import count_samples, held_out_losses, losses_of
+from hf_bucketing.training.recount import count_samples
+from hf_bucketing.training.review import held_out_losses, losses_of
 from hf_bucketing.training.run_log import RunLog, StepMetrics
 from tests.conftest import ROOT, launch_flags, run_script_here
 from tests.models.cases import assert_same_gradients

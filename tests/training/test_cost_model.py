@@ -134,7 +134,7 @@ def test_a_later_run_plans_by_the_costs_that_an_earlier_one_measured(
 
 def test_of_several_processes_the_costliest_is_measured() -> None:
     """The others wait for it, so that their time says nothing about their own samples."""
-    others = torch.zeros(1 + 2 * 10 + 6)
+    others = torch.zeros(2 + 1 + 2 * 10 + 6)
     others[-6:] = torch.tensor([3.0, 900.0, 810_000.0, 1.0, 810_000.0, 2.0])  # one sample of 900 tokens
     accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, others[None]]))
     metrics = StepMetrics(cast("Any", accelerator), max_tokens=None)

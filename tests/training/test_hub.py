@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -138,7 +139,10 @@ def test_every_run_leaves_a_card_and_keeps_one_that_it_did_not_write(media_dir, 
     assert sum(counts_in(card, "bucket").values()) == kept["kept, per epoch"]
 
     finished = Run(trainer.config, trainer.recipe, trainer.data, None, {})
-    (output / "logs" / UNREADABLE).write_text("{}\n{}\n")
+    line = {"batch": 1, "epoch": 0, "step": 1, "bucket_id": 0, "index": [4, 5, 6], "loss": [1.0] * 3}
+    with (output / "logs" / "samples-0.jsonl").open("a") as file:
+        file.write(json.dumps({**line, "planned": [1, 5, 2]}) + "\n")
+    (output / "logs" / UNREADABLE).write_text("{}\n" * 9)  # of workers that read ahead, or before a resume
     write_card(output, finished)
     card = ModelCard.load(output / "README.md")
     assert counts_in(card, "rows")["unreadable and replaced, in all epochs"] == 2

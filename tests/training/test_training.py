@@ -13,7 +13,8 @@ from accelerate.state import AcceleratorState
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, probe
-from hf_bucketing.training.review import count_samples, losses_of, plans_of
+from hf_bucketing.training.recount import count_samples
+from hf_bucketing.training.review import losses_of, plans_of, review_run
 from tests.conftest import launch, run_script_here
 from tests.training.training_cases import BATCHING, in_process, run, train
 
@@ -36,6 +37,7 @@ def test_two_processes_see_every_sample_once_in_equal_steps(flags, pipeline_dir,
         assert epoch.steps == (plan["num_steps"],) * 2
         if "bucket" in flags:
             assert epoch.mixed_steps == plan["num_mixed_steps"]
+    assert review_run(tmp_path / "out", min_fall=-1).passed
     assert len(losses_of(tmp_path / "out")) == sum(plan["num_steps"] for plan in plans.values())
     check_stock_diffusers_samples(tmp_path / "out", tmp_path / "clip.mp4")
 

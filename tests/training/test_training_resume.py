@@ -10,7 +10,8 @@ import pytest
 from hf_bucketing import BucketingError
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
-from tests.training.training_cases import BATCHING, in_process, train, train_until
+from hf_bucketing.training.run_log import read_log
+from tests.training.training_cases import BATCHING, in_process, run, train, train_until
 
 STEPS = 6
 EVERY_PAIR = [("bucket", "full", 2), ("bucket", "adapters", 1), ("pack", "full", 1), ("pack", "adapters", 2)]
@@ -52,3 +53,23 @@ def test_a_checkpoint_that_is_not_there_is_an_error(pipeline_dir, prepared_dir, 
     config = in_process(pipeline_dir, prepared_dir, tmp_path / "out", resume_from_checkpoint="checkpoint-9")
     with pytest.raises(BucketingError, match="checkpoint-9 is no complete checkpoint"):
         Trainer(config)
+
+
+@pytest.mark.slow
+def test_a_run_whose_steps_are_estimated_ends_with_its_last_epoch_and_resumes_its_schedule(
+    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_bucketing.loaders.planned._COUNTED_ROWS", 1)  # plan one epoch ahead
+    out = tmp_path / "out"
+    settings = {"batching": "pack", "max_tokens": 1600, "strip_length": 16, "lora_rank": 2}
+    settings |= {"max_train_steps": None, "num_train_epochs": 3, "lr_scheduler": "linear", "checkpointing_steps": 3}
+    trainer = Trainer(in_process(pipeline_dir, prepared_dir, out, **settings))
+    steps = [trainer.data.sampler.plan(epoch).num_steps for epoch in range(3)]
+    assert trainer._planned_steps == f"about {steps[0] + 2 * steps[1]}"
+    trainer.run()
+    whole = read_log(out, "losses")
+    assert len(whole) == sum(steps)
+    run(in_process(pipeline_dir, prepared_dir, out, **settings, resume_from_checkpoint="checkpoint-3"))
+    resumed = read_log(out, "losses")
+    assert [line["lr"] for line in resumed] == [line["lr"] for line in whole]
+    assert losses_of(out) == pytest.approx([line["train_loss"] for line in whole], abs=1e-6)

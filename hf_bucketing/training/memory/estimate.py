@@ -45,7 +45,7 @@ def describe(
     data: TrainingData | StreamedData,
     *,
     accelerator: Accelerator,
-    max_train_steps: int,
+    max_train_steps: str,
 ) -> list[str]:
     """Return the plan of the first epoch and its cost, as lines of text; see [`describe_memory`] for its memory."""
     if isinstance(data, StreamedData):

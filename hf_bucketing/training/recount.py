@@ -1,0 +1,319 @@
+"""Recount of a run: whether its logs are whole, and what the samples of each epoch add up to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import BucketingError
+from .run_log import log_path, read_log, read_sample_logs, read_status
+
+Line = Mapping[str, Any]
+
+
+class Leg(NamedTuple):
+    """Steps that one plan covers; an epoch that was resumed on other numbers of processes has several legs.
+
+    Attributes:
+        plan (mapping): The plan's line in the log; of a stream, without a number of steps.
+        start (`int`): First batch, counted over the whole run.
+        steps (`int`): Steps that were trained.
+        different (`int`): Different rows in them that the epoch did not hold before.
+        samples (`int`): Samples in them.
+        mixed_steps (`int`): Steps in which the processes held different buckets.
+        has_buckets (`bool`): Whether the batches have buckets.
+    """
+
+    plan: Line
+    start: int
+    steps: int
+    different: int
+    samples: int
+    mixed_steps: int
+    has_buckets: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps of the plan were trained; those of a stream are not known."""
+        return self.steps == self.plan.get("num_steps", self.steps)
+
+
+class Recount(NamedTuple):
+    """What the logs of a run add up to.
+
+    Attributes:
+        status (mapping): How the run ended, with its steps; empty if that was not logged.
+        steps (`int`): Optimizer steps.
+        batches (`int`): Batches of each process in them.
+        unfinished (`int`): Batches after the last optimizer step, which are not counted.
+        skipped (list of `int`): Optimizer steps that changed no weights.
+        replaced (`int`): Unreadable samples that were replaced.
+        epochs (mapping of `int` to list of [`Leg`]): Legs of each epoch.
+        faults (list of `str`): What is wrong with lines or counts.
+    """
+
+    status: Line
+    steps: int
+    batches: int
+    unfinished: int
+    skipped: list[int]
+    replaced: int
+    epochs: dict[int, list[Leg]]
+    faults: list[str]
+
+
+class _Logs(NamedTuple):
+    status: Line
+    losses: list[dict[str, Any]]
+    plans: list[dict[str, Any]]
+    samples: list[list[dict[str, Any]]]
+    skipped: list[dict[str, Any]]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has said how it ended; others may have been killed at any line."""
+        return self.status.get("status", "running") != "running"
+
+
+class SampleCount(NamedTuple):
+    """Counts of what all processes together saw in one epoch.
+
+    Attributes:
+        epoch (`int`): Epoch that is counted.
+        seen (`int`): Number of different samples.
+        repeated (`int`): Number of samples seen again.
+        steps (`tuple[int, ...]`): Steps of each process.
+        mixed_steps (`int`): Steps in which the processes held different buckets.
+    """
+
+    epoch: int
+    seen: int
+    repeated: int
+    steps: tuple[int, ...]
+    mixed_steps: int
+
+
+def count_samples(output_dir: Path) -> list[SampleCount]:
+    """Count samples over all processes of a run, epoch by epoch.
+
+    Raises:
+        BucketingError: If the run left no log.
+    """
+    logs = read_sample_logs(output_dir)
+    counts = []
+    for epoch in sorted({line["epoch"] for log in logs for line in log}):
+        by_process = [[line for line in log if line["epoch"] == epoch] for log in logs]
+        lines = [line for log in by_process for line in log]
+        seen = Counter(index for line in lines for index in line["index"])
+        steps = tuple(map(len, by_process))
+        counts.append(SampleCount(epoch, len(seen), seen.total() - len(seen), steps, _mixed(lines)))
+    return counts
+
+
+def recount(output_dir: Path) -> Recount:
+    """Go through the logs of a run line by line.
+
+    Optimizer steps, batches and plans are numbered without a gap, each batch has one line of every process that took
+    part, each optimizer step holds as many samples as the lines of its batches, plans follow one another as epochs and
+    their legs do, and a run that ended has noted how many lines it wrote. So a line that is lost, doubled or moved is
+    always found. Of a run that was killed, nothing says where its logs ended: what follows its last optimizer step is
+    not counted.
+
+    Raises:
+        BucketingError: If the run left no logs, or those of an earlier release.
+    """
+    logs = _read(output_dir)
+    batches = sum(line["busy_batches"] for line in logs.losses)
+    legs: list[Leg] = []
+    faults = list(_misnumbered(logs))
+    if not faults:
+        legs, faults = _legs(logs, batches)
+        faults += _missing(logs, legs, batches)
+    if not faults:
+        faults = [*_unlike_losses(logs), *_unlike_plans(legs), *_unlike_passes(logs, legs)]
+    counted = [line for log in logs.samples for line in log if line["batch"] < batches]
+    return Recount(
+        status=logs.status,
+        steps=len(logs.losses),
+        batches=batches,
+        unfinished=max(map(len, logs.samples)) - batches,
+        skipped=[line["global_step"] for line in logs.losses if line.get("skipped")],
+        replaced=count_replaced(counted),
+        epochs={epoch: list(group) for epoch, group in groupby(legs, lambda leg: int(leg.plan["epoch"]))},
+        faults=faults,
+    )
+
+
+def count_replaced(lines: Iterable[Line]) -> int:
+    """Return how many samples of lines of batches took the place of unreadable ones."""
+    return sum(row != planned for line in lines for row, planned in zip(line["index"], _planned(line), strict=True))
+
+
+def _read(output_dir: Path) -> _Logs:
+    # Losses before samples: those of a run that still trains are then at most behind.
+    status, losses, plans = (
+        read_status(output_dir) or {},
+        read_log(output_dir, "losses"),
+        read_log(output_dir, "plans"),
+    )
+    skipped = read_log(output_dir, "skipped") if log_path(output_dir, "skipped").is_file() else []
+    if not losses or not plans or any("busy_batches" not in line for line in losses):
+        raise BucketingError(
+            f"The logs in {output_dir} cannot be recounted: there is no optimizer step or no plan yet, or an earlier "
+            "release wrote them."
+        )
+    return _Logs(status, losses, plans, read_sample_logs(output_dir), skipped)
+
+
+def _misnumbered(logs: _Logs) -> Iterator[str]:
+    """Yield what is wrong with the numbers of lines, and with how many there are of each log."""
+    numbers = {
+        "losses.jsonl": ([line["global_step"] for line in logs.losses], range(1, len(logs.losses) + 1)),
+        "plans.jsonl": ([line.get("leg", leg) for leg, line in enumerate(logs.plans)], range(len(logs.plans))),
+        "samples-0.jsonl": ([line["batch"] for line in logs.samples[0]], range(len(logs.samples[0]))),
+    }
+    for name, (found, wanted) in numbers.items():
+        for line, (number, right) in enumerate(zip(found, wanted, strict=True), 1):
+            if number != right:
+                yield f"line {line} of {name} has number {number} instead of {right}"
+                break
+    steps = [line["global_step"] for line in logs.losses if line.get("skipped")]
+    if steps != [line["global_step"] for line in logs.skipped]:
+        yield "losses.jsonl and skipped.jsonl name different steps"
+    if logs.ended:
+        lines = {"losses": logs.losses, "plans": logs.plans, "samples": logs.samples[0]}
+        for name, wanted_lines in logs.status.get("lines", {}).items():
+            if name in lines and len(lines[name]) != wanted_lines:
+                yield f"the run wrote {wanted_lines} lines of {name}, and {len(lines[name])} are left"
+
+
+def _legs(logs: _Logs, batches: int) -> tuple[list[Leg], list[str]]:
+    """Return the legs of a run by the lines of process 0, which takes part in all; and what no plan explains."""
+    lines = [line for line in logs.samples[0] if line["batch"] < batches]
+    by_batch: dict[int, list[Line]] = {}
+    for line in (line for log in logs.samples for line in log):
+        by_batch.setdefault(line["batch"], []).append(line)
+    legs: list[Leg] = []
+    start, seen = 0, Counter[int]()
+    for plan in logs.plans:
+        stop = start
+        while stop < len(lines) and _place(lines[stop]) == (plan["epoch"], stop - start):
+            stop += 1
+        if not legs or legs[-1].plan["epoch"] != plan["epoch"]:
+            seen = Counter()
+        together = [line for batch in range(start, stop) for line in by_batch[batch]]
+        rows = Counter(index for line in together for index in _planned(line))
+        has_buckets = all(line["bucket_id"] is not None for line in together)
+        new = len(rows.keys() - seen.keys())
+        legs.append(Leg(plan, start, stop - start, new, rows.total(), _mixed(together), has_buckets))
+        seen += rows
+        start = stop
+    if start == len(lines):
+        return legs, []
+    epoch, step = _place(lines[start])
+    return legs, [f"no plan leads to batch {start}, of epoch {epoch} and step {step}"]
+
+
+def _missing(logs: _Logs, legs: Sequence[Leg], batches: int) -> Iterator[str]:
+    """Yield which processes lack batches, or have others than those of the legs in which they took part."""
+    processes = max(leg.plan["num_processes"] for leg in legs)
+    if len(logs.samples[0]) < batches:
+        yield f"the optimizer steps took {batches} batches, but samples-0.jsonl has {len(logs.samples[0])}"
+    for process in range(max(processes, len(logs.samples))):
+        wanted = [
+            (leg.start + step, leg.plan["epoch"], step)
+            for leg in legs
+            if process < leg.plan["num_processes"]
+            for step in range(leg.steps)
+        ]
+        lines = logs.samples[process] if process < len(logs.samples) else []
+        found = [(line["batch"], *_place(line)) for line in lines]
+        rest = found[len(wanted) :]
+        if found[: len(wanted)] != wanted or [batch for batch, *_ in rest] != [*range(batches, batches + len(rest))]:
+            pairs = enumerate(zip_longest(found, wanted, fillvalue=None))
+            first, (got, right) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            yield f"line {first + 1} of samples-{process}.jsonl is {_named(got)}, expected was {_named(right)}"
+        elif rest and logs.status.get("status") == "finished":
+            yield f"samples-{process}.jsonl has {len(rest)} batches after the last optimizer step"
+
+
+def _unlike_losses(logs: _Logs) -> Iterator[str]:
+    """Yield the first optimizer step that counted other samples than the lines of its batches hold."""
+    if logs.ended and len(logs.losses) != logs.status["global_step"]:
+        yield f"the run ended after {logs.status['global_step']} optimizer steps, and {len(logs.losses)} are logged"
+    samples = Counter[int]()
+    for line in (line for log in logs.samples for line in log):
+        samples[line["batch"]] += len(line["index"])
+    first = 0
+    for line in logs.losses:
+        window = range(first, first := first + line["busy_batches"])
+        found = sum(samples[batch] for batch in window)
+        epochs = {logs.samples[0][batch]["epoch"] for batch in window}
+        if found != line["samples"] or epochs != {line["epoch"]}:
+            yield (
+                f"optimizer step {line['global_step']} of epoch {line['epoch']} counted {line['samples']} samples, "
+                f"the lines of its batches hold {found} of epoch {', '.join(map(str, sorted(epochs)))}"
+            )
+            return
+
+
+def _unlike_plans(legs: Sequence[Leg]) -> Iterator[str]:
+    """Yield where plans do not follow one another, or end before the next epoch."""
+    before: Leg | None = None
+    taken, repeats = 0, False
+    for leg in legs:
+        epoch, consumed = leg.plan["epoch"], leg.plan.get("consumed", 0)
+        if before is None or before.plan["epoch"] != epoch:
+            if before is not None and not before.whole:
+                of = f"{before.steps} of {before.plan['num_steps']} steps"
+                yield f"epoch {before.plan['epoch']} ended after {of}, though another epoch followed"
+            if consumed or epoch != (0 if before is None else before.plan["epoch"] + 1):
+                yield f"the plan of epoch {epoch} after {consumed} of its samples stands at a wrong place"
+            taken, repeats = 0, False
+        elif consumed > taken or (consumed < taken and not repeats):
+            yield f"a leg of epoch {epoch} was planned after {consumed} samples, but {taken} were taken before it"
+        if leg.steps > leg.plan.get("num_steps", leg.steps):
+            yield f"epoch {epoch} has {leg.steps} steps, planned were {leg.plan['num_steps']}"
+        taken, repeats = taken + leg.samples, repeats or bool(leg.plan.get("repeated"))
+        before = leg
+
+
+def _unlike_passes(logs: _Logs, legs: Sequence[Leg]) -> Iterator[str]:
+    """Yield the passes over a stream that hold a row twice, or other rows than a whole pass before."""
+    whole: set[int] | None = None
+    streamed = [leg for leg in legs if "pass_began" in leg.plan]
+    last = streamed[-1].plan["pass_began"] if streamed else None
+    for began, group in groupby(streamed, lambda leg: int(leg.plan["pass_began"])):
+        spans = [range(leg.start, leg.start + leg.steps) for leg in group]
+        batches = range(spans[0].start, spans[-1].stop)
+        rows = Counter(i for log in logs.samples for line in log if line["batch"] in batches for i in _planned(line))
+        if rows.total() != len(rows):
+            yield f"the pass over the stream that began in epoch {began} holds {rows.total() - len(rows)} rows twice"
+        if whole is not None and not (rows.keys() <= whole if began == last else rows.keys() == whole):
+            yield f"the pass over the stream that began in epoch {began} holds other rows than the one before"
+        whole = set(rows) if whole is None else whole
+
+
+def _place(line: Line) -> tuple[int, int]:
+    return line["epoch"], line["step"]
+
+
+def _named(batch: tuple[int, int, int] | None) -> str:
+    return "missing" if batch is None else "batch {} of epoch {}, step {}".format(*batch)
+
+
+def _planned(line: Line) -> Sequence[int]:
+    """Return the rows that were planned, where others replaced some of them."""
+    rows: Sequence[int] = line.get("planned", line["index"])
+    return rows
+
+
+def _mixed(lines: Iterable[Line]) -> int:
+    """Return in how many steps processes held different buckets."""
+    buckets: dict[tuple[int, int, int], set[Any]] = {}
+    for line in lines:
+        buckets.setdefault((line.get("batch", 0), *_place(line)), set()).add(line["bucket_id"])
+    return sum(len(ids) > 1 for ids in buckets.values())

@@ -1,0 +1,118 @@
+"""Optimizer steps whose loss or gradients are not finite: skipped, counted, and too many in a row end the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, gather_object
+from torch.distributed.tensor import DTensor
+
+from ..buckets.arrays import FloatArray
+from ..errors import BucketingError
+
+logger = get_logger(__name__)
+
+_NAMED_ROWS = 20
+
+
+class _Samples(NamedTuple):
+    """Rows of a batch, and whether the loss of each is finite."""
+
+    rows: list[int]
+    finite: list[bool]
+
+
+class SkippedSteps:
+    """Decide of each optimizer step whether it may change the weights.
+
+    One NaN among the gradients makes all weights NaN. A step whose loss or gradients are not finite is therefore
+    skipped, as the gradient scaler of fp16 does: the weights stay, the learning rate schedule waits, and the rows of
+    the step are named and logged. A single such step, of a broken sample or an overflow, costs less than a run that
+    ends at night; several in a row mean that the weights or the settings are at fault, and end the run.
+
+    Loss and gradient norm come from [`StepMetrics.finish`][hf_bucketing.training.run_log.StepMetrics], which gathers
+    them, so that all processes decide alike without a further exchange.
+
+    Args:
+        accelerator (`Accelerator`): The run's accelerator.
+        limit (`int`): Consecutive skipped steps that are tolerated.
+        folder (`Path`): Output folder of the run, for messages.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, limit: int, folder: Path) -> None:
+        self.accelerator = accelerator
+        self.limit = limit
+        self.folder = folder
+        self.in_a_row = 0
+        self._window: list[_Samples] = []
+
+    def add(self, rows: list[int], losses: FloatArray) -> None:
+        """Add the rows of a batch of this process, and their losses, to the window of the next optimizer step."""
+        self._window.append(_Samples(rows, np.isfinite(losses).tolist()))
+
+    def check(self, global_step: int, metrics: Mapping[str, float], *, epoch: int, step: int) -> dict[str, Any] | None:
+        """Return None if the step may change the weights, or else what to log of it; call it on every process.
+
+        Args:
+            global_step (`int`): Number of the optimizer step, from 1.
+            metrics (mapping): Metrics of the step, the same on every process: `train_loss` and, where it is known,
+                `grad_norm`.
+            epoch (`int`): Its epoch.
+            step (`int`): Its last batch in the epoch.
+
+        Raises:
+            BucketingError: After more steps in a row than `limit`, or if DeepSpeed has applied the step.
+        """
+        window, self._window = self._window, []
+        values = {name: metrics[name] for name in ("train_loss", "grad_norm") if name in metrics}
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        by_scaler = deepspeed and self.accelerator.optimizer_step_was_skipped
+        if all(map(math.isfinite, values.values())) and not by_scaler:
+            self.in_a_row = 0
+            return None
+        self.in_a_row += 1
+        samples = gather_object(window) if self.accelerator.num_processes > 1 else window
+        rows = sorted({row for batch in samples for row in batch.rows})
+        broken = sorted({row for batch in samples for row, ok in zip(*batch, strict=True) if not ok})
+        found = " and ".join(f"{name} {value:.4g}" for name, value in values.items())
+        place = f"Optimizer step {global_step} (epoch {epoch}, step {step}) has {found}"
+        which = f"Its samples are rows {_listed(rows)}"
+        which += f"; not finite is the loss of {_listed(broken)}." if broken else ", each of finite loss."
+        advice = f"Lower `learning_rate`, or check these samples; {self.folder / 'logs'} has the losses of all steps."
+        if deepspeed and not by_scaler:
+            raise BucketingError(f"{place}, and DeepSpeed has applied it, so nothing is saved. {which} {advice}")
+        if self.in_a_row > self.limit:
+            row = f", the last of {self.in_a_row} such steps in a row" if self.limit else ""
+            raise BucketingError(f"{place}{row}; more than `max_skipped_steps` end the run. {which} {advice}")
+        logger.warning(f"{place} and changes no weights. {which}")
+        return {"epoch": epoch, "step": step, **values, "index": rows, "not_finite": broken}
+
+
+def check_finite(weights: Iterable[torch.Tensor], accelerator: Accelerator, *, what: str) -> None:
+    """Raise on every process unless all weights are finite; call it on every process, before they are saved.
+
+    Raises:
+        BucketingError: If one is not; `what` says in the message what is not saved.
+    """
+    broken, total = torch.zeros((), device=accelerator.device), 0
+    for weight in weights:
+        part = weight.to_local() if isinstance(weight, DTensor) else weight
+        broken += (~part.detach().isfinite()).any().to(broken)
+        total += 1
+    if count := int(accelerator.reduce(broken, "max")):
+        raise BucketingError(
+            f"{count} of {total} trained tensors hold values that are not finite, so {what}. Lower `learning_rate`, "
+            "and resume from a checkpoint or start again."
+        )
+
+
+def _listed(rows: list[int]) -> str:
+    more = f" and {len(rows) - _NAMED_ROWS} more" if len(rows) > _NAMED_ROWS else ""
+    return ", ".join(map(str, rows[:_NAMED_ROWS])) + more
