@@ -443,7 +443,9 @@ BUCKETS = [0] * 21 + [1] * 15 + [2] * 14 + [-1]
 ], ids=str)  # fmt: skip
 def test_epochs_that_count_as_equally_long_are(options: dict, processes: int, weights) -> None:
     table = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 64)), base=0)
-    sampler = BucketBatchSampler(BUCKETS, table=table, batch_size=2, weights=weights, num_processes=processes, **options)
+    sampler = BucketBatchSampler(
+        BUCKETS, table=table, batch_size=2, weights=weights, num_processes=processes, **options
+    )
     steps = [sampler.plan(epoch).num_steps for epoch in range(12)]
     assert sampler.count_steps(3, 12) == (sum(steps[3:]), True)
     assert sampler.total_steps(12) == sum(steps)
