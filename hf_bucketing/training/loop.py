@@ -548,7 +548,7 @@ class Trainer:
         check_finite([*self.trained, *averages], self.accelerator, what=what)
 
     def _end_early(self) -> str:
-        """Save the adapters, if there are any, of a run that was told to stop; return how to continue it.
+        """Save the adapters, if there are any, of a run that got a signal to stop; return how to continue it.
 
         Its last step was followed by a checkpoint.
         """
