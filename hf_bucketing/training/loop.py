@@ -27,7 +27,7 @@ from ..buckets.calibration import read_cost_model
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
-from ..files import check_folder_writable, complete_file
+from ..files import check_folder_writable, complete_file, writing
 from ..loaders.collators import PLANNED
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
@@ -505,8 +505,9 @@ class Trainer:
     def _finish_step(self, entry: dict[str, Any]) -> None:
         self.global_step += 1
         stop = int(entry.pop("stop", 0))
-        self.accelerator.log(entry, step=self.global_step)
-        self.log.write_loss(self.global_step, entry)
+        self._track(entry)
+        with writing(self.folder / "logs"):
+            self.log.write_loss(self.global_step, entry)
         self.bar.update()
         shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
         self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
@@ -549,7 +550,7 @@ class Trainer:
         check_finite([*self.trained, *averages], self.accelerator, what=what)
 
     def _end_early(self) -> str:
-        """Save the adapters, if there are any, of a run that was told to stop; return how to continue it.
+        """Save the adapters, if there are any, of a run that got a signal to stop; return how to continue it.
 
         Its last step was followed by a checkpoint.
         """
@@ -566,6 +567,11 @@ class Trainer:
             f"in {self.folder}, continue with --resume_from_checkpoint latest."
         )
 
+    def _track(self, values: dict[str, Any]) -> None:
+        """Give values of the present step to the tracker, which may write files in a thread of its own."""
+        with writing(self.folder / "logs"):
+            self.accelerator.log(values, step=self.global_step)
+
     def _log_held_out(self, held_out: HeldOutLoss) -> None:
         """Compute the held-out loss on all processes, of the averaged weights if there are any, and log it."""
         # DDP has nothing to do without gradients, and the bare model computes in the same precision.
@@ -574,7 +580,7 @@ class Trainer:
         with self._averages(), in_evaluation(self.transformer), resharded(self.recipe.transformer):
             entry = held_out.compute(self.step, transformer, self.accelerator)
         values = {f"validation_loss_by_noise/{one['quantiles'][0]:.2f}": one["loss"] for one in entry["by_noise"]}
-        self.accelerator.log({"validation_loss": entry["validation_loss"], **values}, step=self.global_step)
+        self._track({"validation_loss": entry["validation_loss"], **values})
         if self.accelerator.is_main_process:
             before = [line["unreadable"] for line in read_log(self.folder, "validation", last=1)]
             if message := unreadable_message(entry["unreadable"], *before or [None]):
