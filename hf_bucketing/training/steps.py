@@ -74,7 +74,7 @@ class Step(ABC):
         ]
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
         text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
-        fps = frame_rates(batch["fps"], device=latents[0].device)
+        fps = frame_rates(batch["fps"])
         samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
         with activations_on_cpu() if self.offload_activations else nullcontext():
             values = self._losses(transformer, samples, seeds)
@@ -90,7 +90,7 @@ class Step(ABC):
         media = media_of(self.recipe, batch)
         latents = media.pop("latents")
         text = text_of(self.recipe, batch, dropped=[False] * len(latents), empty=None).to(latents[0].dtype)
-        fps = frame_rates(batch["fps"], device=latents[0].device)
+        fps = frame_rates(batch["fps"])
         found = []
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
