@@ -1,14 +1,14 @@
-"""A pretended accelerator: tensors that say they lie on another device ("meta") and compute on the CPU, with real numbers.
+"""A pretended accelerator: tensors with real numbers that say they lie on another device ("meta").
 
-As CUDA does, it refuses operations that mix devices, single numbers aside. It records what waits for the device: a
-number that is read, sizes that depend on values (`nonzero`, boolean indices), a copy to or from the CPU. Forward,
-backward, autocast and optimizers run, with the CPU's numbers.
+They compute on the CPU, and refuse operations that mix devices, as CUDA does, single numbers aside. What waits for the
+device is recorded: a number that is read, sizes that depend on values (`nonzero`, boolean indices), a copy to the CPU,
+and one to the device that is not told not to wait (`non_blocking`). Forward, backward, autocast and optimizers run.
 """
 
 from __future__ import annotations
 
 import collections
-import traceback
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -139,7 +139,7 @@ def pretended_device() -> Iterator[Waits]:
             made = make(data, **kwargs)
             moves = device is not None and torch.device(device) == DEVICE and not isinstance(made, DeviceTensor)
             if moves:
-                _record("tensor to the device")
+                _record_copy(made, "the device")
             return DeviceTensor(made) if moves else made
 
         return tensor
@@ -161,10 +161,16 @@ _waits: Waits = collections.Counter()
 
 
 def _record(what: str) -> None:
-    """Count a wait by what it is and the innermost function outside torch and this file."""
-    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
-    caller = [frame for frame in frames if frame.filename != __file__][-1]
-    _waits[f"{what} in {'/'.join(caller.filename.split('/')[-2:])}:{caller.name}:{caller.lineno}"] += 1
+    """Count a wait by what it is and by the innermost function outside torch and this file."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    _waits[f"{what} in {'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_code.co_name}"] += 1
+
+
+def _record_copy(tensor: torch.Tensor, to: str) -> None:
+    if tensor.numel():
+        _record(f"copy to {to}")
 
 
 class _Mode(TorchDispatchMode):
@@ -185,18 +191,19 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_and_record(func, args, kwargs, tensors)
     if func is aten.copy_.default:
         target, source = args[:2]
-        if isinstance(target, DeviceTensor) != isinstance(source, DeviceTensor) and source.ndim:
-            _record("copy to the device" if isinstance(target, DeviceTensor) else "copy to the CPU")
+        if isinstance(source, DeviceTensor) and not isinstance(target, DeviceTensor):
+            _record_copy(source, "the CPU")
+        elif isinstance(target, DeviceTensor) and not isinstance(source, DeviceTensor) and source.ndim:
+            _record_copy(source, "the device")
         on_cpu(target).copy_(on_cpu(source))
         return target
     moved = dict(kwargs)
     if device == DEVICE or (func is aten._to_copy.default and device is not None):
         moved = {**moved, "device": CPU, "pin_memory": None, "non_blocking": False}
         moved = {name: value for name, value in moved.items() if name in kwargs and value is not None}
-    if func is aten._to_copy.default and any_moved and device == CPU:
-        _record("copy to the CPU")
-    if func is aten._to_copy.default and not any_moved and device == DEVICE and not kwargs.get("non_blocking"):
-        _record("copy to the device")
+    leaves = func is aten._to_copy.default and device is not None and any_moved != (device == DEVICE)
+    if leaves and (any_moved or not kwargs.get("non_blocking")):
+        _record_copy(args[0], "the CPU" if any_moved else "the device")
     result = func(*on_cpu(args), **on_cpu(moved))
     if not (any_moved if device is None else device == DEVICE):
         return result
@@ -209,12 +216,28 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _check_and_record(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
     indices = [index for index in args[1] if index is not None] if func in _INDEXING else []
-    reads_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-    repeats = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
-    if func in _WAITING or reads_mask or repeats:
+    for index in indices:
+        if not isinstance(index, DeviceTensor) and isinstance(args[0], DeviceTensor):
+            _record_copy(index, "the device")
+        elif index.dtype in (torch.bool, torch.uint8):
+            _record(str(func))
+    if func in _WAITING or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
         _record(str(func))
     apart = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor) and tensor.ndim]
     if apart and "copy" not in str(func) and not indices:
         raise RuntimeError(
             f"Expected all tensors on one device, but {func} got one of {tuple(apart[0].shape)} on {apart[0].device}."
         )
+
+
+def assert_same_gradients(model: torch.nn.Module, moved: torch.nn.Module, *, limit: float = 1e-4) -> None:
+    """Compare the gradients of a model with those of its copy on the device; some are nothing but rounding."""
+    there = {name: on_cpu(parameter.grad) for name, parameter in moved.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert [name for name, gradient in there.items() if gradient is None] == [
+        name for name, gradient in expected.items() if gradient is None
+    ]
+    known = {name: gradient for name, gradient in expected.items() if gradient is not None}
+    whole = float(torch.stack([gradient.norm() for gradient in known.values()]).norm())
+    for name, gradient in known.items():
+        assert float((there[name] - gradient).norm()) <= limit * max(float(gradient.norm()), 1e-2 * whole), name

@@ -39,7 +39,7 @@ class TextEmbeddings(NamedTuple):
     Attributes:
         values (`torch.Tensor` of shape `(n, length, text_dim)`): Padded embeddings.
         mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for real tokens; None where the model also
-            attends to padding.
+            attends to padding. It may lie on the CPU, like the masks of `others`.
         others (mapping of `str` to `torch.Tensor` of shape `(n, …)`): What else the transformer takes of a caption,
             such as pooled embeddings, under the names of its forward's arguments.
     """
@@ -47,6 +47,13 @@ class TextEmbeddings(NamedTuple):
     values: torch.Tensor
     mask: torch.Tensor | None = None
     others: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Any]) -> TextEmbeddings:
+        """Return those of a batch of [`CachedCollator`][hf_bucketing.caching.CachedCollator]."""
+        mask = batch.get("text_mask")
+        others = {name: torch.as_tensor(values) for name, values in batch.get("text_others", {}).items()}
+        return cls(batch["text_values"], None if mask is None else torch.as_tensor(mask), others)
 
     def to(self, dtype: torch.dtype) -> TextEmbeddings:
         """Cast the embeddings to another dtype."""

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from ..buckets.calibration import fit_costs
+from ..devices import to_device
 from ..errors import BucketingError
 from ..files import complete_file
 
@@ -196,7 +197,7 @@ class StepMetrics:
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
         self._sums[0] += (values * weights.to(values)).sum()
         if sources is not None:
-            bins = torch.cat([bins, _BINS + torch.from_numpy(sources).to(bins)])
+            bins = torch.cat([bins, _BINS + to_device(torch.from_numpy(sources), bins.device, dtype=bins.dtype)])
             values = torch.cat([values, values])
         self._sums.index_add_(0, 1 + bins, values)
         self._sums.index_add_(0, 1 + _BINS + len(self.sources) + bins, torch.ones_like(values))
@@ -217,7 +218,7 @@ class StepMetrics:
         long as the slowest process, and an own time of the others would need a device that is synchronised before
         every exchange of gradients.
         """
-        mine = torch.cat([self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
+        mine = torch.cat([self._sums, to_device(torch.from_numpy(self._counts).float(), self._sums.device)])
         rows = self.accelerator.gather(mine[None])[:: self.degree].cpu().double()
         bins = _BINS + len(self.sources)
         loss, sums, seen, counts = rows.split([1, bins, bins, _COUNTS], 1)

@@ -244,7 +244,7 @@ def text_of(
     if "text_values" not in batch:
         captions = zip(batch["caption"], dropped, strict=True)
         return recipe.encode_text(["" if drop else caption for caption, drop in captions])
-    text = TextEmbeddings(batch["text_values"], batch.get("text_mask"), batch.get("text_others", {}))
+    text = TextEmbeddings.of_batch(batch)
     if not any(dropped):
         return text
     assert empty is not None, "make_data reads it from the cache"

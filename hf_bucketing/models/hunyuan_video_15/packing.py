@@ -1,13 +1,13 @@
 """HunyuanVideo 1.5: rotary positions; image tokens, glyph text and refined text in joint attention with the tokens.
 
 The latents have the channels of the condition and of its mask behind their own. The stock forward embeds the image
-tokens, the glyph text (ByT5) and the text (Qwen2.5-VL) of each sample, and joins the three by their masks, at which the
-CPU waits for the device a dozen times per sample. In a pack, hooks embed image tokens and glyphs without their padding
-and join them with the refined text in an order that the CPU knows; the stock forward gets all of it as one text, with
-masks that keep everything. A hook on the first block fills the text slots of the samples' strips.
+tokens, the glyph text (ByT5) and the text (Qwen2.5-VL) of each sample, and joins the three by their masks, at which
+the CPU waits for the device a dozen times per sample. In a pack, hooks embed image tokens and glyphs without their
+padding and join them with the refined text in an order that the CPU knows; the stock forward gets all of it as one
+text, with masks that keep everything. A hook on the first block fills the text slots of the samples' strips.
 
-Whether there is an image is decided for each sample: embeddings that are all zero, as the text-to-video pipeline passes
-them, are none.
+Whether there is an image is decided for each sample: embeddings that are all zero, as the text-to-video pipeline
+passes them, are none. Where there are image embeddings, that is read from the device, once per pack.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _image_lengths(images: torch.Tensor) -> list[int]:
 
 
 class _Taken(local):
-    """Of the forward that a thread computes: embedded tokens until they join the texts, and the order of all tokens."""
+    """Of the forward that a thread computes: embedded tokens until they join the texts; order and kinds of all."""
 
     added: tuple[torch.Tensor, ...] = ()
     order: torch.Tensor
