@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from hf_bucketing import BucketingError
+from hf_bucketing.media import frame_rates
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward, packed_mse
 from tests.models.cases import Samples
 from tests.models.families import CASES
-from tests.pretended_device import assert_same_gradients, module_on_device, on_cpu, on_device, pretended_device
+from tests.pretended_device import DEVICE, assert_same_gradients, module_on_device, on_cpu, on_device, pretended_device
 
 COPIED = "copy to the device in transformers/"
 STOCK_WAITS = {
@@ -38,6 +41,37 @@ def step(model: torch.nn.Module, samples: Samples) -> tuple[list[torch.Tensor], 
     loss = packed_mse(prediction, batch.pack_like(samples.targets), batch.layout).mean()
     loss.backward()
     return batch.unpack(prediction), loss
+
+
+def test_the_pretended_device_refuses_and_records_what_a_real_one_would() -> None:
+    values, mask = on_device(torch.arange(4.0)), torch.tensor([True, False, True, False])
+    with pretended_device() as waits:
+        doubled = (values * 2.0)[torch.tensor([3, 1]).to(DEVICE, non_blocking=True)]
+        with pytest.raises(RuntimeError, match="all tensors on one device"):
+            values + torch.ones(4)
+        with pytest.raises(TypeError, match="cannot become an array"):
+            np.asarray(values)
+        assert not waits
+        assert float(doubled.sum()) == 8.0
+        values[on_device(mask)], values.cpu(), values.tolist(), torch.ones(4).to(DEVICE)
+    here = "in packing/test_packing_devices.py:test_the_pretended_device_refuses_and_records_what_a_real_one_would"
+    whats = (
+        "aten._local_scalar_dense.default",
+        "aten.index.Tensor",
+        "copy to the CPU",
+        "tolist",
+        "copy to the device",
+    )
+    assert waits == dict.fromkeys((f"{what} {here}" for what in whats), 1)
+
+
+def test_frame_rates_are_checked_where_that_waits_for_no_device() -> None:
+    with pretended_device() as waits:
+        assert on_cpu(frame_rates([24.0, 0.0], device=DEVICE)).tolist() == [24.0, 1.0]
+        assert on_cpu(frame_rates(on_device(torch.tensor([24.0, 0.0])))).tolist() == [24.0, 1.0]
+        with pytest.raises(BucketingError, match="frame rate of 0 or more"):
+            frame_rates([24.0, -1.0], device=DEVICE)
+    assert not waits
 
 
 @pytest.mark.parametrize("name", CASES)
