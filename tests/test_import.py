@@ -16,12 +16,13 @@ LEVELS = {
     **dict.fromkeys(["errors", "units"], -2),
     "lock": -1,
     **dict.fromkeys(["buckets", "files", "hub", "randomness", "settings"], 0),
+    "devices": 0.5,
     **dict.fromkeys(["command_line", "losses", "media", "plans"], 1),
     **dict.fromkeys(["columns", "loaders", "packing"], 2),
     **dict.fromkeys(["caching", "models", "report", "streaming"], 3),
     **dict.fromkeys(["testing", "training"], 4),
 }
-TORCH_FREE = [room for room, level in LEVELS.items() if level < 1] + ["plans", "report"]
+TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from ..buckets.sizes import CropBox, Size
@@ -26,7 +27,9 @@ class CachedCollator:
     or a list of `(C, f, h, w)`), and the lists `size`, `crop`, `flip`, `fps` and, where the rows have it, `index`;
     with a stack also `bucket_id`, and for models with conditions `conditions`, a list per name. With a caption column
     also `caption` (of several, one drawn in every epoch, as without a cache), `text_values` (`(B, length, dim)`) and,
-    for models with them, `text_mask` (`(B, length)`) and `text_others`, a tensor `(B, …)` per name.
+    for models with them, `text_mask` (`(B, length)`) and `text_others`, a tensor `(B, …)` per name. Masks are NumPy
+    arrays, which accelerate leaves on the CPU: texts are as long as they say, and to read them from a device would
+    wait for it.
 
     Args:
         cache ([`CacheInfo`][hf_bucketing.columns.CacheInfo]): `cache` of the
@@ -126,10 +129,17 @@ class CachedCollator:
 
 def _stacked(texts: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]]) -> dict[str, Any]:
     """Return embeddings and masks with the padding that the cache cut off, and what else the model takes of texts."""
-    stacks = {name: torch.stack([_padded(name, entry[name], about) for entry, about in texts]) for name in texts[0][0]}
+    stacks: dict[str, Any] = {
+        name: torch.stack([_padded(name, entry[name], about) for entry, about in texts]) for name in texts[0][0]
+    }
+    stacks |= {name: _as_array(mask) for name, mask in stacks.items() if "mask" in name}
     others = {name.removeprefix(OTHER): one for name, one in stacks.items() if name.startswith(OTHER)}
     batch: dict[str, Any] = {f"text_{name}": one for name, one in stacks.items() if not name.startswith(OTHER)}
     return {**batch, "text_others": others} if others else batch
+
+
+def _as_array(mask: torch.Tensor) -> npt.NDArray[Any]:
+    return (mask.float() if mask.is_floating_point() else mask).numpy()  # NumPy has no bfloat16
 
 
 def _padded(name: str, tensor: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:

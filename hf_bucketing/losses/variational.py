@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from ..devices import to_device
 from ..errors import BucketingError
 from .masked import broadcast_weights, weighted_mean
 from .weights import PredictionType, check_prediction_type
@@ -99,7 +100,7 @@ class GaussianPosterior:
 
     def at(self, name: str, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return a coefficient for each timestep `(B,)`, of shape `(B, 1, …)` and in the dtype of `like`."""
-        values = self._tables[name].to(like.device)[timesteps.to(like.device)]
+        values = to_device(self._tables[name], like.device)[to_device(timesteps, like.device)]
         return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
@@ -177,7 +178,7 @@ def vlb_terms(
         + (smallest - log_variance).exp()
         + (true_mean - mean).square() / log_variance.exp()
     )
-    first = (timesteps == 0).to(noised.device).view(-1, *[1] * (noised.ndim - 1))
+    first = to_device(timesteps == 0, noised.device).view(-1, *[1] * (noised.ndim - 1))
     terms = torch.where(first, _decoder_cost(clean, mean, 0.5 * log_variance), divergence)
     scale = posterior.num_timesteps / 1000 if rescale else 1.0
     return terms * (scale / math.log(2))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ..buckets.sizes import CropBox, Size
+from ..devices import to_device
 from ..errors import BucketingError
 from .conditions import FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import iter_frames
@@ -144,6 +145,7 @@ def frame_rates(fps: Sequence[float] | torch.Tensor, *, device: torch.device | s
     Args:
         fps (sequence of `float`, or `torch.Tensor` of shape `(n,)`): The `fps` of a batch, 0 for images.
         device (`torch.device`, *optional*): Device of the result; by default that of a tensor, or the CPU.
+            A tensor that lies on a device already is not checked, as that would wait for the device.
 
     Returns:
         `torch.Tensor` of shape `(n,)`: Frames per second, all above 0.
@@ -155,8 +157,9 @@ def frame_rates(fps: Sequence[float] | torch.Tensor, *, device: torch.device | s
         >>> frame_rates([24.0, 0.0, 16.0])
         tensor([24.,  1., 16.])
     """
-    rates = torch.as_tensor(fps, device=device)
+    rates = torch.as_tensor(fps)
     rates = rates if rates.is_floating_point() else rates.float()
-    if rates.ndim != 1 or not (rates.isfinite() & (rates >= 0)).all():
+    if rates.ndim != 1 or (rates.device.type == "cpu" and not (rates.isfinite() & (rates >= 0)).all()):
         raise BucketingError(f"Expected a frame rate of 0 or more for each sample, got {rates.tolist()}.")
-    return torch.where(rates == 0, _IMAGE_FPS, rates)
+    rates = torch.where(rates == 0, _IMAGE_FPS, rates)
+    return rates if device is None else to_device(rates, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..devices import to_device
 from ..errors import PackingError
 from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
@@ -131,6 +133,33 @@ def texts_by_sample(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     texts = layout.joint.read_slots(slots).split(layout.text_lengths)
     mask = [slots.new_ones(length) for length in layout.text_lengths]
     return pad_sequence(list(texts), batch_first=True), pad_sequence(mask, batch_first=True)
+
+
+def order_by_sample(layout: PackedLayout, *added: Sequence[int]) -> torch.Tensor:
+    """Return where a sample's own tokens lie among all tokens that stand beside those of the latents, for all samples.
+
+    Before the texts, which lie in rows of one length, there are the further tokens, such as those of an image: `added`
+    counts them for each sample. A sample's own tokens follow in this order: those added, then its text.
+
+    Example:
+        Two samples with two and no further tokens, and texts of one and three tokens:
+
+        >>> layout = PackedLayout(grids=((1, 1, 1), (1, 1, 1)), text_lengths=(1, 3), strip_length=1)
+        >>> order_by_sample(layout, (2, 0)).tolist()
+        [0, 1, 2, 5, 6, 7]
+    """
+    rows, longest = range(len(layout)), max(layout.text_lengths)
+    kinds = [list(itertools.pairwise([0, *itertools.accumulate(counts)])) for counts in added]
+    before = [0, *itertools.accumulate(sum(counts) for counts in added)]
+    spans = [
+        span
+        for row in rows
+        for span in (
+            *((first + kind[row][0], first + kind[row][1]) for first, kind in zip(before, kinds, strict=False)),
+            (before[-1] + row * longest, before[-1] + row * longest + layout.text_lengths[row]),
+        )
+    ]
+    return to_device(torch.cat([torch.arange(*span) for span in spans]), layout.device)
 
 
 def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "last"] | None = None) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from ..devices import to_device
 from ..errors import BucketingError
 from ..losses.masked import masked_mse
 from ..losses.variational import GaussianPosterior, batch_vlb
@@ -84,6 +85,11 @@ class _Losses(NamedTuple):
     vlb: Callable[..., torch.Tensor]
 
 
+def _noise_like(latent: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw noise on the CPU, of a latent's shape, and return it in its dtype on its device."""
+    return to_device(torch.randn(latent.shape, generator=generator), latent.device, dtype=latent.dtype)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective(ABC):
     """Adds noise, and scores predictions.
@@ -144,7 +150,7 @@ class Objective(ABC):
     def _noised(self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]) -> Noised:
         """Add noise to each latent by its own draws."""
         noised, targets, timesteps = self._each(latents, draws)
-        return Noised(noised, targets, torch.cat(timesteps).to(latents[0].device), list(latents))
+        return Noised(noised, targets, to_device(torch.cat(timesteps), latents[0].device), list(latents))
 
     def _each(
         self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]
@@ -214,7 +220,7 @@ class Denoising(Objective):
             step = torch.randint(count, (1,), generator=generator)
         else:
             step = torch.tensor([int(draws.quantile * count)])
-        noise = torch.randn(latent.shape, generator=generator).to(latent)
+        noise = _noise_like(latent, generator)
         signal, spread = (self.posterior.at(name, step, latent[None])[0] for name in ("signal", "noise"))
         velocity = signal * noise - spread * latent
         target = {"epsilon": noise, "v_prediction": velocity}.get(self.posterior.prediction_type, latent)
@@ -285,7 +291,7 @@ class FlowMatching(Objective):
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
         sigma = self._draw_sigma(draws.generator, tuple(latent.shape[1:]), draws.quantile)
-        noise = torch.randn(latent.shape, generator=draws.generator).to(latent)
+        noise = _noise_like(latent, draws.generator)
         timestep = torch.tensor([sigma], dtype=torch.float32) * self.num_train_timesteps
         return (1 - sigma) * latent + sigma * noise, noise - latent, timestep
 
@@ -349,13 +355,13 @@ class DiffusionForcing(FlowMatching):
     def _noised(self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]) -> Noised:
         """Add noise to each latent by its own draws, with a timestep for each frame."""
         noised, targets, timesteps = self._each(latents, draws)
-        by_frame = [one.to(latents[0].device) for one in timesteps]
+        by_frame = [to_device(one, latents[0].device) for one in timesteps]
         return Noised(noised, targets, torch.stack([one.mean() for one in by_frame]), list(latents), by_frame)
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
         sigmas = self._draw_sigmas(draws.generator, tuple(latent.shape[1:]), draws.quantile).float()
-        noise = torch.randn(latent.shape, generator=draws.generator).to(latent)
-        share = sigmas.to(latent.device).view(-1, 1, 1)
+        noise = _noise_like(latent, draws.generator)
+        share = to_device(sigmas, latent.device).view(-1, 1, 1)
         noised = ((1 - share) * latent + share * noise).to(latent.dtype)
         return noised, noise - latent, sigmas * self.num_train_timesteps
 
@@ -411,7 +417,7 @@ class EDM(Objective):
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
         sigma = self._draw_sigma(draws.generator, tuple(latent.shape[1:]), draws.quantile)
-        noise = torch.randn(latent.shape, generator=draws.generator).to(latent)
+        noise = _noise_like(latent, draws.generator)
         length = math.hypot(sigma, self.sigma_data)
         signal, spread = self.sigma_data / length, sigma / length
         velocity = signal * noise - spread * latent

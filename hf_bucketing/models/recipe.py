@@ -20,6 +20,7 @@ from accelerate.utils.memory import clear_device_cache
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
+from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..hub import from_hub
 from ..losses.variational import GaussianPosterior
@@ -38,7 +39,7 @@ class TextEmbeddings(NamedTuple):
     Attributes:
         values (`torch.Tensor` of shape `(n, length, text_dim)`): Padded embeddings.
         mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for real tokens; None where the model also
-            attends to padding.
+            attends to padding. It may lie on the CPU, like the masks of `others`.
         others (mapping of `str` to `torch.Tensor` of shape `(n, …)`): What else the transformer takes of a caption,
             such as pooled embeddings, under the names of its forward's arguments.
     """
@@ -46,6 +47,13 @@ class TextEmbeddings(NamedTuple):
     values: torch.Tensor
     mask: torch.Tensor | None = None
     others: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Any]) -> TextEmbeddings:
+        """Return those of a batch of [`CachedCollator`][hf_bucketing.caching.CachedCollator]."""
+        mask = batch.get("text_mask")
+        others = {name: torch.as_tensor(values) for name, values in batch.get("text_others", {}).items()}
+        return cls(batch["text_values"], None if mask is None else torch.as_tensor(mask), others)
 
     def to(self, dtype: torch.dtype) -> TextEmbeddings:
         """Cast the embeddings to another dtype."""
@@ -63,8 +71,8 @@ class TextEmbeddings(NamedTuple):
         """Return these embeddings with those of the empty caption, `(1, …)`, in some rows."""
 
         def replace(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-            chosen = torch.tensor(rows, device=values.device).view(-1, *[1] * (values.ndim - 1))
-            return torch.where(chosen, by.to(values), values)
+            chosen = to_device(torch.tensor(rows), values.device).view(-1, *[1] * (values.ndim - 1))
+            return torch.where(chosen, to_device(by, values.device, dtype=values.dtype), values)
 
         mask = self.mask if self.mask is None or empty.mask is None else replace(self.mask, empty.mask)
         others = {name: replace(values, empty.others[name]) for name, values in self.others.items()}
@@ -82,7 +90,8 @@ class Samples:
     Attributes:
         noised ([`Noised`][hf_bucketing.models.objectives.Noised]): Noisy latents, targets and timesteps.
         text ([`TextEmbeddings`]): One per sample.
-        fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample, as `frame_rates` returns them.
+        fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample, as `frame_rates` returns them; on the
+            CPU, so that reading a rate waits for no device.
         conditions (mapping of `str` to a sequence of `torch.Tensor`): What
             [`encode_conditions`][Recipe.encode_conditions] made of each sample.
     """
@@ -395,7 +404,10 @@ class Recipe(ABC):
             latents = (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
             return latents.unflatten(0, frames.shape[:2]).transpose(1, 2)
         latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
-        mean, std = (torch.as_tensor(values).to(latents).view(1, -1, 1, 1, 1) for values in self.latent_statistics())
+        statistics = map(torch.as_tensor, self.latent_statistics())
+        mean, std = (
+            to_device(values, latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1) for values in statistics
+        )
         return (latents - mean) * vae.config.get("scaling_factor", 1.0) / std
 
     @torch.no_grad()

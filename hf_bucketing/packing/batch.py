@@ -23,7 +23,8 @@ class Rows:
         text (`torch.Tensor` of shape `(rows, length, text_dim)`): One per row; in packs as the model family asks.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         text_mask (`torch.Tensor` of shape `(rows, length)`, *optional*): Zero for padding; None where there is none.
-        conditioning (mapping of `str` to `torch.Tensor` of shape `(rows, …)`): Further inputs of the model.
+        conditioning (mapping of `str` to `torch.Tensor` of shape `(rows, …)`): Further inputs of the model; like the
+            mask, of unpacked samples they may lie on the CPU.
     """
 
     latents: torch.Tensor

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from ..devices import to_device
 from ..errors import PackingError
 from .attention.dispatch import Backend
 from .batch import PackedBatch, Rows, token_timesteps
@@ -231,7 +233,8 @@ class Family:
 
     def rows(self, batch: PackedBatch) -> Rows:
         """Return a pack as batch rows: one per strip, each with its sample's timestep."""
-        conditioning = batch.conditioning
+        device = batch.strips.device
+        conditioning = {name: to_device(values, device) for name, values in batch.conditioning.items()}
         if self.conditioning_by_strip:
             conditioning = {
                 name: values if name in self.latent_conditioning else batch.per_strip(values)
@@ -293,6 +296,8 @@ class Family:
         width)`.
         """
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
+        device = rows.latents.device
+        kwargs = tree_map_only(torch.Tensor, lambda value: to_device(value, device), kwargs)
         if wrapped is not None and not keeps_inputs_exact(transformer):
             keep_inputs_exact(transformer)
         with exact_inputs(kwargs):

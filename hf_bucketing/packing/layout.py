@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ..buckets.sizes import IntOrArray
+from ..devices import to_device
 from ..errors import PackingError
 from .attention.dispatch import Backend, prepare_segments
 from .segments import SegmentSpans, Span
@@ -216,12 +217,14 @@ class PackedLayout:
             return None
         starts = _starts(self._stored_lengths)
         pieces = zip(self.caption_ids, self.text_lengths, strict=True)
-        return torch.cat([torch.arange(starts[one], starts[one] + length) for one, length in pieces]).to(self.device)
+        index = torch.cat([torch.arange(starts[one], starts[one] + length) for one, length in pieces])
+        return to_device(index, self.device)
 
     @cached_property
     def strip_segments(self) -> torch.Tensor:
         """The sample that each strip belongs to, −1 for padding; `int64`, shape `(num_strips,)`."""
-        return _repeat([*range(len(self)), -1], [*self.strips_per_sample, self.padding_strips]).to(self.device)
+        ids = _repeat([*range(len(self)), -1], [*self.strips_per_sample, self.padding_strips])
+        return to_device(ids, self.device)
 
     @cached_property
     def segment_ids(self) -> torch.Tensor:
@@ -229,12 +232,13 @@ class PackedLayout:
         ids = torch.full((self.num_tokens,), -1)
         for sample, span in enumerate(self.spans):
             ids[slice(*span)] = sample
-        return ids.to(self.device)
+        return to_device(ids, self.device)
 
     @cached_property
     def text_segment_ids(self) -> torch.Tensor:
         """The sample that each text token belongs to, −1 for padding; `int64`, shape `(num_text_tokens,)`."""
-        return _repeat([*range(len(self)), -1], [*self.text_lengths, self.text_padding]).to(self.device)
+        ids = _repeat([*range(len(self)), -1], [*self.text_lengths, self.text_padding])
+        return to_device(ids, self.device)
 
     def prepare(self, backend: Backend, *, by_frame: bool = False, text_attends: bool = False) -> None:
         """Make what attention derives from this layout on its device; compiled models need it made beforehand.
@@ -298,8 +302,8 @@ class FrameLayout:
         return cls(
             frames=_cut_samples(layout, [h * w for _, h, w in layout.grids]),
             spatial_positions=_cut_samples(layout, [t for t, _, _ in layout.grids]),
-            order=order.to(layout.device),
-            inverse=order.argsort().to(layout.device),
+            order=to_device(order, layout.device),
+            inverse=to_device(order.argsort(), layout.device),
         )
 
 
@@ -376,7 +380,7 @@ class JointLayout:
         order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
 
         def on_device(index: npt.NDArray[np.int64]) -> torch.Tensor:
-            return torch.from_numpy(index).to(layout.device)
+            return to_device(torch.from_numpy(index), layout.device)
 
         return cls(
             text_slots=slots,

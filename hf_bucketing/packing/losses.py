@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..devices import to_device
 from ..errors import BucketingError
 from ..losses.masked import weighted_mean
 from ..losses.variational import GaussianPosterior, vlb_terms
@@ -71,7 +72,7 @@ def packed_vlb(
     """
     (prediction,) = _real_tokens(prediction, layout=layout)
     noised, clean = _real_tokens(noised, clean, layout=layout)
-    by_strip = timesteps.to(prediction.device)[layout.strip_segments]
+    by_strip = to_device(timesteps, prediction.device)[layout.strip_segments]
     terms = vlb_terms(prediction, noised=noised, clean=clean, timesteps=by_strip, posterior=posterior, rescale=rescale)
     return _mean_per_sample(terms, layout, weights)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..devices import to_device
 from ..errors import PackingError
 from .attachment import attachment_of
 from .attention.dispatch import Backend
@@ -59,9 +60,12 @@ class Packing:
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
                 then treated as the family's pipeline treats it: omitted (`text_rule` `"masked"`), attended to as
                 zeros (`"keep_padding"`, such as Wan), or attended to unchanged (`"encoded_padding"`, such as SD3).
+                Masks, here and in `conditioning`, make lengths: give them on the CPU, as reading them from a device
+                waits for it.
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's forward, under its names; exactly those that the model needs. Those of a latent's
-                size, such as a control video, are a sequence of `(channels, frames, height, width)`.
+                size, such as a control video, are a sequence of `(channels, frames, height, width)`. The others may
+                lie on the CPU: the model gets them on the device of the latents.
             token_drop ([`TokenDrop`], *optional*): Rule by which tokens are dropped from the pack; in training only.
             seeds (sequence of `int`, or of tuples of them, *optional*): Seeds of token drop, one per sample.
             pad_to (`int`, *optional*): Strips of the pack, reached by padding, so that all packs have one shape and
@@ -167,7 +171,7 @@ class Packing:
         kept = drop.kept(grids, seeds=seeds)
         if [len(tokens) for tokens in kept] == [math.prod(grid) for grid in grids]:
             return None
-        return tuple(torch.from_numpy(tokens).to(device) for tokens in kept)
+        return tuple(to_device(torch.from_numpy(tokens), device) for tokens in kept)
 
     def _check_conditioning(self, conditioning: Mapping[str, Any], *, count: int) -> Mapping[str, Any]:
         names, by_latent = list(self.family.conditioning(self.transformer)), self.family.latent_conditioning

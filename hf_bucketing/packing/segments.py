@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..devices import to_device
 from ..errors import PackingError
 
 MOST_SEGMENTS = 65_535
@@ -104,7 +105,7 @@ class SegmentSpans:
             bounds = torch.zeros(2, self.num_queries, dtype=torch.int32)
             for (start, stop), keys in zip(self.queries, self.keys, strict=True):
                 bounds[:, start:stop] = torch.tensor(keys)[:, None]
-            return KeyBounds(*bounds.to(device))
+            return KeyBounds(*to_device(bounds, device))
 
         return self.made(("key_bounds", device), make)
 
@@ -155,8 +156,8 @@ class SegmentSpans:
             )
         key_index = None
         if not self.keys_ascend:
-            key_index = torch.cat([torch.arange(*span) for span in self.keys]).to(device)
-        offsets = [_offsets(lengths).to(device) for lengths in (query_lengths, key_lengths)]
+            key_index = to_device(torch.cat([torch.arange(*span) for span in self.keys]), device)
+        offsets = [to_device(_offsets(lengths), device) for lengths in (query_lengths, key_lengths)]
         for side in offsets:
             torch._dynamo.maybe_mark_dynamic(side, 0)
         return VarlenOffsets(

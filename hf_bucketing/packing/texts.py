@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from ..devices import to_device
 from ..errors import PackingError
 
 TextRule: TypeAlias = Literal["masked", "keep_padding", "encoded_padding"]
@@ -31,10 +32,14 @@ def apply_text_mask(
     if rule == "encoded_padding":
         return list(text)
     if rule == "keep_padding":
-        return list(text.masked_fill(~mask.bool()[..., None], 0))
-    kept = [keep.nonzero()[:, 0] for keep in mask.bool().cpu()]  # one wait for the device, not one per sample
+        return list(text.masked_fill(~to_device(mask.bool(), text.device)[..., None], 0))
+    kept = [
+        keep.nonzero()[:, 0] for keep in mask.bool().cpu()
+    ]  # one wait for the device, and none if the mask lies on the CPU
     return [
-        words[: len(one)] if len(one) == 0 or one[-1] == len(one) - 1 else words.index_select(0, one.to(words.device))
+        words[: len(one)]
+        if len(one) == 0 or one[-1] == len(one) - 1
+        else words.index_select(0, to_device(one, words.device))
         for words, one in zip(text, kept, strict=True)
     ]
 

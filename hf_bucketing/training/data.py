@@ -306,8 +306,7 @@ def _data_of(
     collator = _make_collator(config, prepared, table=table, resize=resize)
     empty_text = None
     if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
-        empty = collator.empty_text()
-        empty_text = TextEmbeddings(empty["text_values"], empty.get("text_mask"), empty.get("text_others", {}))
+        empty_text = TextEmbeddings.of_batch(collator.empty_text())
     workers = config.loader.dataloader_num_workers
     repeats = weighted or (batches.remainder == "repeat" and not evaluation)
     rows: Any = NumberedRows(dataset) if repeats else dataset

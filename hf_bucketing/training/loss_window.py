@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from accelerate import Accelerator
 
+from ..devices import to_device
 from .data import StepRows
 
 
@@ -34,7 +35,7 @@ class LossWindow:
             steps = self.accelerator.gradient_accumulation_steps
             self._total = rows.total if rows.total is not None else steps * self._over_processes(rows.weights.sum())
         self._own += float(rows.weights.sum())
-        return (rows.weights / self._total).to(self.accelerator.device)
+        return to_device(rows.weights / self._total, self.accelerator.device)
 
     def finish(self, parameters: Iterable[torch.nn.Parameter]) -> float:
         """End the window after its last backward pass, on all processes together.

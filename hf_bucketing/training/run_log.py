@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from ..buckets.calibration import fit_costs
+from ..devices import to_device
 from ..errors import BucketingError
 from ..files import complete_file
 
@@ -217,7 +218,7 @@ class StepMetrics:
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
         self._sums[0] += (values * weights.to(values)).sum()
         if sources is not None:
-            bins = torch.cat([bins, _BINS + torch.from_numpy(sources).to(bins)])
+            bins = torch.cat([bins, _BINS + to_device(torch.from_numpy(sources), bins.device, dtype=bins.dtype)])
             values = torch.cat([values, values])
         self._sums.index_add_(0, 1 + bins, values)
         self._sums.index_add_(0, 1 + _BINS + len(self.sources) + bins, torch.ones_like(values))
@@ -246,7 +247,8 @@ class StepMetrics:
             grad_norm = grad_norm.full_tensor()
         shared = torch.zeros(2).to(self._sums)
         shared[0], shared[1] = 0.0 if grad_norm is None else grad_norm, stop
-        mine = torch.cat([shared, self._sums, torch.from_numpy(self._counts).float().to(self._sums)])
+        counted = to_device(torch.from_numpy(self._counts).float(), self._sums.device)
+        mine = torch.cat([shared, self._sums, counted])
         rows = self.accelerator.gather(mine[None]).cpu().double()
         bins = _BINS + len(self.sources)
         largest = dict(zip(("grad_norm", "stop"), rows[:, :2].amax(0).tolist(), strict=True))

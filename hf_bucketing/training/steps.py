@@ -74,7 +74,7 @@ class Step(ABC):
         ]
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
         text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
-        fps = frame_rates(batch["fps"], device=latents[0].device)
+        fps = frame_rates(batch["fps"])
         samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
         with activations_on_cpu() if self.offload_activations else nullcontext():
             values = self._losses(transformer, samples, seeds)
@@ -90,7 +90,7 @@ class Step(ABC):
         media = media_of(self.recipe, batch)
         latents = media.pop("latents")
         text = text_of(self.recipe, batch, dropped=[False] * len(latents), empty=None).to(latents[0].dtype)
-        fps = frame_rates(batch["fps"], device=latents[0].device)
+        fps = frame_rates(batch["fps"])
         found = []
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
@@ -244,7 +244,7 @@ def text_of(
     if "text_values" not in batch:
         captions = zip(batch["caption"], dropped, strict=True)
         return recipe.encode_text(["" if drop else caption for caption, drop in captions])
-    text = TextEmbeddings(batch["text_values"], batch.get("text_mask"), batch.get("text_others", {}))
+    text = TextEmbeddings.of_batch(batch)
     if not any(dropped):
         return text
     assert empty is not None, "make_data reads it from the cache"

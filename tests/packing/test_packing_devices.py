@@ -1,38 +1,94 @@
-"""A pack is computed on one device, and nothing of it is read back while it is."""
+"""A pack is computed on one device, and the CPU never waits for that device while it is."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from hf_bucketing import BucketingError
+from hf_bucketing.media import frame_rates
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward, packed_mse
-from tests.models.cases import FamilyCase, Samples, each_family
+from tests.models.cases import Samples
+from tests.models.families import CASES
+from tests.pretended_device import DEVICE, assert_same_gradients, module_on_device, on_cpu, on_device, pretended_device
+
+COPIED = "copy to the device in transformers/"
+STOCK_WAITS = {
+    f"{COPIED}transformer_chroma.py:forward": "counts the modulations of its blocks",
+    f"{COPIED}transformer_kandinsky.py:forward": "multiplies timesteps by a table that it keeps on the CPU",
+    f"{COPIED}transformer_ltx2.py:prepare_video_coords": "makes the positions of a size, once",
+    f"{COPIED}transformer_lumina2.py:_get_freqs_cis": "makes the positions of a size, once, and of the strips",
+    f"{COPIED}transformer_qwenimage.py:_get_device_freqs": "moves its table of positions, once",
+    f"{COPIED}transformer_qwenimage.py:forward": "marks tokens that have no noise",
+    f"{COPIED}transformer_skyreels_v2.py:forward": "takes frame rates as a list",
+    f"{COPIED}transformer_z_image.py:<listcomp>": "moves its tables of positions, once",
+    "tolist in hunyuan_video_15/packing.py:_image_lengths": "zeros in the place of an image are no image",
+}
+"""All that waits in packs, and why: copies to the device in diffusers' own forwards, and one read of ours.
+
+That read is needed where there are image embeddings, some of which may be zeros: a pack's layout depends on them.
+"""
+ON_CPU = {"encoder_attention_mask_2", "fps"}
+"""Conditioning that recipes give on the CPU: masks, and frame rates that the model takes as numbers."""
 
 
-class OneDevice(TorchDispatchMode):
-    """Refuse operations on tensors of two devices, but for copies between them and single numbers."""
+def step(model: torch.nn.Module, samples: Samples) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Run a forward and a backward of a pack; return the outputs of its samples and their loss."""
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    prediction = packed_forward(model, batch)
+    loss = packed_mse(prediction, batch.pack_like(samples.targets), batch.layout).mean()
+    loss.backward()
+    return batch.unpack(prediction), loss
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        devices = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type == "meta"}
-        assert len(devices) <= 1 or "copy" in str(func), f"{func} on {devices}"
-        return func(*args, **(kwargs or {}))
 
-
-@each_family
-def test_a_pack_runs_on_one_device_without_reading_from_it(case: FamilyCase) -> None:
-    model, samples = case.model().to("meta"), Samples(case=case)  # reading a meta tensor is an error
-    samples.latents, samples.text, samples.targets = (
-        [tensor.to("meta") for tensor in tensors] for tensors in (samples.latents, samples.text, samples.targets)
+def test_the_pretended_device_refuses_and_records_what_a_real_one_would() -> None:
+    values, mask = on_device(torch.arange(4.0)), torch.tensor([True, False, True, False])
+    with pretended_device() as waits:
+        doubled = (values * 2.0)[torch.tensor([3, 1]).to(DEVICE, non_blocking=True)]
+        with pytest.raises(RuntimeError, match="all tensors on one device"):
+            values + torch.ones(4)
+        with pytest.raises(TypeError, match="cannot become an array"):
+            np.asarray(values)
+        assert not waits
+        assert float(doubled.sum()) == 8.0
+        values[on_device(mask)], values.cpu(), values.tolist(), torch.ones(4).to(DEVICE)
+    here = "in packing/test_packing_devices.py:test_the_pretended_device_refuses_and_records_what_a_real_one_would"
+    whats = (
+        "aten._local_scalar_dense.default",
+        "aten.index.Tensor",
+        "copy to the CPU",
+        "tolist",
+        "copy to the device",
     )
-    samples.timesteps = samples.timesteps.to("meta")
-    samples.conditioning = {name: values.to("meta") for name, values in samples.conditioning.items()}
-    packing = enable_packing(model, strip_length=4)
-    with OneDevice():
-        batch = samples.pack(packing)
-        prediction = packed_forward(model, batch)
-        packed_mse(prediction, batch.pack_like(samples.targets), batch.layout).mean().backward()
-        outputs = batch.unpack(prediction)
-    assert [tuple(output.shape[1:]) for output in outputs] == list(case.sizes)
+    assert waits == dict.fromkeys((f"{what} {here}" for what in whats), 1)
+
+
+def test_frame_rates_are_checked_where_that_waits_for_no_device() -> None:
+    with pretended_device() as waits:
+        assert on_cpu(frame_rates([24.0, 0.0], device=DEVICE)).tolist() == [24.0, 1.0]
+        assert on_cpu(frame_rates(on_device(torch.tensor([24.0, 0.0])))).tolist() == [24.0, 1.0]
+        with pytest.raises(BucketingError, match="frame rate of 0 or more"):
+            frame_rates([24.0, -1.0], device=DEVICE)
+    assert not waits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pack_runs_on_a_device_without_waiting_for_it(name: str) -> None:
+    case = CASES[name]
+    model, moved, samples = case.model(), module_on_device(case.model()), Samples(case=case)
+    outputs, loss = step(model, samples)
+    samples.latents, samples.text, samples.targets, samples.timesteps = on_device(
+        (samples.latents, samples.text, samples.targets, samples.timesteps)
+    )
+    samples.conditioning = {
+        name: values if name in ON_CPU else on_device(values) for name, values in samples.conditioning.items()
+    }
+    with pretended_device() as waits:
+        outputs_there, loss_there = step(moved, samples)
+    assert set(waits) <= STOCK_WAITS.keys()
+    assert float(on_cpu(loss_there.detach())) == pytest.approx(float(loss.detach()), rel=1e-6)
+    for output, output_there in zip(outputs, on_cpu(outputs_there), strict=True):
+        assert torch.allclose(output_there, output, atol=1e-5, rtol=1e-5)
+    assert_same_gradients(model, moved)

@@ -97,7 +97,7 @@ def test_captions_that_are_dropped_are_the_empty_one_of_the_cache(
     keyed = cached(prepared, recipe, tmp_path / "cache", batching="pack")
     collator = collator_of(keyed)
     empty = collator.empty_text()
-    text = TextEmbeddings(empty["text_values"], empty.get("text_mask"))
+    text = TextEmbeddings.of_batch(empty)
     entries = collator([keyed.dataset[row] for row in (0, 6)])
     mixed = text_of(recipe, entries, dropped=[True, False], empty=text)
     expected = recipe.encode_text(["", entries["caption"][1]])

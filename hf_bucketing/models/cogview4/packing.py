@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.models.transformers.transformer_cogview4 import CogView4TrainingAttnProcessor
 
+from ...devices import to_device
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
@@ -68,7 +69,7 @@ class CogView4Family(JointFamily):
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables as `rope` computes them."""
         latent = shape_only(torch.empty(()), grid, (1, module.patch_size, module.patch_size))
-        return tuple(table.to(device) for table in module.forward(latent[:, :, 0]))
+        return tuple(to_device(table, device) for table in module.forward(latent[:, :, 0]))
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the mask of the text, if it has one, and give the model diffusers' processors that can mask it."""

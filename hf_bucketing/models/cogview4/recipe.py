@@ -51,8 +51,8 @@ class CogView4Recipe(Recipe):
         ]
         length = -(-self.max_sequence_length // TEXT_MULTIPLE) * TEXT_MULTIPLE
         values = torch.stack([F.pad(text, (0, 0, 0, length - len(text))) for text in texts])
-        own = torch.tensor([len(text) for text in texts], device=values.device)
-        return TextEmbeddings(values, (torch.arange(length, device=values.device) < own[:, None]).long())
+        own = torch.tensor([len(text) for text in texts])
+        return TextEmbeddings(values, (torch.arange(length) < own[:, None]).long())
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with; the timesteps are those before the pipeline's shift."""
@@ -67,7 +67,7 @@ class CogView4Recipe(Recipe):
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the sizes and the corner that the pipeline passes by default: those of the whole image."""
         sides = [latent.shape[2:] for latent in samples.noised.latents]
-        sizes = torch.tensor(sides, device=samples.fps.device).to(samples.text.values) * self.spec.spatial_stride
+        sizes = torch.tensor(sides, dtype=samples.text.values.dtype) * self.spec.spatial_stride
         return {"original_size": sizes, "target_size": sizes, "crop_coords": torch.zeros_like(sizes)}
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from diffusers.utils import is_torchvision_available
 
 from ...buckets.sizes import LatentSpec, Size
+from ...devices import to_device
 from ...errors import BucketingError
 from ..first_frame import FirstFrameRecipe, with_clean_first_frame
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
@@ -133,7 +134,8 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
         latents: torch.Tensor = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode()
         if vae.config.latents_mean is None:
             return latents
-        statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std]).to(latents)
+        statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std])
+        statistics = to_device(statistics, latents.device, dtype=latents.dtype)
         mean, std = statistics.view(2, vae.config.latent_channels, -1, 1, 1).unbind()
         if latents.shape[2] > mean.shape[1]:
             raise BucketingError(

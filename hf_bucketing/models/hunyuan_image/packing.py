@@ -1,19 +1,22 @@
 """HunyuanImage 2.1: rotary positions over rows and columns; text refined by itself, and glyphs, in joint attention.
 
 The pipeline masks the padding of a text: pass what the mask keeps. What an image shall spell has an embedding of its
-own, byte by byte (`encoder_hidden_states_2`, with a mask). The model refines the text, embeds the glyphs and puts both
-into one row; in a pack it does so with a row per sample, from which the text slots of the strips are filled.
+own, byte by byte (`encoder_hidden_states_2`, with a mask). The stock forward refines the text, embeds the glyphs, and
+puts both into one row by their masks, at which the CPU waits for the device several times per sample. In a pack, hooks
+embed the glyphs without their padding and fill the text slots of the strips, in an order that the CPU knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from threading import local
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ...devices import to_device
 from ...errors import PackingError
 from ...packing.attention.dispatch import Backend
 from ...packing.batch import PackedBatch, Rows
@@ -22,7 +25,8 @@ from ...packing.family import Draw, Transformer
 from ...packing.layout import Grid, PackedLayout
 from ...packing.positions import shape_only
 from ...packing.processors import Rotary
-from ..joint import JointFamily, hook_text_modulation
+from ...packing.texts import apply_text_mask
+from ..joint import JointFamily, hook_text_modulation, order_by_sample
 
 GLYPHS, GLYPH_MASK = "encoder_hidden_states_2", "encoder_attention_mask_2"
 
@@ -84,7 +88,7 @@ class HunyuanImageFamily(JointFamily):
     def added_lengths(self, conditioning: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Return the tokens of each sample's glyphs, where the model has them."""
         mask = conditioning.get(GLYPH_MASK)
-        return None if mask is None else tuple(mask.bool().sum(1).tolist())
+        return None if mask is None else tuple(mask.bool().cpu().sum(1).tolist())
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Keep the text refiner's own processor, which attends inside one text."""
@@ -96,11 +100,12 @@ class HunyuanImageFamily(JointFamily):
         return tuple(module.forward(latent[:, :, 0]))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the text refiner, the first block, and the norms."""
+        """Hook also the transformer, the text refiner and the norms."""
         return [
             *super().hook_positions(transformer, base_size),
+            transformer.register_forward_pre_hook(_embed_glyphs, with_kwargs=True),
             transformer.context_embedder.register_forward_pre_hook(_by_sample),
-            transformer.transformer_blocks[0].register_forward_pre_hook(_fill_slots),
+            transformer.context_embedder.register_forward_hook(_fill_slots),
             *hook_text_modulation(transformer, single="last"),
         ]
 
@@ -111,13 +116,15 @@ class HunyuanImageFamily(JointFamily):
         return {**super().inputs(rows), "timestep": timesteps, "encoder_attention_mask": mask}
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return the strips, and a row for each sample's text, with its mask, and for its glyphs."""
-        by_sample = {name: batch.conditioning[name] for name in (GLYPHS, GLYPH_MASK) if name in batch.conditioning}
-        rest = {name: values for name, values in batch.conditioning.items() if name not in by_sample}
-        rows = super().rows(replace(batch, conditioning=rest))
-        masks = [batch.text.new_ones(length) for length in batch.layout.text_lengths]
-        mask = pad_sequence(masks, batch_first=True)
-        return replace(rows, text_mask=mask, conditioning={**rows.conditioning, **by_sample})
+        """Return the strips, a row for each sample's text, with its mask, and the glyphs of all samples in one row."""
+        given, layout = dict(batch.conditioning), batch.layout
+        glyphs, mask = given.pop(GLYPHS, None), given.pop(GLYPH_MASK, None)
+        rows = super().rows(replace(batch, conditioning=given))
+        texts = pad_sequence([batch.text.new_ones(length) for length in layout.text_lengths], batch_first=True)
+        if glyphs is not None:
+            real = apply_text_mask("masked", to_device(glyphs, batch.text.device), mask=mask)
+            rows = replace(rows, conditioning={**rows.conditioning, GLYPHS: torch.cat(real)[None]})
+        return replace(rows, text_mask=texts)
 
     def text_rows(self, batch: PackedBatch) -> torch.Tensor:
         """Give each sample a row of text."""
@@ -132,13 +139,31 @@ def _by_sample(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tupl
     return texts, timesteps[active_layout().joint.first_strips], mask
 
 
+class _Taken(local):
+    """The embedded glyphs of the forward that a thread computes, `(tokens, dim)`, until they join the texts."""
+
+    glyphs: tuple[torch.Tensor, ...] = ()
+
+
+_taken = _Taken()
+
+
+@torch.compiler.disable  # the glyphs of each pack are as many as they are
+def _embed_glyphs(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Embed the glyphs here, so that the stock forward finds none to sort by masks."""
+    rest = dict(kwargs)
+    glyphs = rest.pop(GLYPHS, None)
+    _taken.glyphs = () if glyphs is None else (transformer.context_embedder_2(glyphs)[0],)
+    return args, rest
+
+
 @torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples
-def _fill_slots(block: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Put each sample's refined text and glyphs, the first entries of its row, into the text slots of strips."""
-    hidden_states, texts, *rest = args
-    layout = active_layout()
-    own = [row[:length] for row, length in zip(texts, layout.joint_text_lengths, strict=True)]
-    return hidden_states, layout.joint.fill_slots(torch.cat(own)), *rest
+def _fill_slots(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...], texts: torch.Tensor) -> torch.Tensor:
+    """Put each sample's glyphs and its refined text into the text slots of strips."""
+    layout, glyphs = active_layout(), _taken.glyphs
+    _taken.glyphs = ()
+    order = order_by_sample(layout, *([layout.added_lengths] if layout.added_lengths else []))
+    return layout.joint.fill_slots(torch.cat([*glyphs, texts.flatten(0, 1)]).index_select(0, order))
 
 
 FAMILY = HunyuanImageFamily()

@@ -59,7 +59,7 @@ class Kandinsky5Recipe(Recipe):
             self.pipeline._get_scale_factor(latent.shape[-2] * stride, latent.shape[-1] * stride)
             for latent in samples.noised.latents
         ]
-        return {**super().conditioning(samples), SCALE: torch.tensor(scales, device=samples.fps.device)}
+        return {**super().conditioning(samples), SCALE: torch.tensor(scales)}
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse stacks of captions of several lengths, because the model would attend to their padding."""

@@ -6,6 +6,7 @@ import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...buckets.sizes import LatentSpec
+from ...devices import to_device
 from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
 from .packing import FAMILY
 
@@ -41,8 +42,8 @@ class LatteRecipe(Recipe):
             return_tensors="pt",
         )
         encoder = self.pipeline.text_encoder
-        mask = tokens.attention_mask.to(encoder.device)
-        return TextEmbeddings(encoder(tokens.input_ids.to(encoder.device), attention_mask=mask)[0], mask)
+        moved = (to_device(values, encoder.device) for values in (tokens.input_ids, tokens.attention_mask))
+        return TextEmbeddings(encoder(*moved)[0], tokens.attention_mask)
 
     def duration(self, frames: int) -> dict[str, int]:
         """Return the argument of the pipeline's call, which is named `video_length` in Latte."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...devices import to_device
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
@@ -86,7 +87,7 @@ def _scaled(tokens: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     The operations are those of the pipelines, in their order: the model multiplies seconds by some thousands.
     """
-    scales = scales.to(tokens)[:, None]
+    scales = to_device(scales, tokens.device, dtype=tokens.dtype)[:, None]
     if scales.shape[-1] == 3:
         return (tokens * scales).transpose(1, 2)
     seconds, stride = scales[..., :1] / scales[..., 3:], scales[..., 3:]

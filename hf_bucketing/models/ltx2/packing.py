@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 
+from ...devices import to_device
 from ...packing.attention.dispatch import Backend
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
@@ -102,9 +103,10 @@ class LTX2Family(Family):
         rows = super().rows(batch)
         if "sigma" not in batch.conditioning:
             return rows
-        lengths = torch.tensor(batch.layout.text_lengths, device=batch.text.device)
-        sigmas = batch.conditioning["sigma"].repeat_interleave(lengths)
-        padded = F.pad(sigmas, (0, batch.layout.text_padding))
+        layout = batch.layout
+        lengths = to_device(torch.tensor(layout.text_lengths), layout.device)
+        sigmas = batch.conditioning["sigma"].repeat_interleave(lengths, output_size=sum(layout.text_lengths))
+        padded = F.pad(sigmas, (0, layout.text_padding))
         by_row = replace(batch, text=padded[:, None]).text_by_strip().squeeze(-1)
         return replace(rows, conditioning={**rows.conditioning, "sigma": by_row})
 
@@ -143,7 +145,7 @@ def _coordinates(transformer: Any, grid: Grid, *, device: torch.device) -> tuple
 def _in_seconds(pixels: torch.Tensor, fps: torch.Tensor) -> torch.Tensor:
     """Return the coordinates of the tokens of rows, `(rows, tokens, 3, 2)`, as the model takes them: time first."""
     frames, sides = pixels.transpose(1, 2).split([1, 2], 1)
-    return torch.cat([frames / fps.to(frames).view(-1, 1, 1, 1), sides], 1)
+    return torch.cat([frames / to_device(fps, frames.device, dtype=frames.dtype).view(-1, 1, 1, 1), sides], 1)
 
 
 def _audio(transformer: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -68,6 +68,7 @@ class Lumina2Family(RefinedFamily):
         """Hook the positions, and the norms, to modulate text by its own sample's timestep."""
         locate = partial(_locate, Tables(_positions))
         return [
+            transformer.rope_embedder.register_forward_pre_hook(_with_known_lengths),
             transformer.rope_embedder.register_forward_hook(locate),
             *hook_row_modulation([layer.norm1 for layer in transformer.layers], text_first=True),
         ]
@@ -86,9 +87,15 @@ def _positions(module: Any, key: tuple[Grid, int], *, device: torch.device) -> t
     """Return the rotary tables of a sample's tokens, `(h·w, D/2)`, and of its text, `(length, D/2)`, by the module."""
     (_, rows, columns), length = key
     image = torch.empty(1, 0, rows * module.patch_size, columns * module.patch_size, device=device)
-    mask = torch.ones(1, length, dtype=torch.long, device=device)
+    mask = torch.ones(1, length, dtype=torch.long)  # on the CPU, where its length is read
     _, of_text, of_tokens, *_ = module.forward(image, mask)  # instead of module(…), which would call the hook again
     return of_tokens[0], of_text[0]
+
+
+def _with_known_lengths(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Put the mask of the text slots, whose sums the module reads, on the CPU: in a pack all of them count."""
+    tokens, mask = args
+    return tokens, torch.ones(mask.shape, dtype=mask.dtype)
 
 
 @torch.compiler.disable  # loops over the samples of the pack

@@ -46,7 +46,7 @@ class PixArtAlphaRecipe(Recipe):
         if not self.transformer.use_additional_conditions:
             return {}
         sides = [latent.shape[2:] for latent in samples.noised.latents]
-        resolution = torch.tensor(sides, dtype=torch.float32, device=samples.fps.device) * self.spec.spatial_stride
+        resolution = torch.tensor(sides, dtype=torch.float32) * self.spec.spatial_stride
         return {"resolution": resolution, "aspect_ratio": resolution[:, :1] / resolution[:, 1:]}
 
     def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.family import Draw, Transformer
@@ -110,7 +111,7 @@ class QwenImageFamily(JointFamily):
 
     def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
         """Return the real and imaginary parts of a text's positions, which follow those of its image."""
-        text = module.pos_freqs[_first_position(grid) :][:length].to(device)
+        text = to_device(module.pos_freqs[_first_position(grid) :][:length], device)
         return text.real, text.imag
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:

@@ -7,6 +7,7 @@ for a frame of one token, so that each may have a timestep of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ class SkyReelsV2Family(WanFamily):
         if not transformer.config.inject_sample_info:
             return draws
         return {**draws, FPS: lambda grids: torch.arange(len(grids)) % 2}
+
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Leave the numbers of the frame rates where they were given: the stock forward takes them as a list."""
+        rows, layout = super().rows(batch), batch.layout
+        if FPS not in batch.conditioning:
+            return rows
+        rates = batch.conditioning[FPS].tolist()
+        counts = [*layout.strips_per_sample, layout.padding_strips]
+        by_strip = [rate for rate, count in zip([*rates, rates[-1]], counts, strict=True) for _ in range(count)]
+        return replace(rows, conditioning={**rows.conditioning, FPS: torch.tensor(by_strip)})
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the forward, with diffusion forcing where there are timesteps of tokens.

@@ -27,6 +27,7 @@ from ...packing.layout import Grid, PackedLayout
 from ...packing.positions import Tables
 from ...packing.processors import PackedRowAttnProcessor
 from ...packing.strips import by_strip
+from ...packing.texts import apply_text_mask
 from ..joint import ModulatedRows, of_text
 from ..refined import RefinedFamily
 
@@ -109,9 +110,8 @@ class ZImageFamily(RefinedFamily):
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return lists of images and of captions without padding, and the time from noise to data, as the pipeline."""
-        texts = list(rows.text)
-        if rows.text_mask is not None and not rows.text_mask.is_meta:  # without values, all are kept
-            texts = [text[mask.bool()] for text, mask in zip(texts, rows.text_mask, strict=True)]
+        known = rows.text_mask is not None and not rows.text_mask.is_meta  # without values, all are kept
+        texts = apply_text_mask("masked", rows.text, mask=rows.text_mask if known else None)
         return {"x": list(rows.latents), "t": (1000 - rows.timesteps) / 1000, "cap_feats": texts}
 
 

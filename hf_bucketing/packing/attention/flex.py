@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ...devices import to_device
 from ..segments import AttentionOptions, SegmentSpans
 
 BLOCK = 128
@@ -69,8 +70,8 @@ def block_tables(segments: SegmentSpans) -> tuple[np.ndarray, np.ndarray]:
     return touched, full
 
 
-def _ordered(table: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _ordered(table: np.ndarray, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the number of blocks per row, `(1, 1, rows)`, and which they are, `(1, 1, rows, columns)`."""
     indices = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
     counts = table.sum(1, dtype=np.int32)
-    return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(indices)[None, None].to(device)
+    return tuple(to_device(torch.from_numpy(values)[None, None], device) for values in (counts, indices))

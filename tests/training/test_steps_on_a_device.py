@@ -1,0 +1,121 @@
+"""A whole training step of every recipe on a device: the CPU's numbers, and no wait for the device before its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_bucketing.devices import to_device
+from hf_bucketing.models import enable_packing
+from hf_bucketing.models.recipe import PARTS, Recipe
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.run_log import StepMetrics
+from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
+from tests.models.families import RECIPES
+from tests.models.recipe_cases import RecipeCase
+from tests.models.test_recipe_suite import batch_of, folder_of
+from tests.packing.test_packing_devices import STOCK_WAITS
+from tests.pretended_device import (
+    DEVICE,
+    assert_same_gradients,
+    module_on_device,
+    on_cpu,
+    on_device,
+    pretended_device,
+)
+
+__all__ = ["folder_of"]
+
+FAST = ("wan", "lumina2")
+"""Recipes that are tried in every run of the tests; the others in the slow ones."""
+AT_THE_END = {"copy to the CPU in training/run_log.py:finish"}
+"""The sums of an optimizer step's losses are read once, after all of it."""
+STACKED_WAITS = {
+    **STOCK_WAITS,
+    "aten.index.Tensor in transformers/transformer_hunyuanimage.py:forward": "sorts texts by their masks",
+    "aten.index.Tensor in transformers/transformer_hunyuan_video15.py:forward": "sorts texts by masks",
+    "aten._local_scalar_dense.default in transformers/transformer_hunyuan_video15.py:forward": "looks for images",
+    "aten.index_put.default in training/test_steps_on_a_device.py:train": "the backward of texts sorted by masks",
+    "tolist in transformers/transformer_lumina2.py:forward": "reads how long texts are",
+    "aten.nonzero.default in models/attention_processor.py:__call__": "Mochi leaves padding out",
+    "copy to the device in models/embeddings.py:apply_rotary_emb": "CogView 4 makes its positions on the CPU",
+    "copy to the device in transformers/transformer_qwenimage.py:compute_text_seq_len_from_mask": "numbers the text",
+    "aten.equal.default in cosmos/packing.py:inputs": "timesteps of tokens are checked to be those of frames",
+    "aten._local_scalar_dense.default in skyreels_v2/packing.py:unpacked_inputs": "so are they here",
+}
+"""What waits in stacks beside that, and why: diffusers' forwards as they are, and two checks of ours."""
+LIMITS = {"kandinsky5": 1e-2}
+"""Largest error of a gradient relative to it, where it is not the default: Kandinsky rotates in bfloat16."""
+
+
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RECIPES]
+)
+def test_a_training_step_waits_for_its_device_at_the_end_alone(name: str, batching: str, folder_of) -> None:
+    case, stacked = RECIPES[name], batching == "bucket"
+    batch = batch_of(case, case.shown[-1] if case.shown else (), stacked=stacked)
+    step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
+    metrics = train(step, batch, device=torch.device("cpu"))
+    for module in step_there.recipe.modules(*PARTS):
+        module_on_device(module)
+    with pretended_device() as waits:
+        encoded = encode(step_there.recipe, batch)
+        waits.clear()  # pipelines wait where they tokenize and encode; a step that reads a cache does neither
+        metrics_there = train(step_there, encoded, device=DEVICE)
+    named = STACKED_WAITS if stacked else STOCK_WAITS
+    assert set(waits) - named.keys() == AT_THE_END
+    assert waits.keys() >= AT_THE_END
+    assert metrics_there == pytest.approx(metrics, rel=1e-4)
+    limit = LIMITS.get(name, 1e-4)
+    assert_same_gradients(step.recipe.transformer, step_there.recipe.transformer, limit=limit)
+
+
+def make_step(case: RecipeCase, folder: Path, *, stacked: bool) -> Step:
+    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
+    objective = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
+    if stacked:
+        return BucketStep(recipe=recipe, objective=objective)
+    packing = enable_packing(recipe.transformer, strip_length=8)
+    return PackStep(recipe=recipe, objective=objective, packing=packing)
+
+
+def encode(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Encode a batch on the device, and return it as a collator that reads a cache does, moved by accelerate."""
+    media = media_of(recipe, on_device({name: batch[name] for name in ("pixel_values", "shown")}))
+    text = recipe.encode_text(batch["caption"])
+    masks = {name: on_cpu(values).float().numpy() for name, values in text.others.items() if "mask" in name}
+    about = {name: batch[name] for name in ("fps", "index", "caption")}
+    mask = {} if text.mask is None else {"text_mask": on_cpu(text.mask).numpy()}
+    latents = media.pop("latents")
+    others = {**text.others, **masks}
+    return {
+        **about,
+        **mask,
+        "latents": latents,
+        "conditions": media,
+        "text_values": text.values,
+        "text_others": others,
+    }
+
+
+def train(step: Step, batch: Mapping[str, Any], *, device: torch.device) -> dict[str, float]:
+    """Run an optimizer step as the loop does; return what is logged of it, but for times."""
+    transformer = step.recipe.transformer
+    metrics = StepMetrics(SimpleNamespace(device=device, gather=lambda sums: sums), max_tokens=None)
+    optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-4)
+    losses = step(transformer, batch, epoch=1)
+    losses.values.mean().backward()
+    torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
+    optimizer.step()
+    weights = to_device(torch.full((len(batch["index"]),), 1 / len(batch["index"])), device)
+    tokens = np.full(len(batch["index"]), 8)
+    metrics.add(*losses, weights=weights, tokens=tokens, cost=1.0, seconds=1.0)
+    logged = metrics.finish()
+    return {name: value for name, value in logged.items() if "second" not in name}
