@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
 from peft import LoraConfig
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from ..errors import BucketingError
 from ..files import complete_parts
@@ -31,6 +32,15 @@ SETTINGS = "training_config.json"
 """File in the output folder of a run that holds its settings."""
 
 _DOWN = ".lora_A.weight"
+
+_ALPHA = ".alpha"
+
+_PAIRS = (
+    (_DOWN, ".lora_B.weight"),
+    (".lora_down.weight", ".lora_up.weight"),
+    (".lora_A.default.weight", ".lora_B.default.weight"),
+)
+"""Ends of the names of the lower and the upper matrix of a layer."""
 
 ADAPTER = "default"
 """Name of the adapter in peft; files do not hold it."""
@@ -185,7 +195,8 @@ class Adapters:
 def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
     """Read LoRA weights as stock diffusers does, from a file or a folder with `pytorch_lora_weights.safetensors`.
 
-    A file without an alpha has a scale of 1, as in diffusers.
+    A file without an alpha has a scale of 1, as in diffusers. Scales in `.alpha` tensors, as other trainers write
+    them, are multiplied into the weights first, because some readers of diffusers ignore or refuse them.
 
     Raises:
         BucketingError: If there is no such file, the pipeline cannot load LoRA weights, or they are not plain LoRA of
@@ -196,10 +207,8 @@ def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
     if not file.is_file():
         raise BucketingError(f"{file} does not exist; name a file of LoRA weights, or a folder with {LORA_WEIGHTS}.")
     try:
-        state, metadata = type(pipeline).lora_state_dict(
-            str(file.parent), weight_name=file.name, return_lora_metadata=True
-        )
-    except (OSError, SafetensorError) as error:
+        state, metadata = _state_of(type(pipeline), file)
+    except (OSError, SafetensorError, ValueError, RuntimeError, KeyError) as error:
         raise BucketingError(f"{file} cannot be read as LoRA weights: {error}") from error
     prefix = f"{type(pipeline).transformer_name}."
     saved = {name.removeprefix(prefix): value for name, value in (metadata or {}).items() if name.startswith(prefix)}
@@ -211,6 +220,50 @@ def read_lora(pipeline: Any, path: str | os.PathLike[str]) -> Adapters:
         why = ", ".join(unusual) or f"{foreign[0] if foreign else 'no weight'} is in it"
         raise BucketingError(f"{file} must hold plain LoRA weights of a {prefix[:-1]} and nothing else: {why}.")
     return replace(adapters, alpha=int(saved.get("lora_alpha", adapters.ranks[0])))
+
+
+def _state_of(pipeline_class: type[Any], file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+    """Return what a pipeline's own reader makes of a file, and the settings of the adapters if the file has them."""
+    with safe_open(file, framework="pt") as opened:
+        scaled = any(name.endswith(_ALPHA) for name in opened.keys())  # noqa: SIM118 (it is no dictionary)
+        header = opened.metadata() or {}
+    if not scaled:
+        state, settings = pipeline_class.lora_state_dict(
+            str(file.parent), weight_name=file.name, return_lora_metadata=True
+        )
+        return state, settings
+    if "lora_adapter_metadata" in header:
+        raise BucketingError(f"{file} has two scales, in its header and in {_ALPHA} tensors; remove one of them.")
+    read = pipeline_class.lora_state_dict(fold_alpha(load_file(file)))
+    return (read[0] if isinstance(read, tuple) else read), None
+
+
+def fold_alpha(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Multiply the scale alpha ÷ rank of each layer into its upper matrix, and drop the `.alpha` tensors.
+
+    Args:
+        state (mapping of `str` to `torch.Tensor`): LoRA weights `X.lora_A.weight` and `X.lora_B.weight`, or
+            `X.lora_down.weight` and `X.lora_up.weight`, and for some or all layers `X.alpha`, a single number.
+
+    Returns:
+        `dict`: The weights, whose scale is 1.
+
+    Raises:
+        BucketingError: If an alpha belongs to no such pair.
+
+    Example:
+        >>> ones = {"q.lora_A.weight": torch.ones(2, 3), "q.lora_B.weight": torch.ones(4, 2)}
+        >>> fold_alpha({**ones, "q.alpha": torch.tensor(8.0)})["q.lora_B.weight"][0]
+        tensor([4., 4.])
+    """
+    folded = {name: value for name, value in state.items() if not name.endswith(_ALPHA)}
+    for layer in (name.removesuffix(_ALPHA) for name in state if name.endswith(_ALPHA)):
+        names = next((pair for pair in _PAIRS if layer + pair[0] in state and layer + pair[1] in state), None)
+        if names is None:
+            raise BucketingError(f"{layer}{_ALPHA} scales no pair of LoRA matrices; remove it, or convert the file.")
+        scale = float(state[layer + _ALPHA]) / len(state[layer + names[0]])
+        folded[layer + names[1]] = folded[layer + names[1]] * scale
+    return folded
 
 
 def adapters_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
