@@ -161,4 +161,4 @@ def test_a_videofolder_is_found_by_its_column(media_dir: Path, tmp_path: Path) -
         (tmp_path / path.name).write_bytes(path.read_bytes())
     loaded = load_source(str(tmp_path))
     assert loaded.column == "video"
-    assert loaded.root is None
+    assert loaded.root == str(tmp_path)

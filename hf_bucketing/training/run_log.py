@@ -245,7 +245,7 @@ class StepMetrics:
         """
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-        shared = torch.zeros(2).to(self._sums)
+        shared = torch.zeros(2, device=self._sums.device)
         shared[0], shared[1] = 0.0 if grad_norm is None else grad_norm, stop
         counted = to_device(torch.from_numpy(self._counts).float(), self._sums.device)
         mine = torch.cat([shared, self._sums, counted])

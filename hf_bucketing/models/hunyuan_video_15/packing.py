@@ -145,7 +145,7 @@ def _image_lengths(images: torch.Tensor) -> list[int]:
 
 
 class _Taken(local):
-    """Of the forward that a thread computes: embedded tokens until they join the texts; order and kinds of all."""
+    """State of a thread's forward: embedded tokens until they join the texts; order and kinds of all."""
 
     added: tuple[torch.Tensor, ...] = ()
     order: torch.Tensor
