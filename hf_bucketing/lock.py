@@ -135,6 +135,6 @@ def owner_tag() -> str:
 
 
 def owner_runs(tag: str) -> bool:
-    """Whether the process of an [`owner_tag`] may still write; of another host's, and of other texts, nobody knows."""
+    """Return whether the process of an [`owner_tag`] may still write; so may all of other hosts, and other texts."""
     host, _, pid = tag.rpartition("-")
     return host != socket.gethostname() or not pid.isdigit() or _began(int(pid)) is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import MediaError
+from ..files import existing_places
 from .tables import column_names
 
 if sys.version_info >= (3, 11):
@@ -170,7 +171,7 @@ def _existing(path: Any, folder: Path, name: str) -> str:
     if not isinstance(path, str):
         raise MediaError(f"{name} has {path!r} where a path is needed.")
     places = dict.fromkeys(os.path.abspath(place) for place in (folder / path, path))
-    found = [place for place in places if os.path.exists(place)]
+    found = existing_places(path, beside=folder)
     if len(found) != 1:
         which = "are both there" if found else "do not exist" if len(places) > 1 else "does not exist"
         raise MediaError(f"{name}: {' and '.join(places)} {which}; write the whole path.")

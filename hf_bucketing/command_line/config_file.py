@@ -1,7 +1,12 @@
-"""Settings in a YAML file: read as the texts that flags would have, each with its line, and written."""
+"""Settings in a YAML file: read as the texts that flags would have, each with its line, and written.
+
+Paths are written whole, so that a file means the same wherever it is read. One that a person wrote may name them
+relative to its own folder, or to the working directory.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..errors import FlagError
+from ..files import existing_places
 
 CONFIG_FILE = "config.yaml"
 """File in a folder that a script wrote with the settings by which it did."""
@@ -20,6 +26,18 @@ SOURCES = "sources"
 
 CACHED_DIR = "cached_dir"
 """Name in a file of the folder that scripts/cache_latents.py writes, and that training then reads."""
+
+PATHS = frozenset(
+    {
+        *("pretrained_model_name_or_path", "init_from_adapters", "cost_model", "validation_images"),
+        *("dataset_dir", "validation_dataset_dir", "output_dir", "cache_dir", CACHED_DIR),
+        *("dataset", "table", "control_folder", "mask_folder", "runs"),
+    }
+)
+"""Settings whose value is a path, or the name of something on the hub where there is no such path."""
+
+_FOLDER = "_dir"
+"""Ending of the names of those settings that are folders of this machine, also before they exist."""
 
 _NULLS = ("", "~", "null", "Null", "NULL")
 
@@ -56,12 +74,17 @@ class ConfigFile:
         return {name: _plain(entry) for name, entry in self.entries.items()}
 
 
-def read_config_file(path: str) -> ConfigFile:
+def read_config_file(path: str, *, find_paths: bool = False) -> ConfigFile:
     """Read a file of settings.
+
+    Args:
+        path (`str`): The file.
+        find_paths (`bool`): Whether a relative path that exists beside the file, and not in the working directory, is
+            made whole; others stay as they are.
 
     Raises:
         FlagError: If the file does not exist, is empty, is not YAML, is not a mapping of names, or names a setting
-            twice.
+            twice, or if a path that is to be found exists in both places.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -78,11 +101,12 @@ def read_config_file(path: str) -> ConfigFile:
         raise FlagError(f"{path} is empty; write settings as `name: value`, one per line.")
     if not isinstance(node, yaml.MappingNode):
         raise FlagError(f"{path} must be a mapping of settings, `name: value` on each line, not a {_kind(node)}.")
-    return ConfigFile(path, _read(node, path, ()))
+    entries = _read(node, path, ())
+    return ConfigFile(path, _with_whole_paths(entries, path) if find_paths else entries)
 
 
 def write_config(values: Mapping[str, Any], *, comment: str = "") -> str:
-    """Return settings as YAML that [`read_config_file`] reads back as they are.
+    """Return settings as YAML that [`read_config_file`] reads back as they are, with paths made whole.
 
     Args:
         values (mapping of `str` to any): Numbers, texts, None, booleans, paths, and lists and mappings of these.
@@ -91,6 +115,32 @@ def write_config(values: Mapping[str, Any], *, comment: str = "") -> str:
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     text: str = yaml.dump(_as_texts(values), Dumper=_Writer, sort_keys=False, allow_unicode=True, width=110)
     return head + text
+
+
+def _with_whole_paths(value: Any, path: str) -> Any:
+    """Return the entries of a file with paths that exist beside it, and not in the working directory, made whole."""
+    if isinstance(value, list):
+        return [_with_whole_paths(one, path) for one in value]
+    if not isinstance(value, dict):
+        return value
+
+    def found(text: Any, entry: Entry, name: str) -> Any:
+        if isinstance(text, list):
+            return [found(one, entry, name) for one in text]
+        places = existing_places(text, beside=os.path.dirname(path)) if isinstance(text, str) and text else []
+        if len(places) > 1:
+            raise FlagError(
+                f"{path}, line {entry.line}: {name} {text} may be {' or '.join(places)}; both exist, so write the "
+                "whole path."
+            )
+        return places[0] if places and not os.path.exists(text) else text
+
+    return {
+        name: entry._replace(
+            value=found(entry.value, entry, name) if name in PATHS else _with_whole_paths(entry.value, path)
+        )
+        for name, entry in value.items()
+    }
 
 
 class _Writer(yaml.SafeDumper):
@@ -105,11 +155,13 @@ class _Writer(yaml.SafeDumper):
 _Writer.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
 
 
-def _as_texts(value: Any) -> Any:
+def _as_texts(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _as_texts(one) for name, one in value.items()}
+        return {str(name): _as_texts(one, str(name)) for name, one in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_as_texts(one) for one in value]
+        return [_as_texts(one, name) for one in value]
+    if value and name in PATHS and (name.endswith(_FOLDER) or os.path.exists(value)):
+        return os.path.abspath(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     return None if value is None else str(value)

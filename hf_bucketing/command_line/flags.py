@@ -109,7 +109,8 @@ class FlagParser(argparse.ArgumentParser):
         """Add `--config`, a YAML file that holds settings of this and other scripts; flags override it.
 
         A setting has the name of its flag. Under a script's name, a file may hold settings that this script alone is
-        to take, in place of those at its top. Its list of `sources` is not read here. The parsed `config` is the
+        to take, in place of those at its top. Paths begin at the working directory, or else at the file's folder; one
+        that exists in both is refused. Its list of `sources` is not read here. The parsed `config` is the
         [`ConfigFile`], or None.
 
         Args:
@@ -153,7 +154,7 @@ class FlagParser(argparse.ArgumentParser):
         path = finder.parse_known_args(words)[0].config
         if path is None:
             self.error("--config needs a file")
-        file = read_config_file(path)
+        file = read_config_file(path, find_paths=True)
         values = self._values_in(file, self._config)
         for action in self._actions:
             action.required = action.required and action.dest not in values

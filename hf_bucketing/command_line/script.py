@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -48,7 +49,7 @@ def run_script(
         interrupted (`str`): How to continue after Ctrl-C, unless main raises [`Interrupted`] with a message.
     """
     flags: dict[str, str] = {}
-    with _Interruption(interrupted) as interruption:
+    with _Interruption(interrupted) as interruption, _threads_in_one_line():
         try:
             parser = make_parser()
             flags = parser.flags
@@ -66,6 +67,26 @@ def run_script(
             else:
                 raise
         _end(message, code)
+
+
+@contextmanager
+def _threads_in_one_line() -> Iterator[None]:
+    """Say in one line inside a `with` block that a thread, such as a tracker's, could not write a file."""
+    before = threading.excepthook
+
+    def report(failed: threading.ExceptHookArgs) -> None:
+        reason = None if failed.exc_value is None else explain(failed.exc_value)
+        if reason is None:
+            before(failed)
+        else:
+            name = "A thread" if failed.thread is None else failed.thread.name
+            print(f"{name} ended: {reason}", file=sys.stderr, flush=True)
+
+    threading.excepthook = report
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def close_progress_bars() -> None:

@@ -27,7 +27,7 @@ from ..buckets.calibration import read_cost_model
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
-from ..files import check_folder_writable, complete_file
+from ..files import check_folder_writable, complete_file, writing
 from ..loaders.collators import PLANNED
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
@@ -346,7 +346,14 @@ class Trainer:
                     self._run_epoch(self.loader.epoch)
             self.bar.close()
             if self.stopped:
-                raise Interrupted(self._end_early(), self.stopped)
+                self.log.close()
+                self.release()
+                place = f"Training was at optimizer step {self.global_step} of {self._planned_steps}"
+                raise Interrupted(
+                    f"{place} ({signal.Signals(self.stopped).name}); checkpoint-{self.global_step} is saved in "
+                    f"{self.folder}, continue with --resume_from_checkpoint latest.",
+                    self.stopped,
+                )
             self._finish()
         except KeyboardInterrupt as error:
             self._write_status("interrupted")
@@ -463,9 +470,7 @@ class Trainer:
                 self.optimizer.zero_grad()
             if self.accelerator.sync_gradients:
                 self._finish_step(entry)
-            if self.stopped:
-                return
-            if self.global_step == self.max_train_steps:
+            if self.stopped or self.global_step == self.max_train_steps:
                 return
         for line in self.data.after_epoch(self.loader, self.accelerator, num_batches=num_batches):
             logger.info(line)
@@ -505,8 +510,9 @@ class Trainer:
     def _finish_step(self, entry: dict[str, Any]) -> None:
         self.global_step += 1
         stop = int(entry.pop("stop", 0))
-        self.accelerator.log(entry, step=self.global_step)
-        self.log.write_loss(self.global_step, entry)
+        self._track(entry)
+        with writing(self.folder / "logs"):
+            self.log.write_loss(self.global_step, entry)
         self.bar.update()
         shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
         self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
@@ -517,9 +523,9 @@ class Trainer:
         if self.held_out is not None and (due or last) and not self.stopped:
             self._log_held_out(self.held_out)  # before a checkpoint, which counts the lines of logs
         every = self.config.checkpoints.checkpointing_steps
-        if self.stopped and not every:
-            self._check_shared()
-        if self.stopped or (every and self.global_step % every == 0):
+        if self.stopped:  # what else is due at this step is omitted, as launchers and schedulers wait for seconds
+            self._save_early()
+        elif every and self.global_step % every == 0:
             self._save_checkpoint()
         due = self.global_step % self.config.validation.validation_steps == 0
         if self.validation is not None and due and not self.stopped:
@@ -548,23 +554,24 @@ class Trainer:
         averages = [] if self.ema is None else self.ema.shadow_params
         check_finite([*self.trained, *averages], self.accelerator, what=what)
 
-    def _end_early(self) -> str:
-        """Save the adapters, if there are any, of a run that was told to stop; return how to continue it.
+    def _save_early(self) -> None:
+        """Save the adapters, if there are any, and a checkpoint of a run that got a signal to stop.
 
-        Its last step was followed by a checkpoint.
+        Raises:
+            BucketingError: If weights are not finite; or, after the adapters, if machines do not share the folder.
         """
-        what = f"checkpoint-{self.global_step}"
         if self.config.adapters.lora_rank is not None:
+            self._check_weights("nothing is saved")
             with self._averages():
                 save_lora(self.recipe.pipeline, self.folder, component=self.recipe.trained)
-            what += " and the adapters"
-        self.log.close()
-        self.release()
-        name = signal.Signals(self.stopped).name
-        return (
-            f"Training was at optimizer step {self.global_step} of {self._planned_steps} ({name}); {what} are saved "
-            f"in {self.folder}, continue with --resume_from_checkpoint latest."
-        )
+        if self.config.checkpoints.checkpointing_steps is None:
+            self._check_shared()
+        self._save_checkpoint()
+
+    def _track(self, values: dict[str, Any]) -> None:
+        """Give values of the present step to the tracker, which may write files in a thread of its own."""
+        with writing(self.folder / "logs"):
+            self.accelerator.log(values, step=self.global_step)
 
     def _log_held_out(self, held_out: HeldOutLoss) -> None:
         """Compute the held-out loss on all processes, of the averaged weights if there are any, and log it."""
@@ -574,7 +581,7 @@ class Trainer:
         with self._averages(), in_evaluation(self.transformer), resharded(self.recipe.transformer):
             entry = held_out.compute(self.step, transformer, self.accelerator)
         values = {f"validation_loss_by_noise/{one['quantiles'][0]:.2f}": one["loss"] for one in entry["by_noise"]}
-        self.accelerator.log({"validation_loss": entry["validation_loss"], **values}, step=self.global_step)
+        self._track({"validation_loss": entry["validation_loss"], **values})
         if self.accelerator.is_main_process:
             before = [line["unreadable"] for line in read_log(self.folder, "validation", last=1)]
             if message := unreadable_message(entry["unreadable"], *before or [None]):

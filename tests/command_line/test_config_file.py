@@ -60,6 +60,32 @@ def parse(tmp_path: Path, text: str, *flags: str, **options: Any) -> Options:
     return from_flags(Options, args)
 
 
+def test_a_relative_path_begins_at_the_working_directory_or_at_the_files_folder_but_not_at_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here/demo/a", "file/demo/b", "here/both", "file/both"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+
+    def dataset(text: str) -> str:
+        (tmp_path / "file" / "run.yaml").write_text(f"seed: 1\ndataset: {text}\nsources:\n- dataset: {text}\n")
+        plain = read_config_file("../file/run.yaml", find_paths=True).plain()
+        assert plain["sources"] == [{"dataset": plain["dataset"]}]
+        return plain["dataset"]
+
+    assert dataset("demo/a") == "demo/a"
+    assert dataset("demo/b") == str(tmp_path / "file" / "demo" / "b")
+    assert dataset("owner/name") == "owner/name"
+    assert dataset("https://host/a.csv") == "https://host/a.csv"
+    assert dataset(str(tmp_path / "here" / "both")) == str(tmp_path / "here" / "both")
+    places = f"{tmp_path / 'file' / 'both'} or {tmp_path / 'here' / 'both'}"
+    with pytest.raises(FlagError, match=f"run.yaml, line 2: dataset both may be {places}; both exist"):
+        dataset("both")
+    (tmp_path / "here" / "both").rmdir()
+    (tmp_path / "here" / "both").symlink_to(tmp_path / "file" / "both")
+    assert dataset("both") == "both"
+
+
 MODEL = "model: m\nout: o\n"
 
 

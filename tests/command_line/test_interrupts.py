@@ -139,7 +139,7 @@ def test_a_signal_to_all_processes_saves_the_step_and_says_how_to_go_on(
     assert "Traceback" not in text
     last = text.splitlines()[-1]
     step = last.removeprefix("Interrupted. Training was at optimizer step ").split()[0]
-    assert f"checkpoint-{step} are saved" in last, text
+    assert f"checkpoint-{step} is saved" in last, text
     assert (out / f"checkpoint-{step}" / "progress.json").is_file()
     assert "--resume_from_checkpoint latest" in last
 

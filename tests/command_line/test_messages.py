@@ -11,6 +11,7 @@ import pickle
 import resource
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -319,3 +320,28 @@ def test_packs_train_from_a_prepared_folder_that_cannot_be_written(
     data = make_data(config, PreparedDataset.load(prepared_dir).spec, width=96)
     assert data.num_tokens.sum() > 0
     assert sorted(path.name for path in (tmp_path / "prepared").iterdir()) == before
+
+
+def test_a_full_disk_is_one_line_also_from_a_thread_and_other_faults_of_threads_are_tracebacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    def main(args: argparse.Namespace) -> None:
+        for error in (OSError(errno.ENOSPC, "No space left on device", "events"), ValueError("another fault")):
+            thread = threading.Thread(target=fail, args=(error,), name="writer")
+            thread.start()
+            thread.join()
+
+    hook, threading.excepthook = threading.excepthook, threading.__excepthook__
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["script"])
+            run_script(main, lambda: FlagParser("Fails."))
+    finally:
+        threading.excepthook = hook
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith("writer ended: events cannot be written: the disk is full")
+    assert others[0] == "Exception in thread writer:"
+    assert others[-1] == "ValueError: another fault"

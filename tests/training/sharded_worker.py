@@ -30,8 +30,8 @@ class KilledTrainer(Trainer):
 
     kill_at: int
 
-    def _finish_step(self, *, epoch: int, step: int, factor: float) -> None:
-        super()._finish_step(epoch=epoch, step=step, factor=factor)
+    def _finish_step(self, entry: dict[str, object]) -> None:
+        super()._finish_step(entry)
         if self.global_step == self.kill_at:
             raise KilledError
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
-from hf_bucketing.command_line.config_file import read_config_file, write_config
+from hf_bucketing.caching.columns import CacheConfig
+from hf_bucketing.columns.preparation import SourceConfig
+from hf_bucketing.command_line.config_file import PATHS, read_config_file, write_config
+from hf_bucketing.report.measure import ReportConfig
+from hf_bucketing.settings import names_of, parts_of, settings_in
 from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.memory.planner import PlanConfig
 from hf_bucketing.training.script_settings import settings_of_scripts, settings_to_repeat
 from tests.conftest import ROOT
 
@@ -20,6 +27,41 @@ def test_a_file_may_hold_every_setting_of_a_script(script: str) -> None:
     known = settings_of_scripts()[script]
     assert names <= known
     assert known - names == set() or script == "plan_memory"  # which refuses nothing that a run has
+
+
+@pytest.mark.parametrize("kind", [TrainingConfig, SourceConfig, CacheConfig, ReportConfig, PlanConfig])
+def test_every_setting_that_names_a_file_or_a_folder_counts_as_a_path(kind: type) -> None:
+    says = re.compile(r"Folder|File|Files|Diffusers pipeline to|Data to prepare|Cost of tokens as a run measured it")
+    names = {setting.name for setting in settings_in(kind) if Path in parts_of(setting.hint)}
+    names |= {setting.name for setting in settings_in(kind) if says.match(setting.help.replace("Prepared f", "F"))}
+    assert names - {"folder"} <= PATHS
+    assert {name for name in names_of(kind) if name.endswith(("_dir", "_folder", "_path"))} <= PATHS
+
+
+def test_a_saved_run_means_the_same_from_another_folder_and_hub_names_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("start/demo/tiny", "start/clips", "elsewhere", "start/files"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "start" / "files" / "a.png").touch()
+    monkeypatch.chdir(tmp_path / "start")
+    (tmp_path / "start" / "run.yaml").write_text("sources:\n- dataset: clips\n- dataset: owner/clips\n")
+    config = TrainingConfig.from_flat(
+        pretrained_model_name_or_path="demo/tiny", dataset_dir="prepared", output_dir="out", lora_rank=2,
+        init_from_adapters="owner/adapters", validation_images=["files/a.png"], validation_prompts=["red"],
+    )  # fmt: skip
+    saved = write_config(settings_to_repeat(config, read_config_file("run.yaml")))
+    (tmp_path / "config.yaml").write_text(saved)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = read_config_file(str(tmp_path / "config.yaml"), find_paths=True).plain()
+    start = tmp_path / "start"
+    assert again["sources"] == [{"dataset": str(start / "clips")}, {"dataset": "owner/clips"}]
+    own = again["train_text_to_video"]
+    assert (own["pretrained_model_name_or_path"], own["init_from_adapters"]) == (
+        str(start / "demo" / "tiny"), "owner/adapters",
+    )  # fmt: skip
+    assert (own["dataset_dir"], own["output_dir"]) == (str(start / "prepared"), str(start / "out"))
+    assert own["validation_images"] == [str(start / "files" / "a.png")]
 
 
 def test_saved_settings_leave_those_of_other_scripts_as_the_file_has_them(tmp_path: Path) -> None:
@@ -34,7 +76,8 @@ def test_saved_settings_leave_those_of_other_scripts_as_the_file_has_them(tmp_pa
     again = read_config_file(str(tmp_path / "config.yaml")).plain()
     own = again.pop("train_text_to_video")
     assert again == {
-        **{"pretrained_model_name_or_path": "m", "dataset_dir": "d", "cached_dir": "c", "output_dir": "o"},
+        **{"pretrained_model_name_or_path": "m", "dataset_dir": os.path.abspath("d")},
+        **{"cached_dir": os.path.abspath("c"), "output_dir": os.path.abspath("o")},
         **{
             "random_crop": "false",
             "sources": [{"dataset": "a", "repeats": "2"}],
@@ -42,8 +85,13 @@ def test_saved_settings_leave_those_of_other_scripts_as_the_file_has_them(tmp_pa
         },
     }
     assert set(own) == set(config.flat())
-    assert (own["seed"], own["dataset_dir"], own["mixed_precision"], own["lora_rank"]) == ("5", "c", "no", None)
+    assert (own["seed"], own["dataset_dir"], own["mixed_precision"], own["lora_rank"]) == (
+        "5",
+        os.path.abspath("c"),
+        "no",
+        None,
+    )
     parser = runpy.run_path(str(ROOT / "scripts" / "train_text_to_video.py"))["make_parser"]()
     args = parser.parse_args(["--config", str(tmp_path / "config.yaml"), "--output_dir", "other"])
-    expected = {**config.flat(), "output_dir": "other", "mixed_precision": "no"}
+    expected = {**config.flat(), "output_dir": "other", "dataset_dir": os.path.abspath("c"), "mixed_precision": "no"}
     assert {name: getattr(args, name) for name in expected} == expected
