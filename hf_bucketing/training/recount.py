@@ -78,41 +78,6 @@ class _Logs(NamedTuple):
         return self.status.get("status", "running") != "running"
 
 
-class SampleCount(NamedTuple):
-    """Counts of what all processes together saw in one epoch.
-
-    Attributes:
-        epoch (`int`): Epoch that is counted.
-        seen (`int`): Number of different samples.
-        repeated (`int`): Number of samples seen again.
-        steps (`tuple[int, ...]`): Steps of each process.
-        mixed_steps (`int`): Steps in which the processes held different buckets.
-    """
-
-    epoch: int
-    seen: int
-    repeated: int
-    steps: tuple[int, ...]
-    mixed_steps: int
-
-
-def count_samples(output_dir: Path) -> list[SampleCount]:
-    """Count samples over all processes of a run, epoch by epoch.
-
-    Raises:
-        BucketingError: If the run left no log.
-    """
-    logs = read_sample_logs(output_dir)
-    counts = []
-    for epoch in sorted({line["epoch"] for log in logs for line in log}):
-        by_process = [[line for line in log if line["epoch"] == epoch] for log in logs]
-        lines = [line for log in by_process for line in log]
-        seen = Counter(index for line in lines for index in line["index"])
-        steps = tuple(map(len, by_process))
-        counts.append(SampleCount(epoch, len(seen), seen.total() - len(seen), steps, _mixed(lines)))
-    return counts
-
-
 def recount(output_dir: Path) -> Recount:
     """Go through the logs of a run line by line.
 
@@ -313,7 +278,7 @@ def _planned(line: Line) -> Sequence[int]:
 
 def _mixed(lines: Iterable[Line]) -> int:
     """Return in how many steps processes held different buckets."""
-    buckets: dict[tuple[int, int, int], set[Any]] = {}
+    buckets: dict[int, set[Any]] = {}
     for line in lines:
-        buckets.setdefault((line.get("batch", 0), *_place(line)), set()).add(line["bucket_id"])
+        buckets.setdefault(line["batch"], set()).add(line["bucket_id"])
     return sum(len(ids) > 1 for ids in buckets.values())

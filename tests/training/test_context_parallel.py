@@ -25,7 +25,6 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.memory.context_parallel import check_context_parallel, form_groups
-from hf_bucketing.training.recount import count_samples
 from hf_bucketing.training.review import held_out_losses, losses_of
 from hf_bucketing.training.run_log import RunLog, StepMetrics
 from tests.conftest import ROOT, launch_flags, run_script_here
@@ -33,7 +32,7 @@ from tests.models.cases import assert_same_gradients
 from tests.processes import launch_forked
 from tests.training.context_parallel_worker import CASES
 from tests.training.test_sharding import RENDER, RENDERED, SHARDED_STATE, STABLE, about, train_all
-from tests.training.training_cases import in_process, run, train
+from tests.training.training_cases import count_samples, in_process, run, train
 
 PACKS = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
 

@@ -27,11 +27,10 @@ from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import StepRows, make_data
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.loss_window import LossWindow
-from hf_bucketing.training.recount import count_samples
 from hf_bucketing.training.review import losses_of, review_run
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.columns.stream_cases import samples_of, write_parquet, write_tars
-from tests.training.training_cases import BATCHING, in_process, run, train
+from tests.training.training_cases import BATCHING, count_samples, in_process, run, train
 
 PACK = {"batching": "pack", "max_tokens": 640, "strip_length": 16, "train_batch_size": 4}
 

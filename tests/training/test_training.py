@@ -13,10 +13,9 @@ from accelerate.state import AcceleratorState
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, probe
-from hf_bucketing.training.recount import count_samples
 from hf_bucketing.training.review import losses_of, plans_of, review_run
 from tests.conftest import launch, run_script_here
-from tests.training.training_cases import BATCHING, in_process, run, train
+from tests.training.training_cases import BATCHING, count_samples, in_process, run, train
 
 
 @pytest.mark.parametrize("flags", [

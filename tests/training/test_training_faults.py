@@ -16,9 +16,9 @@ from hf_bucketing.loaders import FaultRule
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
-from hf_bucketing.training.recount import count_samples, recount
+from hf_bucketing.training.recount import recount
 from hf_bucketing.training.review import review_run
-from tests.training.training_cases import BATCHING, in_process, run, train
+from tests.training.training_cases import BATCHING, count_samples, in_process, run, train
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.run_log import read_sample_logs
 from tests.conftest import launch_training, start_training
 
 BATCHING = {
@@ -68,3 +71,25 @@ def _common(pipeline: Path, prepared: Path, output: Path) -> tuple[object, ...]:
         *("--pretrained_model_name_or_path", pipeline, "--dataset_dir", prepared, "--output_dir", output),
         *("--max_sequence_length", 32, "--dataloader_num_workers", 1, "--report_to", "none", "--learning_rate", 5e-3),
     )
+
+
+class SampleCount(NamedTuple):
+    """What all processes saw in one epoch: different samples, samples seen again, steps of each, mixed steps."""
+
+    epoch: int
+    seen: int
+    repeated: int
+    steps: tuple[int, ...]
+    mixed_steps: int
+
+
+def count_samples(output: Path) -> list[SampleCount]:
+    """Count the samples in the logs of a run that was not resumed on other processes, epoch by epoch."""
+    logs = read_sample_logs(output)
+    counts = []
+    for epoch in sorted({line["epoch"] for log in logs for line in log}):
+        by_process = [[line for line in log if line["epoch"] == epoch] for log in logs]
+        seen = Counter(index for lines in by_process for line in lines for index in line["index"])
+        mixed = sum(len({line["bucket_id"] for line in step}) > 1 for step in zip(*by_process, strict=False))
+        counts.append(SampleCount(epoch, len(seen), seen.total() - len(seen), tuple(map(len, by_process)), mixed))
+    return counts
