@@ -70,6 +70,7 @@ class RecipeCase:
         one_size: Whether the model runs a single height and width, which files in packs do not have.
         shown: Sets of conditions that samples are tried with, beside none; a training run's files have the last.
         needs_shown: Whether the model cannot do without.
+        tolerance: Largest difference of a loss by hand, relative and absolute.
     """
 
     tiny: str
@@ -88,6 +89,7 @@ class RecipeCase:
     one_size: bool = False
     shown: tuple[tuple[str, ...], ...] = ()
     needs_shown: bool = False
+    tolerance: float = 1e-6
 
 
 BLOCKS_OF_32 = "32,64;64,32;32,32"
