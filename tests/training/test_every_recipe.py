@@ -28,6 +28,8 @@ from tests.training.training_cases import in_process, run
 
 pytestmark = pytest.mark.slow
 
+PROMPT = "a red square moving right"
+
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -121,7 +123,7 @@ def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
     else:  # its sides have about this mean, in the image's ratio
         pipeline.target_size = int((height * width) ** 0.5)
     result = pipeline(
-        prompt="a red square moving right",
+        prompt=PROMPT,
         generator=torch.Generator().manual_seed(0),
         output_type="np",
         **options,

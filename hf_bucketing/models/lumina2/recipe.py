@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, image_spec
+from ..recipe import Recipe, TextEmbeddings, image_spec
 from .packing import FAMILY
 
 
@@ -20,6 +22,17 @@ class Lumina2Recipe(Recipe):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the stride of the VAE and the patch of the transformer."""
         return image_spec(name_or_path)
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions after the system prompt, and empty ones without it, as the pipeline its negative prompt."""
+        text, empty = super().encode_text(captions), [not caption for caption in captions]
+        if not any(empty):
+            return text
+        values, mask = self.pipeline._get_gemma_prompt_embeds(
+            [""], device=self.pipeline.text_encoder.device, max_sequence_length=self.max_sequence_length
+        )
+        return text.replaced(empty, TextEmbeddings(values, mask))
 
     def shift(self) -> float:
         """Return the scheduler's shift, the same for all sizes: the pipeline counts the channels as tokens."""
