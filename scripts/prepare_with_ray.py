@@ -20,6 +20,7 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError, FlagError, MediaError
 from hf_bucketing.files import check_folder_writable
+from hf_bucketing.media.remote import ALLOWED_PATHS
 from hf_bucketing.models.registry import recipe_of
 
 
@@ -81,6 +82,7 @@ def main(args: argparse.Namespace) -> None:
         rows, unreadable = rows + result.rows, unreadable + result.unreadable
         print(f"{number} of {len(pending)}: {result.name}, {result.rows:,} rows, {result.unreadable:,} unreadable")
     print(f"Wrote {rows:,} rows to {args.output_dir}, {unreadable:,} of them with unreadable media")
+    print(f"Their media lie elsewhere: set {ALLOWED_PATHS}={columns.metadata.root} to prepare and train from them")
 
 
 def work(columns: ParquetColumns, pending: list[str], args: argparse.Namespace) -> Iterator[FileResult]:

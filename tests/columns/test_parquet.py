@@ -194,6 +194,8 @@ def test_a_run_on_two_ray_workers_that_was_killed_continues_and_preparing_reads_
     assert {name: (target / name).stat().st_mtime_ns for name in done} == done
     assert "6 are done, 0 are missing" in run_script_here("prepare_with_ray.py", *command).stdout
 
+    assert f"HF_BUCKETING_ALLOWED_PATHS={media_dir} to prepare" in result.stdout
+    monkeypatch.setenv("HF_BUCKETING_ALLOWED_PATHS", str(media_dir))
     result = run_script_here(
         "prepare_dataset.py", "--dataset", target, "--overwrite", *common, "--output_dir", tmp_path / "with"
     )

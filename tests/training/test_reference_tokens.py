@@ -26,6 +26,8 @@ from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.training.training_cases import in_process
 
+pytestmark = pytest.mark.usefixtures("files_anywhere")
+
 OPTIONS: dict[str, Any] = {"width": 96, "added_frames": {"reference": 1}}
 MODES = {
     "bucket": {"max_tokens": 640, "loss_reduction": "token"},
