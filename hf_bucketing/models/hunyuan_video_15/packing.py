@@ -145,7 +145,7 @@ def _image_lengths(images: torch.Tensor) -> list[int]:
 
 
 class _Taken(local):
-    """Of the forward that a thread computes: embedded tokens until they join the texts; order and kinds of all."""
+    """Embedded tokens until they join the texts, and the order and kinds of all, in the forward of a thread."""
 
     added: tuple[torch.Tensor, ...] = ()
     order: torch.Tensor
