@@ -176,7 +176,7 @@ def _embed_added(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _on_its_device(embedder: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     (images,) = args
-    return (images.to(next(embedder.parameters()).device),)
+    return (images.to(active_layout().device),)
 
 
 @torch.compiler.disable
