@@ -38,6 +38,7 @@ from hf_bucketing.errors import BucketingError
 from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
+from hf_bucketing.training.memory.planner import PLAN_ERROR
 
 NARROW = {"num_attention_heads": 4, "attention_head_dim": 128, "num_layers": 6}
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "num_layers": 8}
@@ -249,7 +250,8 @@ def table_of(runs: dict[str, Any]) -> dict[str, Any]:
     ]
     more = [row["more than planned"] for row in rows]
     shown = [{**row, "more than planned": f"{row['more than planned']:.1%}"} for row in rows]
-    return {"table": shown, "least_more_than_planned": min(more), "most_more_than_planned": max(more)}
+    extremes = {"least_more_than_planned": min(more), "most_more_than_planned": max(more)}
+    return {"table": shown, **extremes, "plan_error": PLAN_ERROR}
 
 
 def main(args: argparse.Namespace) -> None:

@@ -22,7 +22,8 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training import PlanConfig
 from hf_bucketing.training.memory.figure import draw_options
-from hf_bucketing.training.memory.options import MemoryOption, option_rows, plan_options
+from hf_bucketing.training.memory.options import MemoryOption, best_option, option_rows, plan_options
+from hf_bucketing.training.memory.planner import verdict_on
 
 
 class Model(NamedTuple):
@@ -72,13 +73,12 @@ def planned(model: Model, command: str) -> list[MemoryOption]:
 
 
 def summary_of(title: str, rows: list[MemoryOption], gpu_memory: int) -> dict[str, str | float | int]:
-    """Return a row for the first options with which as much is trained and that fit, or for those that need least."""
-    rows = [row for row in rows if row.config.adapters == rows[0].config.adapters]
-    fitting = [row for row in rows if row.plan.total <= gpu_memory * 2**30]
-    chosen = fitting[0] if fitting else min(rows, key=lambda row: row.plan.total)
+    """Return a row for the first options that fit, else that are tight, or for those that need least."""
+    chosen = best_option(rows, gpu_memory=gpu_memory)
     return {
         "training": title,
-        "fits with the options up to": chosen.name if fitting else "none",
+        "with the options up to": chosen.name,
+        "verdict": verdict_on(chosen.plan.total, gpu_memory * 2**30),
         "GiB per GPU": round(chosen.plan.total / 2**30, 3),
         "most tokens per step": chosen.max_tokens,
     }

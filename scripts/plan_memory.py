@@ -7,6 +7,7 @@ python scripts/plan_memory.py Wan-AI/Wan2.1-T2V-14B-Diffusers --gpu_memory 24 --
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from hf_bucketing.command_line.flags import FlagParser, from_flags
@@ -33,27 +34,44 @@ def make_parser() -> FlagParser:
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.training.memory.figure import draw_options
-    from hf_bucketing.training.memory.options import check_fits, format_options, option_rows, plan_options
-    from hf_bucketing.training.memory.planner import PlanConfig
+    from hf_bucketing.training.memory.options import (
+        MemoryOption,
+        best_option,
+        check_fits,
+        commands_of,
+        describe_verdict,
+        format_options,
+        option_rows,
+        plan_options,
+    )
+    from hf_bucketing.training.memory.planner import PlanConfig, verdict_on
+    from hf_bucketing.units import format_bytes
+
+    def show(row: MemoryOption) -> None:
+        verdict = verdict_on(row.plan.total, memory * 2**30)
+        print(f"  {row.name}: {format_bytes(row.plan.total)}, {verdict}", file=sys.stderr, flush=True)
 
     check_writable(args.figure, args.json)
-    config = from_flags(PlanConfig, args)
-    rows = plan_options(args.pretrained_model_name_or_path, config, gpu_memory=args.gpu_memory)
+    name, memory, config = args.pretrained_model_name_or_path, args.gpu_memory, from_flags(PlanConfig, args)
+    print("Planning one option after another, each with those above:", file=sys.stderr, flush=True)
+    rows = plan_options(name, config, gpu_memory=memory, progress=show)
     plan = rows[0].plan
     shape = plan.shape
     text = f", and {shape.text_tokens} of text" if shape.text_tokens else ""
     print(f"{shape.samples} x {shape.size} per process and step: {shape.tokens} tokens{text}")
     for phase, parts in plan.phases.items():
         print(f"  as given, {phase}: {parts}")
-    print(format_options(rows, gpu_memory=args.gpu_memory))
+    print(format_options(rows, gpu_memory=memory))
     if args.figure:
-        draw_options(rows, args.figure, gpu_memory=args.gpu_memory)
+        draw_options(rows, args.figure, gpu_memory=memory)
         print(f"Figure: {args.figure}")
     if args.json:
         with complete_file(args.json) as partial:
-            partial.write_text(json.dumps(option_rows(rows, gpu_memory=args.gpu_memory), indent=2) + "\n")
+            partial.write_text(json.dumps(option_rows(rows, gpu_memory=memory), indent=2) + "\n")
         print(f"Rows: {args.json}")
-    check_fits(rows, gpu_memory=args.gpu_memory)
+    check_fits(rows, gpu_memory=memory)
+    best = best_option(rows, gpu_memory=memory)
+    print(describe_verdict(best, gpu_memory=memory), *commands_of(name, best), sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -148,18 +147,16 @@ def order_by_sample(layout: PackedLayout, *added: Sequence[int]) -> torch.Tensor
         >>> order_by_sample(layout, (2, 0)).tolist()
         [0, 1, 2, 5, 6, 7]
     """
-    rows, longest = range(len(layout)), max(layout.text_lengths)
-    kinds = [list(itertools.pairwise([0, *itertools.accumulate(counts)])) for counts in added]
-    before = [0, *itertools.accumulate(sum(counts) for counts in added)]
-    spans = [
-        span
-        for row in rows
-        for span in (
-            *((first + kind[row][0], first + kind[row][1]) for first, kind in zip(before, kinds, strict=False)),
-            (before[-1] + row * longest, before[-1] + row * longest + layout.text_lengths[row]),
-        )
-    ]
-    return to_device(torch.cat([torch.arange(*span) for span in spans]), layout.device)
+    spans: list[list[tuple[int, int]]] = [[] for _ in layout.text_lengths]
+    start, longest = 0, max(layout.text_lengths)
+    for counts in added:
+        for own, count in zip(spans, counts, strict=True):
+            own.append((start, start + count))
+            start += count
+    for own, length in zip(spans, layout.text_lengths, strict=True):
+        own.append((start, start + length))
+        start += longest
+    return to_device(torch.cat([torch.arange(*span) for own in spans for span in own]), layout.device)
 
 
 def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "last"] | None = None) -> list[Any]:

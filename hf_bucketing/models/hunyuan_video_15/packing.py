@@ -145,7 +145,7 @@ def _image_lengths(images: torch.Tensor) -> list[int]:
 
 
 class _Taken(local):
-    """State of a thread's forward: embedded tokens until they join the texts; order and kinds of all."""
+    """Embedded tokens until they join the texts, and the order and kinds of all, in the forward of a thread."""
 
     added: tuple[torch.Tensor, ...] = ()
     order: torch.Tensor
@@ -176,7 +176,7 @@ def _embed_added(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _on_its_device(embedder: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     (images,) = args
-    return (images.to(next(embedder.parameters()).device),)
+    return (images.to(active_layout().device),)
 
 
 @torch.compiler.disable

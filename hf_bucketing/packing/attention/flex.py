@@ -72,7 +72,6 @@ def block_tables(segments: SegmentSpans) -> tuple[np.ndarray, np.ndarray]:
 
 def _ordered(table: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of blocks per row, `(1, 1, rows)`, and which they are, `(1, 1, rows, columns)`."""
-    indices = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
-    counts = table.sum(1, dtype=np.int32)
-    there = [to_device(torch.from_numpy(values)[None, None], device) for values in (counts, indices)]
-    return there[0], there[1]
+    indices = torch.from_numpy(np.argsort(~table, axis=1, kind="stable").astype(np.int32))
+    counts = torch.from_numpy(table.sum(1, dtype=np.int32))
+    return to_device(counts[None, None], device), to_device(indices[None, None], device)

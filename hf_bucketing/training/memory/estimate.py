@@ -27,7 +27,7 @@ from ..data import TrainingData, describe_conditions, make_data
 from ..steps import Step
 from ..streamed import StreamedData
 from .components import read_components
-from .planner import MemoryPlan, PlanConfig, StepShape, largest_tokens, plan_components
+from .planner import PLAN_ERROR, MemoryPlan, PlanConfig, StepShape, largest_tokens, plan_components, verdict_on
 from .precision import parts_called
 from .trace import Precision
 
@@ -102,8 +102,16 @@ def describe_memory(
     lines = [f"  Memory per process = {memory}"]
     if config.dry_run:
         lines += [f"    {phase}: {parts}" for phase, parts in memory.phases.items()]
-    if memory.total > has:
+    verdict = verdict_on(memory.total, has)
+    if verdict == "does not fit":
         lines.append(f"  That is more than the {format_bytes(has)} of the device: see scripts/plan_memory.py")
+    elif verdict == "tight":
+        lines.append(
+            f"  That is tight in the {format_bytes(has)} of the device, as runs may take {PLAN_ERROR:.0%} more than "
+            "planned: see scripts/plan_memory.py"
+        )
+    elif config.dry_run:
+        lines.append(f"  That fits in the {format_bytes(has)} of the device")
     return lines
 
 

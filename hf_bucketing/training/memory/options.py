@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...errors import BucketingError
-from ...settings import changed, flatten
+from ...settings import changed, flatten, settings_in
 from ...units import format_bytes
+from ..config import TrainingConfig
 from .components import Components, read_components
-from .planner import MemoryPlan, PlanConfig, largest_tokens, plan_components
+from .planner import MOST_TOKENS, PLAN_ERROR, MemoryPlan, PlanConfig, largest_tokens, plan_components, verdict_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,7 @@ class MemoryOption:
         config ([`PlanConfig`]): All settings of the row.
         plan ([`MemoryPlan`]): What they need.
         saved (`int`): Bytes that the row above needs more.
-        max_tokens (`int`): The most tokens per process and step that fit with these settings.
+        max_tokens (`int`): The most tokens per process and step that the memory holds as planned with these settings.
     """
 
     name: str
@@ -32,13 +34,24 @@ class MemoryOption:
     max_tokens: int
 
 
-def plan_options(name_or_path: str, config: PlanConfig, *, gpu_memory: float) -> list[MemoryOption]:
+def plan_options(
+    name_or_path: str,
+    config: PlanConfig,
+    *,
+    gpu_memory: float,
+    progress: Callable[[MemoryOption], None] = lambda row: None,
+) -> list[MemoryOption]:
     """Plan the given settings, then add options that save memory, the cheapest in time and quality first.
+
+    What is trained stays the same: no option replaces the weights by adapters. Once a step holds the most tokens that
+    are searched for ([`MOST_TOKENS`][hf_bucketing.training.memory.planner.MOST_TOKENS]), nothing more is added.
 
     Args:
         name_or_path (`str`): Diffusers pipeline, on the hub or in a folder with the configurations of its models.
         config ([`PlanConfig`]): Settings to start from.
         gpu_memory (`float`): GiB of each device.
+        progress (callable): Function that gets each option as soon as it is planned, after some seconds, also one
+            that saves nothing.
 
     Returns:
         `list` of [`MemoryOption`]: Rows for the options that the model can have, and that save something.
@@ -54,7 +67,7 @@ def plan_options(name_or_path: str, config: PlanConfig, *, gpu_memory: float) ->
         except BucketingError:
             if not rows:
                 raise
-            continue  # the settings as given can be planned, so this model cannot have the option, such as adapters
+            continue  # the settings as given can be planned, so this model cannot have the option
         row = MemoryOption(
             name=name,
             config=settings,
@@ -62,27 +75,98 @@ def plan_options(name_or_path: str, config: PlanConfig, *, gpu_memory: float) ->
             saved=rows[-1].plan.total - plan.total if rows else 0,
             max_tokens=largest_tokens(components, settings, memory=gpu_memory * 2**30),
         )
+        progress(row)
         if not rows or row.saved > 0.001 * plan.total:
             rows.append(row)
+        if row.max_tokens + plan.shape.length // plan.shape.samples > MOST_TOKENS:
+            break
     return rows
+
+
+def best_option(rows: Sequence[MemoryOption], *, gpu_memory: float) -> MemoryOption:
+    """Return the first row that fits; where none does, the first that is tight, or the one that needs least.
+
+    Args:
+        rows (sequence of [`MemoryOption`]): Options, the cheapest first.
+        gpu_memory (`float`): GiB of each device.
+    """
+    for wanted in ("fits", "tight"):
+        for row in rows:
+            if verdict_on(row.plan.total, gpu_memory * 2**30) == wanted:
+                return row
+    return min(rows, key=lambda row: row.plan.total)
+
+
+def describe_verdict(row: MemoryOption, *, gpu_memory: float) -> str:
+    """Return in a sentence whether an option fits.
+
+    Args:
+        row ([`MemoryOption`]): The option.
+        gpu_memory (`float`): GiB of each device.
+    """
+    plan, verdict = row.plan, verdict_on(row.plan.total, gpu_memory * 2**30)
+    options = "as given" if row.name == AS_GIVEN else f'with the options up to "{row.name}"'
+    warning = f"; runs may take {PLAN_ERROR:.0%} more than planned" if verdict == "tight" else ""
+    return (
+        f"{verdict[0].upper()}{verdict[1:]}: {options}, {plan.shape.samples} x {plan.shape.size} per step are planned "
+        f"to take {format_bytes(plan.total)} of {gpu_memory:g} GiB{warning}."
+    )
+
+
+def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
+    """Return the commands of a run with the settings of an option: that which caches, if any, and that which trains.
+
+    Args:
+        name_or_path (`str`): Diffusers pipeline.
+        row ([`MemoryOption`]): The option.
+    """
+    planned, shape = flatten(row.config), row.plan.shape
+    if planned["batching"] == "pack" and planned["max_tokens"] is None:
+        planned["max_tokens"] = shape.length
+    if planned["max_tokens"] is not None:
+        del planned["train_batch_size"]
+    cached = planned["cached"] != "nothing"
+    processes = planned["num_processes"]
+    file = f"--config_file scripts/accelerate_configs/{planned['sharding']}.yaml " if processes > 1 else ""
+    launch = f"accelerate launch {file}--num_processes {processes}"
+    common = f"--pretrained_model_name_or_path {shlex.quote(name_or_path)}"
+    given = [
+        _flag(setting.name, planned[setting.name])
+        for setting in settings_in(TrainingConfig)
+        if setting.name in planned and planned[setting.name] != setting.default
+    ]
+    commands = []
+    if cached:
+        names = ("mixed_precision", "batching", "max_sequence_length", "vae_tiling")
+        of_cache = [flag for flag in given if flag.split()[0].removeprefix("--") in names]
+        folders = "--dataset_dir prepared --cache_dir cache --output_dir cached"
+        commands.append(" ".join([f"{launch} scripts/cache_latents.py", folders, common, *of_cache]))
+    folders = f"--dataset_dir {'cached' if cached else 'prepared'} --output_dir trained"
+    commands.append(" ".join([f"{launch} scripts/train_text_to_video.py", folders, common, *given]))
+    return commands
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
 
 
 def check_fits(rows: Sequence[MemoryOption], *, gpu_memory: float) -> None:
     """Raise BucketingError if no row fits, naming the one that needs least."""
-    least = min(rows, key=lambda row: row.plan.total)
-    if least.plan.total > gpu_memory * 2**30:
+    least = best_option(rows, gpu_memory=gpu_memory)
+    if verdict_on(least.plan.total, gpu_memory * 2**30) == "does not fit":
         plan, tokens = least.plan, least.max_tokens
         advice = f"Smaller samples (`sample_size`) of {tokens} tokens would fit" if tokens else "No sample would fit"
+        adapters = "" if least.config.adapters.lora_rank else ", or train adapters (`lora_rank=16`)"
         raise BucketingError(
             f"No combination fits in `gpu_memory={gpu_memory:g}` GiB: {plan.shape.samples} x {plan.shape.size} "
             f"({plan.shape.tokens} tokens) needs {format_bytes(plan.total)} with all of the options up to "
-            f'"{least.name}", highest in {plan.highest}. {advice}; else use GPUs with more memory.'
+            f'"{least.name}", highest in {plan.highest}. {advice}; else use GPUs with more memory{adapters}.'
         )
 
 
 def _ladder(components: Components, config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     """Iterate over names and settings, each with one more option that can be combined with those before."""
-    yield "as given", config
+    yield AS_GIVEN, config
     blocks = plan_components(components, config).blocks
     for name, values in _steps(config, blocks):
         now = flatten(config)
@@ -98,15 +182,13 @@ def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]
         ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.mixed_precision == "no" else {}),
         ("--gradient_checkpointing", {"gradient_checkpointing": True}),
     ]
-    has_adapters = config.adapters.lora_rank is not None
     if config.num_processes > 1:
         steps.append((f"FSDP2 over {config.num_processes} processes (fsdp2.yaml)", _FSDP))
-    if not has_adapters:
+    if config.adapters.lora_rank is None:
         steps += [("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"})]
         if config.mixed_precision != "fp16" and config.num_processes == 1:  # FSDP2 trains in float32
             steps += [("--trained_dtype bf16", {"trained_dtype": "bf16"})]
-        steps += [("--offload_activations", {"offload_activations": True})]
-        steps += [("--lora_rank 16", {"lora_rank": 16, "optimizer": "adamw", "trained_dtype": "float32"})]
+        return [*steps, ("--offload_activations", {"offload_activations": True})]
     quantized = {"sharding": "ddp", "gradient_checkpointing": True}
     return [
         *steps,
@@ -121,6 +203,9 @@ def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]
 
 
 _FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "trained_dtype": "float32"}
+
+AS_GIVEN = "as given"
+"""Name of the row of the settings as they are."""
 
 _COLUMNS = ("weights", "gradients", "optimizer", "averages", "activations", "text_encoder", "vae", "context")
 
@@ -144,7 +229,7 @@ def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict
             **{title: _gib(peak[name]) for title, name in zip(titles, columns, strict=True)},
             "total": _gib(row.plan.total),
             "saves": _gib(row.saved) if row.saved else "",
-            f"fits {gpu_memory:g} GiB": "yes" if row.plan.total <= gpu_memory * 2**30 else "no",
+            f"in {gpu_memory:g} GiB": verdict_on(row.plan.total, gpu_memory * 2**30),
             "most tokens per step": row.max_tokens,
         }
         for row, peak in zip(rows, peaks, strict=True)

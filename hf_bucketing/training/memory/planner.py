@@ -26,6 +26,18 @@ from .trackers import Kinds
 CUDA_CONTEXT = 2**30
 """Bytes that are counted for the CUDA context, workspaces of its libraries, and gaps between tensors."""
 
+PLAN_ERROR = 0.15
+"""Share by which runs may take more than planned. Those that were measured took 2 to 12 % more, on the CPU:
+scripts/benchmark_results/memory.json; fragmentation of a GPU's memory comes on top."""
+
+MOST_TOKENS = 2**20
+"""Tokens per process and step beyond which [`largest_tokens`] does not search, unless one sample has more."""
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+_SEARCHED = 8
+"""Steps that [`largest_tokens`] plans at most after those of one and two samples."""
+
 _FRAMES = 81
 _QUANTISED_MOMENT = 1 + 4 / 256
 """Bytes of an 8-bit moment of bitsandbytes: one, and a float32 scale per 256 numbers."""
@@ -186,6 +198,22 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return f"{self.peak} (highest in {self.highest})"
+
+
+def verdict_on(planned: float, memory: float) -> Verdict:
+    """Return whether a run fits in memory, where runs may take more than planned by [`PLAN_ERROR`].
+
+    Args:
+        planned (`float`): Bytes that are planned.
+        memory (`float`): Bytes of the device.
+
+    Example:
+        >>> [verdict_on(planned, 24) for planned in (20, 21.2, 25)]
+        ['fits', 'tight', 'does not fit']
+    """
+    if planned > memory:
+        return "does not fit"
+    return "fits" if planned * (1 + PLAN_ERROR) <= memory else "tight"
 
 
 def plan_memory(name_or_path: str, config: PlanConfig) -> MemoryPlan:
@@ -440,8 +468,8 @@ def _others(components: Components, config: PlanConfig, part: Part) -> Kinds:
     return Kinds(weights=weights)
 
 
-def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int | None = None) -> int:
-    """Return the most tokens per process and step that fit, in samples of the plan's size or a part of one.
+def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int = MOST_TOKENS) -> int:
+    """Return the most tokens per process and step that a plan holds, in samples of its size or a part of one.
 
     Memory is a line in the number of samples, drawn through one and two, and through one and what does not fit.
 
@@ -449,7 +477,8 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
         components ([`Components`]): Configurations of the pipeline.
         config ([`PlanConfig`]): What is planned for; its number of samples does not matter.
         memory (`float`): Bytes on each device.
-        at_most (`int`, *optional*): Tokens beyond which nothing is gained.
+        at_most (`int`): Tokens beyond which nothing is gained. The search ends at [`MOST_TOKENS`] in any case, or at
+            the tokens of one sample where those are more.
 
     Returns:
         `int`: Tokens, as `max_tokens` counts them; 0 if not even the weights fit.
@@ -459,16 +488,19 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
         return plan_components(components, replace(config, max_tokens=None, train_batch_size=samples))
 
     one = plan(1)
-    samples = _crossing(one, plan(2), memory)
-    if at_most is not None:
-        samples = min(samples, at_most / one.shape.length)
-    while 2 < samples < float("inf"):
+    length = one.shape.length
+    samples = min(_crossing(one, plan(2), memory), at_most / length, max(1.0, MOST_TOKENS / length))
+    for _ in range(_SEARCHED):
+        if samples <= 2:
+            break
         samples = math.floor(samples)
         more = plan(samples)
         if more.total <= memory:
             break
         samples = _crossing(one, more, memory)
-    return max(0, math.floor(samples * one.shape.length)) if samples < float("inf") else 0
+    else:
+        samples = min(samples, 2)  # as many fit, or there would have been no search
+    return max(0, math.floor(samples * length))
 
 
 def _crossing(one: MemoryPlan, more: MemoryPlan, memory: float) -> float:
