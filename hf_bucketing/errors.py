@@ -83,6 +83,10 @@ class PlanError(BucketingError):
     """An epoch cannot be planned: no usable sample, or one that fits no batch."""
 
 
+class OversizeError(PlanError):
+    """A sample exceeds the limit of a batch by itself."""
+
+
 class PackingError(BucketingError):
     """Samples, texts and timesteps do not make a pack, or a model cannot run one."""
 

@@ -7,7 +7,9 @@ python scripts/prepare_dataset.py --dataset demo/media --pretrained_model_name_o
 import argparse
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
+from hf_bucketing.buckets.table import BucketTable
 from hf_bucketing.columns import column_array
 from hf_bucketing.columns.preparation import SourceConfig, prepare
 from hf_bucketing.columns.prepared_stream import prepare_stream
@@ -18,10 +20,10 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.report import count_sources, describe_assignment, describe_sources
+from hf_bucketing.report import count_sources, describe_assignment, describe_packed_frames, describe_sources
 
 SIZES = ("num_frames", "height", "width")
-OWN = ("pretrained_model_name_or_path", "max_frames", "num_proc", "overwrite", "output_dir")
+OWN = ("pretrained_model_name_or_path", "num_proc", "overwrite", "output_dir")
 
 
 def make_parser() -> FlagParser:
@@ -31,7 +33,6 @@ def make_parser() -> FlagParser:
         required=True,
         help="Pipeline to prepare for, on the hub or in a folder; only its configuration is read.",
     )
-    parser.add_argument("--max_frames", type=int, help="Number of frames that packed samples are cut to.")
     parser.add_argument("--num_proc", type=int, help="Processes that read file headers (default: this one).")
     parser.add_argument(
         "--overwrite", action="store_true", help="Replace bucket columns, such as aspect_ratio, that the data set has."
@@ -59,32 +60,32 @@ def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
+
+    def table_of_frames(frames: int) -> BucketTable:
+        return replace(sources[0].table, bucket_frames=[frames]).make(spec, native_sizes=recipe.native_sizes)
+
+    shared: dict[str, Any] = {"spec": spec, "rule": sources[0].rule}
+    if len(sources) == 1 and sources[0].table.table is None:
+        shared["table_of_frames"] = table_of_frames
     if args.streaming:
         if len(sources) > 1:
             raise FlagError("A stream has one source; prepare each as a stream of its own.")
-        source = sources[0]
-        stream, columns = prepare_stream(
-            source, spec=spec, native_sizes=recipe.native_sizes, max_frames=args.max_frames, say=print
-        )
+        stream, columns = prepare_stream(sources[0], spec=spec, native_sizes=recipe.native_sizes, say=print)
         stream.save(args.output_dir)
         print(f"A sample, the first {stream.sample.rows} rows; the others are assigned while training reads them:")
         named = columns["file"]
         print(
             describe_assignment(
-                columns,
-                table=stream.table,
-                spec=spec,
-                rule=source.rule,
-                name_rows=lambda rows: [named[row] for row in rows],
+                columns, table=stream.table, name_rows=lambda rows: [named[row] for row in rows], **shared
             )
         )
+        print(describe_packed_frames(columns["num_frames"], stream.open_table))
         print(f"Saved the description of the stream to {args.output_dir}")
         return
     prepared = prepare(
         sources,
         spec=spec,
         native_sizes=recipe.native_sizes,
-        max_frames=args.max_frames,
         num_proc=args.num_proc,
         overwrite=args.overwrite,
     )
@@ -92,8 +93,8 @@ def main(args: argparse.Namespace) -> None:
     settings = {"prepare_dataset": given, SOURCES: settings_of_sources(sources)}
     replace(prepared, settings=settings).save(args.output_dir)
     columns = {name: column_array(prepared.dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
-    rule = sources[0].rule
-    print(describe_assignment(columns, table=prepared.table, spec=spec, rule=rule, name_rows=prepared.file_names))
+    print(describe_assignment(columns, table=prepared.table, name_rows=prepared.file_names, **shared))
+    print(describe_packed_frames(columns["num_frames"], prepared.open_table))
     if prepared.sources is not None:
         print(describe_sources(count_sources(**prepared.source_columns())))
     print(f"Saved to {args.output_dir}")

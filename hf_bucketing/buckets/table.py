@@ -79,6 +79,11 @@ class BucketTable:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    @property
+    def max_frames(self) -> int:
+        """Frames of the longest bucket."""
+        return max(size.frames for size in self.sizes)
+
     def size(self, bucket_id: int) -> Size:
         """Return the size of a bucket.
 

@@ -59,9 +59,12 @@ class TableConfig:
         max_aspect_ratio (`float`): Largest ratio of the longer to the shorter side of token buckets.
         image_sizes (`"own"` or `"video"`): Whether images are trained at buckets of one frame, or packed at their own
             size, or both at the sizes of videos.
+        max_frames (`int`, `"table"` or `"none"`): Most frames that a sample keeps in packs: a number, those of the
+            longest bucket, or all that it has.
 
     Raises:
         FlagError: Unless one of `bucket_tokens`, `buckets` and `table` is given.
+        BucketingError: If `max_frames` is not as described.
     """
 
     bucket_tokens: list[int] | None = field(default=None, metadata={"parse": numbers, "argument": "tokens"})
@@ -74,9 +77,14 @@ class TableConfig:
     aspect_step: float = 0.08
     max_aspect_ratio: float = 2.5
     image_sizes: Literal["own", "video"] = "own"
+    max_frames: int | Literal["table", "none"] = "table"
 
     def __post_init__(self) -> None:
         check_literals(self)
+        if self.max_frames not in ("table", "none") and (not isinstance(self.max_frames, int) or self.max_frames < 1):
+            raise BucketingError(
+                f'`max_frames` must be a number of frames of at least 1, "table" or "none", got {self.max_frames!r}.'
+            )
         if sum(option is not None for option in (self.bucket_tokens, self.buckets, self.table)) != 1:
             raise FlagError("Give one of --bucket_tokens, --buckets and --table.")
 
@@ -96,6 +104,11 @@ class TableConfig:
                 aspect_step=self.aspect_step,
             )
         return table.images_at_video_sizes() if self.image_sizes == "video" else table
+
+    def make_open(self, spec: LatentSpec, table: BucketTable) -> OpenTable:
+        """Return the table of the sizes in packs, beside the bucket table of a data set."""
+        limits = {"table": table.max_frames, "none": None}
+        return open_table(spec, max_frames=limits.get(self.max_frames, self.max_frames))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +299,6 @@ def prepare(
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
-    max_frames: int | None = None,
     num_proc: int | None = None,
     overwrite: bool = False,
     say: Callable[[str], None] = print,
@@ -300,7 +312,6 @@ def prepare(
         sources ([`SourceConfig`] or several): What to read, and its bucket table.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
-        max_frames (`int`, *optional*): Number of frames that packed samples are cut to.
         num_proc (`int`, *optional*): Processes that read file headers; by default this one.
         overwrite (`bool`): Whether bucket columns that the data set already has are replaced.
         say (callable): Called with each sentence about what was found.
@@ -316,7 +327,7 @@ def prepare(
     table, ids = union_of_tables(tables)
     parts: dict[str, MediaDataset] = {}
     for name, config, own in zip(names, configs, tables, strict=True):
-        clips = config.clip_rule(max(size.frames for size in own.sizes))
+        clips = config.clip_rule(own.max_frames)
         loaded = read_source(config, clips=clips, num_proc=num_proc, say=say)
         if not len(loaded.dataset):
             raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
@@ -335,7 +346,7 @@ def prepare(
     dataset = rows.dataset
     if weights is not None:
         dataset = with_columns(dataset, {ROW_WEIGHT: weights}, features=Features({ROW_WEIGHT: Value("float64")}))
-    packed: OpenTable = open_table(spec, max_frames=max_frames)
+    packed = configs[0].table.make_open(spec, table)
     if configs[0].table.image_sizes == "video":
         sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))
         packed = packed.images_at_video_sizes(*sizes, rule=configs[0].rule)
@@ -351,7 +362,9 @@ def prepare(
 
 
 def check_alike(configs: Sequence[SourceConfig]) -> None:
-    """Raise BucketingError if sources differ in what all rows of a data set share: how images get their sizes."""
+    """Raise BucketingError if sources differ in what all rows of a data set share: the rules of their packs."""
+    if len({config.table.max_frames for config in configs}) > 1:
+        raise BucketingError("`max_frames` must be the same for all sources, as packs of all of them share it.")
     kinds = {config.table.image_sizes for config in configs}
     if len(kinds) > 1:
         raise BucketingError(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from datasets import Dataset, Image, IterableDataset
 
 from ..buckets.assignment import AssignmentRule, count_rejections
-from ..buckets.open_table import OpenTable, open_table
+from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, quoted
@@ -56,7 +56,7 @@ _USED = (
         "aspect_step",
     ),
     *("first_frame_column", "last_frame_column", "control_column", "mask_column", "reference_column"),
-    *("max_aspect_ratio", *(part.name for part in fields(AssignmentRule))),
+    *("max_aspect_ratio", "max_frames", *(part.name for part in fields(AssignmentRule))),
 )
 """Settings of a source that a stream takes; each of the others needs all rows."""
 
@@ -210,7 +210,6 @@ def prepare_stream(
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
-    max_frames: int | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[PreparedStream, Columns]:
     """Check the first rows of a source and describe it as a stream; the other rows are not read.
@@ -219,7 +218,6 @@ def prepare_stream(
         config ([`SourceConfig`][hf_bucketing.columns.preparation.SourceConfig]): What to read, and its bucket table.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
-        max_frames (`int`, *optional*): Number of frames that packed samples are cut to.
         say (callable): Called with each sentence about what was found.
 
     Returns:
@@ -237,7 +235,7 @@ def prepare_stream(
     texts = (config.media_column, config.caption_column)
     dataset = open_rows(config.dataset, split=config.split, config_name=config.dataset_config_name, texts=texts)
     rows = first_rows(dataset, name=config.dataset)
-    clips = config.clip_rule(max(size.frames for size in table.sizes))
+    clips = config.clip_rule(table.max_frames)
     source = StreamSource(
         dataset=os.path.abspath(config.dataset) if local_root(config.dataset) is not None else config.dataset,
         config_name=config.dataset_config_name,
@@ -273,7 +271,7 @@ def prepare_stream(
     prepared = PreparedStream(
         source=source,
         table=table,
-        open_table=open_table(spec, max_frames=max_frames),
+        open_table=config.table.make_open(spec, table),
         rule=config.rule,
         num_shards=dataset.num_shards,
         sample=StreamSample.of(rows, columns),

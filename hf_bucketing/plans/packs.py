@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.cost import CostModel
-from ..errors import PlanError, refuse_old_names
+from ..errors import OversizeError, PlanError, refuse_old_names
 from ..randomness import Purpose
 from ..settings import check_at_least, plain_number
 from .assemble import unbucketed_plan
@@ -21,6 +21,9 @@ from .epoch import PACKED, EpochPlan
 from .rows import EpochRows, Oversize, PlanConfig, check_positive, column_of, epoch_rows
 
 Balance = Literal["none", "cost"]
+
+SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clips of scripts/prepare_dataset.py)"
+"""Advice on samples that exceed a limit, where their frames are not known."""
 
 OLD_NAMES = {"capacity": "max_tokens", "multiple": "strip_length"}
 
@@ -149,10 +152,15 @@ def sample_spans(
         worst = int(np.where(over, spans, -1).argmax())
         name = "max_tokens" if spans[worst] > config.max_tokens else "max_cost"
         strips = f", in strips of {config.strip_length}," if num_tokens[worst] % config.strip_length else ""
-        raise PlanError(
+        raise OversizeError(
             f"Row {worst} takes {spans[worst]} tokens{strips} and exceeds `{name}={getattr(config, name)}` "
             f"({np.count_nonzero(over)} rows do).",
-            advice=[f"raise `{name}`", "use smaller sizes", 'give `oversize="own_batch"` or `oversize="drop"`'],
+            advice=[
+                f"raise `{name}` to {spans[worst]}" if name == "max_tokens" else f"raise `{name}`",
+                SHORTEN,
+                "use smaller sizes",
+                'give `oversize="own_batch"` or `oversize="drop"`',
+            ],
         )
     return spans, over
 

@@ -6,7 +6,7 @@ from .figures import draw_figures
 from .measure import AssignedColumns, ReportConfig, SizeColumns
 from .page import render_page
 from .sources import SourceUse, count_sources, describe_sources
-from .text import describe_assignment, format_ladders, format_report
+from .text import describe_assignment, describe_packed_frames, format_ladders, format_report
 
 __all__ = [
     "AssignedColumns",
@@ -21,6 +21,7 @@ __all__ = [
     "count_kept",
     "count_sources",
     "describe_assignment",
+    "describe_packed_frames",
     "describe_sources",
     "draw_figures",
     "format_ladders",

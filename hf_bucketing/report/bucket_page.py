@@ -14,7 +14,7 @@ from .figures import MAX_BARS
 from .measure import BucketUse
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table
 from .sources import SourceUse, source_cells
-from .text import own_sizes, percent, short_number, size_label
+from .text import describe_cut_samples, own_sizes, percent, short_number, size_label
 
 _NAMED = ("bucket", "id", "width ÷ height")
 """Columns that name a bucket, whose cells are those of `_named`."""
@@ -157,6 +157,8 @@ def _buckets(report: Report) -> list[Block]:
     blocks: list[Block] = []
     if used:
         blocks += [_bucket_chart(used[:MAX_BARS], report), *_bucket_tables(used, report)]
+        if (cut := report.buckets.cut_short) is not None:
+            blocks.append(Paragraphs(texts=[describe_cut_samples(cut, name=f"row {cut.row}")], warning=True))
     else:
         blocks.append(Paragraphs(texts=["No bucket holds a sample."]))
     empty = [one for one in report.buckets.buckets if not one.num_samples]

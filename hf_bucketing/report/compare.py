@@ -139,6 +139,7 @@ def make_report(
     spec: LatentSpec,
     config: ReportConfig | None = None,
     assigned: AssignedColumns | None = None,
+    max_frames: int | None = None,
 ) -> Report:
     """Report what a bucket table does to a data set, and how padding, bucketing and packing compare on it.
 
@@ -149,13 +150,15 @@ def make_report(
         config ([`ReportConfig`], *optional*): Settings of the plans.
         assigned ([`AssignedColumns`], *optional*): Buckets that the rows have; by default they are assigned anew, by
             `config.rule`.
+        max_frames (`int`, *optional*): Most frames of a sample in padding and packing, those of the
+            [`OpenTable`][hf_bucketing.OpenTable] that packs are trained with; by default a sample keeps all.
 
     Raises:
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
         PlanError: If a sample exceeds `config.max_tokens`.
     """
     config = config or ReportConfig()
-    subject = read_subject(columns, table, spec=spec, config=config, assigned=assigned)
+    subject = read_subject(columns, table, spec=spec, config=config, assigned=assigned, max_frames=max_frames)
     return Report(
         config=config,
         spec=spec,
@@ -165,7 +168,9 @@ def make_report(
         tokens=token_histogram(subject),
         sizes=size_histogram(subject),
         durations=duration_histogram(subject, columns.fps),
-        rejected=explain_rejections(subject.sizes, subject.bucketed.rejection, table=table, rule=config.rule),
+        rejected=explain_rejections(
+            subject.sizes, subject.bucketed.rejection, table=table, rule=config.rule, spec=spec
+        ),
         worst_crops=worst_crops(subject),
     )
 

@@ -119,6 +119,10 @@ class Sizes(NamedTuple):
     heights: IntArray
     widths: IntArray
 
+    def select(self, rows: IntArray) -> Sizes:
+        """Return the sizes of some samples."""
+        return Sizes(*(column[rows] for column in self))
+
 
 class Targets(NamedTuple):
     """Target of each sample; every array has shape `(n,)`.
@@ -166,6 +170,31 @@ class AssignedColumns(NamedTuple):
     rejection: npt.NDArray[Any]
 
 
+class CutSamples(NamedTuple):
+    """Samples of which buckets keep less than half of the frames.
+
+    Attributes:
+        samples: Number of these samples.
+        row: The sample that keeps the smallest share.
+        kept: Frames that it keeps.
+        frames: Frames that it has.
+    """
+
+    samples: int
+    row: int
+    kept: int
+    frames: int
+
+
+def samples_cut_short(sizes: Sizes, targets: Targets) -> CutSamples | None:
+    """Return which samples lose more than half of their frames to their buckets; None if none does."""
+    rows = np.flatnonzero(has_bucket(targets.bucket_id) & (targets.kept_frames < 0.5))
+    if not len(rows):
+        return None
+    row = int(rows[targets.kept_frames[rows].argmin()])
+    return CutSamples(len(rows), row, int(targets.sizes.frames[row]), int(sizes.frames[row]))
+
+
 def read_subject(
     columns: SizeColumns,
     table: BucketTable,
@@ -173,6 +202,7 @@ def read_subject(
     spec: LatentSpec,
     config: ReportConfig,
     assigned: AssignedColumns | None = None,
+    max_frames: int | None = None,
 ) -> Subject:
     """Read the columns and find the targets of all samples; raises what `make_report` raises."""
     sizes = read_sizes(columns)
@@ -182,7 +212,7 @@ def read_subject(
         bucketed = assigned_targets(
             sizes, assigned.bucket_id.astype(np.int32), assigned.rejection, table=table, spec=spec
         )
-    own = own_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config))
+    own = own_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config), max_frames=max_frames)
     return Subject(sizes, bucketed, own, table, spec, config)
 
 
@@ -232,10 +262,16 @@ def _area_limits(frames: IntArray, table: BucketTable, config: ReportConfig) -> 
     return np.array([*areas.values()])[np.maximum(positions, 0)]
 
 
-def own_targets(sizes: Sizes, *, spec: LatentSpec, max_area: IntArray | int | None) -> Targets:
-    """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `max_area` pixels."""
+def own_targets(
+    sizes: Sizes, *, spec: LatentSpec, max_area: IntArray | int | None, max_frames: int | None = None
+) -> Targets:
+    """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `max_area` pixels.
+
+    Samples keep at most `max_frames`.
+    """
     shrunk = sizes if max_area is None else _shrink(sizes, max_area)
-    table = open_table(spec)
+    table = open_table(spec, max_frames=max_frames)
+    shrunk = shrunk._replace(frames=table.cut(shrunk.frames))
     result = table.assign(*shrunk)
     usable = has_bucket(result.bucket_id)
     targets = Sizes(*spec.snap_arrays(*(np.where(usable, column, 1) for column in shrunk)))
@@ -347,6 +383,7 @@ class BucketReport:
         aspect_difference ([`Spread`]): |aspect ratio of a sample − aspect ratio of its bucket|, as NovelAI prints it.
         kept_area (`float`): Mean over all samples with a bucket, as in [`BucketUse`]; NaN if there is none.
         enlarged (`int`): Samples that their bucket enlarges.
+        cut_short ([`CutSamples`], *optional*): Samples that lose more than half of their frames; None if none does.
         num_steps (`int`): Steps of an epoch, on each process.
         mixed_steps (`int`): Steps whose processes hold several buckets.
         buckets (`tuple[BucketUse, ...]`): All buckets, in the order of the table.
@@ -359,6 +396,7 @@ class BucketReport:
     aspect_difference: Spread
     kept_area: float
     enlarged: int
+    cut_short: CutSamples | None
     num_steps: int
     mixed_steps: int
     buckets: tuple[BucketUse, ...]
@@ -383,6 +421,7 @@ def measure_buckets(subject: Subject) -> BucketReport:
         aspect_difference=_spread(np.abs(ratio - target_ratio)),
         kept_area=mean(targets.kept_area[rows]),
         enlarged=int(np.count_nonzero(targets.scale[rows] > 1)),
+        cut_short=samples_cut_short(sizes, targets),
         num_steps=plan.num_steps,
         mixed_steps=plan.num_mixed_steps,
         buckets=_uses(subject, plan),

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..buckets.arrays import whole_column
 from ..buckets.assignment import AssignmentRule
+from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from .compare import LadderReport, Report
@@ -18,6 +19,7 @@ from .measure import (
     BucketReport,
     BucketUse,
     CostUnits,
+    CutSamples,
     ReportConfig,
     SizeColumns,
     Spread,
@@ -25,6 +27,7 @@ from .measure import (
     largest_areas,
     mean,
     read_sizes,
+    samples_cut_short,
 )
 from .rejections import explain_rejections
 
@@ -70,10 +73,20 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
 
 
+def describe_cut_samples(cut: CutSamples, *, name: str) -> str:
+    """Return how many samples lose more than half of their frames, and which one most, by its name."""
+    lose = "1 sample loses" if cut.samples == 1 else f"{cut.samples:,} samples lose"
+    return (
+        f"{lose} more than half of the frames: {name} keeps {cut.kept:,} of {cut.frames:,}. --clips all of "
+        "scripts/prepare_dataset.py makes several samples of a long video."
+    )
+
+
 def _summary(report: BucketReport) -> str:
     def spread(values: Spread) -> Line:
         return tuple("–" if math.isnan(value) else f"{value:.4f}" for value in values)
 
+    cut = report.cut_short
     errors = align([
         ("aspect error", "mean", "median", "max"),
         ("  |ln(aspect ratio ÷ bucket's)|", *spread(report.aspect_error)),
@@ -85,6 +98,7 @@ def _summary(report: BucketReport) -> str:
         f"rejected by reason: {_counts(report.rejections)}",
         errors,
         f"kept area {percent(report.kept_area)} (mean), enlarged {report.enlarged:,} samples",
+        *([] if cut is None else [describe_cut_samples(cut, name=f"row {cut.row}")]),
     ])  # fmt: skip
 
 
@@ -183,6 +197,7 @@ def describe_assignment(
     spec: LatentSpec,
     rule: AssignmentRule,
     name_rows: Callable[[Sequence[int]], Sequence[str]],
+    table_of_frames: Callable[[int], BucketTable] | None = None,
 ) -> str:
     """Return the buckets in use, the fullest first, then each kind of rejection with three file names and a remedy.
 
@@ -193,6 +208,8 @@ def describe_assignment(
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Rule by which the rows were assigned.
         name_rows (callable): Function from row numbers to the names of their files.
+        table_of_frames (callable, *optional*): Function from a number of frames to the table that would have it, to
+            count what it would keep of samples that are too short; by default it has the sizes of `table`.
 
     Raises:
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
@@ -204,7 +221,7 @@ def describe_assignment(
     used, starts = np.unique(ids[by_bucket], return_index=True)
     parts = []
     if len(used):
-        lines: list[Line] = [("bucket", "rows", "kept area", "scale", "enlarged", "tokens")]
+        lines: list[Line] = [("bucket", "rows", "kept area", "kept frames", "scale", "enlarged", "tokens")]
         for own in sorted(np.split(by_bucket, starts[1:]), key=len, reverse=True):
             scale = targets.scale[own]
             low, high = f"{scale.min():.2f}", f"{scale.max():.2f}"
@@ -212,16 +229,24 @@ def describe_assignment(
                 size_label(table.size(int(ids[own[0]]))),
                 f"{len(own):,}",
                 percent(mean(targets.kept_area[own])),
+                percent(mean(targets.kept_frames[own])),
                 low if low == high else f"{low}–{high}",
                 f"{np.count_nonzero(scale > 1):,}",
                 f"{targets.num_tokens[own[0]]:,}",
             ))  # fmt: skip
         parts.append(align(lines))
-        parts.append("kept area: mean share of a frame inside the bucket; scale: least to largest factor of the sides")
+        parts.append(
+            "kept area: mean share of a frame inside the bucket; kept frames: mean share of the frames that it has; "
+            "scale: least to largest factor of the sides"
+        )
     kept = ids >= 0
     area = f", kept area {percent(mean(targets.kept_area[kept]))} on average" if kept.any() else ""
     parts.append(f"{int(kept.sum()):,} of {len(ids):,} rows assigned to {len(used):,} of {len(table):,} buckets{area}")
-    for reason in explain_rejections(sizes, rejection, table=table, rule=rule):
+    if (cut := samples_cut_short(sizes, targets)) is not None:
+        parts.append(describe_cut_samples(cut, name=name_rows([cut.row])[0]))
+    for reason in explain_rejections(
+        sizes, rejection, table=table, rule=rule, spec=spec, table_of_frames=table_of_frames
+    ):
         names = ", ".join(name_rows(reason.examples)) + (", …" if reason.count > len(reason.examples) else "")
         noun = "row" if reason.count == 1 else "rows"
         parts.append(
@@ -229,6 +254,17 @@ def describe_assignment(
             f"    to keep them: {reason.remedy}"
         )
     return "\n".join(parts)
+
+
+def describe_packed_frames(frames: npt.ArrayLike, table: OpenTable) -> str:
+    """Return how many frames samples keep in packs, and how many samples are longer; `frames` are those of all."""
+    if table.max_frames is None:
+        return "In packs, samples keep all their frames."
+    longer = int(np.count_nonzero(np.asarray(frames) > table.max_frames))
+    return (
+        f"In packs, samples keep at most {table.max_frames:,} frames (--max_frames); {longer:,} of "
+        f"{np.size(frames):,} rows have more."
+    )
 
 
 def format_ladders(reports: Sequence[LadderReport]) -> str:

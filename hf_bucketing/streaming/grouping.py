@@ -16,9 +16,10 @@ from ..buckets.arrays import IntArray
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import PlanError, refuse_old_names
+from ..errors import OversizeError, PlanError, refuse_old_names
 from ..loaders.state import settings
 from ..plans.bin_packing import FirstFit, Limits
+from ..plans.packs import SHORTEN
 from ..settings import check_at_least, check_types
 
 Row = Mapping[str, Any]
@@ -232,9 +233,10 @@ class PackGrouping:
             span = -(-tokens // self.strip_length) * self.strip_length + self.text_tokens * (tokens > 0)
             if span > self.max_tokens:
                 strips = f", in strips of {self.strip_length}," if tokens % self.strip_length else ""
-                raise PlanError(
+                raise OversizeError(
                     f"Row {row.get('index', 'without an index')} takes {span} tokens{strips} and exceeds "
-                    f"max_tokens={self.max_tokens}; raise max_tokens, or filter such rows out of the stream."
+                    f"`max_tokens={self.max_tokens}`.",
+                    advice=["raise `max_tokens`", SHORTEN, "filter such rows out of the stream"],
                 )
             spans.append(span if span > 0 else None)
         return spans

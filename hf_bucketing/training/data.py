@@ -28,7 +28,7 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, SourceRows
 from ..columns.prepared_stream import PreparedStream
-from ..errors import BucketingError, quoted
+from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
 from ..loaders.collators import BucketCollator, PackCollator
@@ -43,8 +43,9 @@ from ..media.conditions import MASK
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..plans.epoch import EpochPlan
+from ..plans.packs import PackPlanConfig, sample_spans
 from ..settings import changed, flatten, not_default
-from .config import TrainingConfig
+from .config import BatchConfig, TrainingConfig
 from .held_out import check_apart, split_rows
 
 UNREADABLE = "unreadable.jsonl"
@@ -292,17 +293,21 @@ def _data_of(
         assert batches.token_limit is not None, "BatchConfig checks it"
         sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
-        sampler = PackBatchSampler(
-            num_tokens if resize is None else resize.token_counter(**sizes),
-            max_tokens=batches.token_limit,
-            strip_length=batches.strip_length,
-            strategy=batches.pack_strategy,
-            balance=batches.balance,
-            cost_model=cost_model if batches.balance == "cost" else None,
-            accumulation_steps=config.gradient_accumulation_steps,
-            oversize="own_batch" if evaluation else "error",  # without gradients, a longer sample takes less memory
-            **common,
-        )
+        try:
+            sampler = PackBatchSampler(
+                num_tokens if resize is None else resize.token_counter(**sizes),
+                max_tokens=batches.token_limit,
+                strip_length=batches.strip_length,
+                strategy=batches.pack_strategy,
+                balance=batches.balance,
+                cost_model=cost_model if batches.balance == "cost" else None,
+                accumulation_steps=config.gradient_accumulation_steps,
+                oversize="own_batch" if evaluation else "error",  # without gradients, it takes less memory
+                **common,
+            )
+        except OversizeError as error:
+            advice = _frames_that_fit(prepared, spec=spec, config=batches, text_tokens=text_tokens)
+            raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
     collator = _make_collator(config, prepared, table=table, resize=resize)
     empty_text = None
     if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
@@ -333,6 +338,39 @@ def _data_of(
         conditions=tuple(prepared.conditions),
         sources=prepared.sources,
     )
+
+
+def _frames_that_fit(
+    prepared: PreparedDataset, *, spec: LatentSpec, config: BatchConfig, text_tokens: int
+) -> list[str]:
+    """Return advice on rows whose tokens exceed `max_tokens`: numbers of frames, with the rows that each keeps."""
+    assert config.token_limit is not None, "BatchConfig checks it"
+    rows = np.stack([column_array(prepared.dataset, name) for name in ("num_frames", "height", "width")])
+    limits = PackPlanConfig(max_tokens=config.token_limit, strip_length=config.strip_length, oversize="own_batch")
+    sizes, of_row = np.unique(rows, axis=1, return_inverse=True)
+
+    def fitting(max_frames: int) -> int:
+        table = dataclasses.replace(prepared.open_table, max_frames=max_frames)
+        ids = table.assign(*sizes).bucket_id.astype(np.int64)
+        own = table.num_tokens(ids, spec=spec)
+        tokens = counted_tokens(ids, own, table=table, spec=spec, drop=config.token_drop)
+        _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
+        return int(np.count_nonzero(((tokens > 0) & ~over)[of_row.ravel()]))
+
+    longest = int(prepared.open_table.cut(rows[0]).max())
+    valid = sorted({spec.snap(Size(frames, 1, 1)).frames for frames in range(1, longest + 1)}, reverse=True)
+    most_frames: dict[int, int] = {}
+    for frames in valid:
+        most_frames.setdefault(fitting(frames), frames)
+    most_frames.pop(fitting(longest))  # as many rows as now
+    if not most_frames:
+        return ["use smaller files"]
+    fewest, most = min(most_frames), max(most_frames)
+    options = [f"--max_frames {most_frames[rows]} (keeps {rows:,} rows)" for rows in dict.fromkeys((fewest, most))]
+    return [
+        f"prepare again with {' or '.join(options)}",
+        f"with --clips all --clip_frames {most_frames[most]} beside it, which makes several samples of a long video",
+    ]
 
 
 def check_prepared(

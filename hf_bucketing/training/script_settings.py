@@ -25,7 +25,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
     cache = {*names_of(CacheConfig)} - {"folder"}
     report = {*names_of(ReportConfig)} - {"metric"}
     names = {
-        "prepare_dataset": {*source, pipeline, "max_frames", "num_proc", "overwrite", "streaming", "output_dir"},
+        "prepare_dataset": {*source, pipeline, "num_proc", "overwrite", "streaming", "output_dir"},
         "cache_latents": {*cache, pipeline, "dataset_dir", "cache_dir", "output_dir", "mixed_precision", "vae_tiling"}
         | {"max_sequence_length"},
         "train_text_to_video": {*names_of(TrainingConfig)},

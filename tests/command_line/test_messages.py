@@ -45,11 +45,14 @@ def training_flags() -> dict[str, str]:
 
 
 def test_a_message_names_arguments_in_python_and_only_flags_that_exist_in_scripts() -> None:
-    with pytest.raises(PlanError, match=r'`max_tokens=64`.*Raise `max_tokens`.*give `oversize="own_batch"`') as caught:
+    with pytest.raises(
+        PlanError, match=r'`max_tokens=64`.*Raise `max_tokens` to 128.*give `oversize="own_batch"`'
+    ) as caught:
         plan_packs(np.array([10, 100]), PackPlanConfig(max_tokens=64), epoch=0, num_processes=1)
     said = caught.value.in_flags(training_flags())
     assert "exceeds --max_tokens 64" in said
-    assert said.endswith("Raise --max_tokens, or use smaller sizes.")
+    assert "Raise --max_tokens to 128, or cut long videos with max_frames of open_table" in said
+    assert said.endswith("or use smaller sizes.")
     assert pickle.loads(pickle.dumps(caught.value)).in_flags(training_flags()) == said
 
 

@@ -14,12 +14,12 @@ from accelerate import PartialState
 from datasets import Dataset
 from PIL import Image
 
-from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, PlanError, Rejection, Size
+from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, PlanError, Rejection, Size, open_table
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import BucketBatchSampler, PackBatchSampler
 from hf_bucketing.models.registry import recipes
-from hf_bucketing.report import describe_assignment
+from hf_bucketing.report import describe_assignment, describe_packed_frames
 from tests.conftest import run_script_here
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -123,8 +123,8 @@ def test_preparing_prints_buckets_and_names_rejected_files_with_the_option_that_
 ) -> None:
     lines = prepare(images, pipeline_dir, tmp_path / "out").stdout.splitlines()
     cells = [line.split() for line in lines]
-    assert ["480×832", "1", "100.0%", "1.00", "0", "1,560"] in cells
-    assert ["720×1280", "1", "100.0%", "1.00", "0", "3,600"] in cells
+    assert ["480×832", "1", "100.0%", "100.0%", "1.00", "0", "1,560"] in cells
+    assert ["720×1280", "1", "100.0%", "100.0%", "1.00", "0", "3,600"] in cells
     text = "\n".join(lines)
     assert "3 of 7 rows assigned to 3 of" in text
     assert "2 rows rejected: too_small (every bucket near their aspect ratio would enlarge them): small.png" in text
@@ -149,6 +149,41 @@ def test_a_remedy_is_named_for_every_reason_of_rejection() -> None:
         assert line.endswith(f"row {row}")
     assert text.count("\n    to keep them: ") == len(reasons)
     assert "to keep them: ," not in text
+
+
+def described(sizes: list[tuple[int, int, int]], table: BucketTable, **options: object) -> str:
+    columns = dict(zip(("num_frames", "height", "width"), map(np.array, zip(*sizes, strict=True)), strict=True))
+    assigned = table.assign(*columns.values())
+    columns |= {"bucket_id": assigned.bucket_id, "rejection": assigned.rejection}
+    names = {"name_rows": lambda rows: [f"clip{row}.mp4" for row in rows], "rule": AssignmentRule()}
+    return describe_assignment(columns, table=table, spec=WAN, **names, **options)
+
+
+def test_the_kept_share_of_frames_is_a_column_and_long_samples_are_named_with_clips() -> None:
+    text = described([(9, 64, 64), (12, 64, 64), (28, 64, 64), (90, 64, 64)], TABLE)
+    cells = [line.split() for line in text.splitlines()]
+    assert cells[0] == ["bucket", "rows", "kept", "area", "kept", "frames", "scale", "enlarged", "tokens"]
+    assert cells[1][3] == "54.3%", "the mean of 9/9, 9/12, 9/28 and 9/90"
+    assert "2 samples lose more than half of the frames: clip3.mp4 keeps 9 of 90. --clips all" in text
+    assert "lose" not in described([(9, 64, 64), (18, 64, 64)], TABLE)
+
+
+def test_the_hint_for_too_short_counts_what_numbers_of_frames_would_keep() -> None:
+    sizes = [(1, 64, 64)] * 2 + [(3, 64, 64), (6, 64, 64), (8, 48, 48), (14, 64, 64), (15, 64, 64)]
+    long = BucketTable.parse("64,64", frames=[17])
+    remedy = "to keep them: add to --bucket_frames, or to the --table: 1 (keeps 2), 13 (keeps 2), 5 (keeps 3)"
+    assert remedy in described(sizes, long)
+    small = lambda frames: BucketTable.parse("32,32", frames=[frames])  # noqa: E731
+    assert "1 (keeps 2), 13 (keeps 2), 5 (keeps 4)" in described(sizes, long, table_of_frames=small)
+    assert "to keep them: remove them" in described([(3, 64, 64)], long)
+
+
+@pytest.mark.parametrize(("max_frames", "sentence"), [
+    (17, "In packs, samples keep at most 17 frames (--max_frames); 2 of 4 rows have more."),
+    (None, "In packs, samples keep all their frames."),
+])  # fmt: skip
+def test_preparing_says_how_many_frames_samples_keep_in_packs(max_frames: int | None, sentence: str) -> None:
+    assert describe_packed_frames([1, 17, 18, 90], open_table(WAN, max_frames=max_frames)) == sentence
 
 
 def test_own_sizes_and_the_step_of_token_buckets_are_flags(images: Path, pipeline_dir: Path, tmp_path: Path) -> None:

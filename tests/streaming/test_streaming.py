@@ -349,7 +349,7 @@ def test_what_cannot_work_is_an_error() -> None:
         resume(accelerator, DataLoader(batcher(), batch_size=None, num_workers=1, in_order=False))
     with pytest.raises(PlanError, match="process 1 of 2"):
         resume(accelerator, batcher(num_processes=2, process_index=1).make_loader())
-    with pytest.raises(PlanError, match="takes 48 tokens and exceeds max_tokens=40"):
+    with pytest.raises(PlanError, match="takes 48 tokens and exceeds `max_tokens=40`"):
         list(loader(PackGrouping(max_tokens=40, strip_length=1, spec=SPEC)))
     with pytest.raises(PlanError, match="no size of 1 or more for bucket 2"):
         list(loader(BucketGrouping(table=TABLE, batch_size={0: 1, 1: 1})))
