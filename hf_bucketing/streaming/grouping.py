@@ -140,7 +140,7 @@ class BucketGrouping:
             if tokens > self.max_tokens:
                 raise PlanError(
                     f"One sample of bucket {self.table.size(bucket)} takes {tokens} tokens and exceeds "
-                    f"max_tokens={self.max_tokens}."
+                    f"`max_tokens={self.max_tokens}`."
                 )
             return min(self.max_tokens // tokens, self.max_samples or self.max_tokens)
         size = self.batch_size.get(bucket, 0) if isinstance(self.batch_size, Mapping) else self.batch_size
