@@ -22,7 +22,6 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 from hf_bucketing.media.rows import CLIP_START
-from hf_bucketing.media.source import MediaSource
 from hf_bucketing.media.thumbnails import Thumbnail, thumbnail
 from hf_bucketing.report import (
     AssignedColumns,
@@ -109,7 +108,7 @@ def read_thumbnails(
         fps = row.get("fps") or 0.0
         second = (row.get(CLIP_START) or 0.0) + crop.size.frames // 2 / fps if fps else 0.0
         try:
-            source = MediaSource.from_cell(row[prepared.column], root=prepared.root, name=f"row {crop.row}")
+            source = prepared.files.source(row[prepared.column], name=f"row {crop.row}")
             thumbnails[crop.row] = thumbnail(source, second=second)
         except MediaError as error:
             faults[crop.row] = str(error)

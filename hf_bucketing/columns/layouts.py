@@ -127,9 +127,9 @@ def loaded_by_datasets(request: SourceRequest) -> SourceRows:
     return SourceRows(dataset=dataset, layout=f"{len(dataset)} rows, loaded by datasets", root=root)
 
 
-def hub_root(name: str) -> str | None:
-    """Return the URL from which relative paths in a data set on the hub start; None for one without an owner."""
-    return f"hf://datasets/{name}" if name.count("/") == 1 else None
+def hub_root(name: str) -> str:
+    """Return the URL from which relative paths in a data set on the hub start."""
+    return f"hf://datasets/{name}"
 
 
 def load(*args: Any, **options: Any) -> Dataset:

@@ -28,14 +28,13 @@ _BYTES = {"bytes": Value("binary"), "path": Value("string")}
 """Type of media of which some are bytes, as `MediaSource.from_cell` reads it; `Video` would make bytes of paths."""
 
 _NOT_RELATIVE = r"^([A-Za-z][A-Za-z0-9+.-]*://|/)"
-_GOES_UP = r"(^|/)\.\.(/|$)"
 
 
 def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], None] = print) -> MediaDataset:
     """Return the rows of all sources, one source after the other.
 
     Media, captions and conditions get the column names of the first source that has them. Relative paths start from
-    the folder above all sources; if some media are bytes, all become `{"bytes": …, "path": …}`. Other columns are kept
+    the first folder of a source; if some media are bytes, all become `{"bytes": …, "path": …}`. Other columns are kept
     if their types have a common one, with nulls where a source lacks them. No file's bytes are copied.
 
     Args:
@@ -47,7 +46,9 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
             condition, other than a mask, that others have.
     """
     parts = [_renamed(part, _roles(list(sources.values()))) for part in sources.values()]
-    first, root = parts[0], _common_root(parts)
+    first = parts[0]
+    roots = _roots_of(parts)
+    root = roots[0] if roots else None
     needed = [first.column, *filter(None, [first.caption_column])]
     conditions = {name: column for part in parts for name, column in part.conditions.items()}
     for name in conditions.keys() - {MASK}:
@@ -77,6 +78,7 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
         column=first.column,
         caption_column=first.caption_column,
         root=root,
+        other_roots=roots[1:],
         layout=f"{len(parts)} sources: {', '.join(sources)}",
         conditions=conditions,
     )
@@ -113,13 +115,9 @@ def _renamed(part: MediaDataset, roles: Mapping[str, str]) -> MediaDataset:
     )
 
 
-def _common_root(parts: Sequence[MediaDataset]) -> str | None:
-    """Return the folder above the folders of all sources, their own if it is one, or None without any."""
-    roots = list(dict.fromkeys(part.root for part in parts if part.root is not None))
-    if len(roots) < 2:
-        return roots[0] if roots else None
-    local = [os.path.abspath(root) for root in roots if not is_url(root)]
-    return os.path.commonpath(local) if local else None
+def _roots_of(parts: Sequence[MediaDataset]) -> tuple[str, ...]:
+    """Return the roots of all sources, folders before URLs."""
+    return tuple(sorted(dict.fromkeys(part.root for part in parts if part.root is not None), key=is_url))
 
 
 def _common_media(features: Sequence[Any]) -> Any:
@@ -182,7 +180,7 @@ def _prefix(own: str | None, root: str | None) -> str:
         return ""
     if is_url(own) or root is None:
         return own.rstrip("/") + "/"
-    below = os.path.relpath(os.path.abspath(own), root)
+    below = os.path.relpath(own, root)
     return "" if below == os.curdir else below + "/"
 
 
@@ -190,37 +188,33 @@ def _media_cells(cells: pa.ChunkedArray, *, kind: str | None, prefix: str, targe
     """Return paths from the merged root, or dictionaries with them, where the target is a struct."""
     if kind == "path":
         cells = _prefixed(cells.cast(pa.string()), prefix)
-    if not pa.types.is_struct(target) or cells.type == target:
+    if not pa.types.is_struct(target) or (cells.type == target and not prefix):
         return cells
-    return pa.chunked_array([_as_structs(chunk, kind) for chunk in cells.chunks], pa.struct(_STORED)).cast(target)
+    structs = [_as_structs(chunk, kind, prefix) for chunk in cells.chunks]
+    return pa.chunked_array(structs, pa.struct(_STORED)).cast(target)
 
 
 _STORED = [("bytes", pa.binary()), ("path", pa.string())]
 
 
-def _as_structs(chunk: pa.Array, kind: str | None) -> pa.Array:
+def _as_structs(chunk: pa.Array, kind: str | None, prefix: str) -> pa.Array:
     fields = {name: pa.nulls(len(chunk), own) for name, own in _STORED}
     if kind == "both":
         fields = {name: pc.struct_field(chunk, name).cast(own) for name, own in _STORED}
+        paths = fields["path"]  # only names where there are bytes
+        fields["path"] = pc.if_else(fields["bytes"].is_valid(), paths, _prefixed(paths, prefix))
     else:
         fields[str(kind)] = chunk.cast(dict(_STORED)[str(kind)])
     missing = pc.is_null(chunk)
     return pa.StructArray.from_arrays(list(fields.values()), names=list(fields), mask=missing)
 
 
-def _prefixed(cells: pa.ChunkedArray, prefix: str) -> pa.ChunkedArray:
-    """Put a prefix before relative paths, but for those that leave their root, which must stay out of reach."""
+def _prefixed(cells: pa.ChunkedArray | pa.Array, prefix: str) -> Any:
+    """Put a prefix before relative paths."""
     if not prefix:
         return cells
-    chunks = []
-    for chunk in cells.chunks:
-        relative = pc.invert(pc.match_substring_regex(chunk, _NOT_RELATIVE))
-        longer = pc.binary_join_element_wise(prefix, chunk, "")
-        if pc.any(pc.match_substring_regex(chunk, _GOES_UP)).as_py():
-            first = (path and os.path.normpath(path).split("/")[0] for path in chunk.to_pylist())
-            relative = pc.and_(relative, pa.array([folder != os.pardir for folder in first]))
-        chunks.append(pc.if_else(relative, longer, chunk))
-    return pa.chunked_array(chunks, pa.string())
+    relative = pc.invert(pc.match_substring_regex(cells, _NOT_RELATIVE))
+    return pc.if_else(relative, pc.binary_join_element_wise(prefix, cells, ""), cells)
 
 
 def _as_lists(chunk: pa.Array) -> pa.Array:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from ..errors import BucketingError, ColumnError, MediaError
 from ..files import PARTIAL, complete_file
 from ..media.probe import frames_at_fps
+from ..media.remote import is_url
 from .buckets import BucketColumns
 from .metadata import MediaMetadata
 
@@ -184,7 +185,7 @@ class ParquetColumns:
 
     def _below_root(self, path: str | None) -> str | None:
         """Return an absolute path; one that leaves the root stays relative, and is refused when it is read."""
-        if path is None or os.path.normpath(path).split(os.sep)[0] == os.pardir:
+        if path is None or is_url(path) or os.path.normpath(path).split(os.sep)[0] == os.pardir:
             return path
         return os.path.join(os.path.abspath(str(self.metadata.root)), path)
 

@@ -357,6 +357,7 @@ def prepare(
         column=rows.column,
         caption_column=rows.caption_column,
         root=rows.root,
+        other_roots=rows.other_roots,
         conditions=rows.conditions,
     )
 

@@ -36,7 +36,7 @@ ROW_WEIGHT = "weight"
 SOURCE = "source"
 """Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
-MANIFEST_VERSION = 6
+MANIFEST_VERSION = 7
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
 
 
@@ -93,6 +93,7 @@ class PreparedDataset:
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
+        other_roots (`tuple` of `str`): Folders and URLs of the other sources, if there are several.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
         settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
@@ -105,6 +106,7 @@ class PreparedDataset:
     column: str
     caption_column: str | None
     root: str | None = None
+    other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     cache: CacheInfo | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -115,6 +117,7 @@ class PreparedDataset:
         return MediaColumns(
             column=self.column,
             root=self.root,
+            other_roots=self.other_roots,
             conditions=self.conditions,
             reference_multiples=self.spec.multiples,
         )
@@ -163,7 +166,8 @@ class PreparedDataset:
             "open_table": asdict(self.open_table),
             "column": self.column,
             "caption_column": self.caption_column,
-            "root": self.root if self.root is None or is_url(self.root) else os.path.relpath(self.root, target),
+            "root": self.root and _root_from(self.root, target),
+            "other_roots": [_root_from(root, target) for root in self.other_roots],
             "conditions": dict(self.conditions),
             "cache": None
             if self.cache is None
@@ -196,7 +200,8 @@ class PreparedDataset:
             open_table=read_open_table(manifest["open_table"]),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
-            root=_read_root(manifest["root"], path),
+            root=manifest["root"] and _read_root(manifest["root"], path),
+            other_roots=tuple(_read_root(root, path) for root in manifest["other_roots"]),
             conditions=manifest["conditions"],
             cache=None
             if cache is None
@@ -205,8 +210,13 @@ class PreparedDataset:
         )
 
 
-def _read_root(root: str | None, folder: Path) -> str | None:
-    return root if root is None or is_url(root) else os.path.normpath(folder / root)
+def _root_from(root: str, folder: Path) -> str:
+    """Return a root as it is seen from a prepared folder, so that both can be moved together."""
+    return root if is_url(root) else os.path.relpath(root, folder)
+
+
+def _read_root(root: str, folder: Path) -> str:
+    return root if is_url(root) else os.path.normpath(folder / root)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

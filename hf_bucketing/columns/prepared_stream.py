@@ -112,6 +112,7 @@ class PreparedStream:
     num_shards: int
     sample: StreamSample
 
+    other_roots = ()
     column = MEDIA
     caption_column = CAPTION
 

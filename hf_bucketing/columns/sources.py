@@ -41,6 +41,7 @@ class MediaDataset:
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder or URL that relative paths in the media column start from, if there are any.
+        other_roots (`tuple` of `str`): Folders and URLs of the other sources, if several were merged.
         layout (`str`): Description of what was read and how many files were ignored, for messages.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
     """
@@ -49,6 +50,7 @@ class MediaDataset:
     column: str
     caption_column: str | None
     root: str | None
+    other_roots: tuple[str, ...] = ()
     layout: str
     conditions: Mapping[str, str] = field(default_factory=dict)
 

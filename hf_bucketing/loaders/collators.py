@@ -56,6 +56,7 @@ class MediaCollator:
         caption_column (`str`, *optional*): Column of a text or a list of texts; None if there is none.
         captions ([`CaptionRule`]): Order of tags in captions.
         root (`str`, *optional*): Folder or URL that relative paths start from.
+        other_roots (`tuple` of `str`): Folders and URLs of the other sources of a data set that has several.
         conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample, such as
             `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, see
             [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
@@ -73,6 +74,7 @@ class MediaCollator:
     caption_column: str | None = "caption"
     captions: CaptionRule = field(default_factory=CaptionRule)
     root: str | None = None
+    other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     reference_multiples: tuple[int, int] = (1, 1)
     views: ViewRule = ViewRule()
@@ -83,6 +85,7 @@ class MediaCollator:
         self._columns = MediaColumns(
             column=self.column,
             root=self.root,
+            other_roots=self.other_roots,
             conditions=self.conditions,
             reference_multiples=self.reference_multiples,
         )

@@ -6,7 +6,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, BinaryIO
@@ -46,7 +46,7 @@ _ANYWHERE = re.compile(r"(https?|hf)://(?!.*::)", re.IGNORECASE)
 """URLs that a data set may name anywhere: servers, and the hub; not chains of file systems, such as zip::https."""
 
 
-def check_allowed(path: str, root: str | None) -> None:
+def check_allowed(path: str, root: str | None, *, other_roots: Sequence[str] = ()) -> None:
     """Check that a data set may name an absolute path or a URL: below its root, on a server, or of the hub.
 
     Without a root it is the caller who names the path.
@@ -54,6 +54,7 @@ def check_allowed(path: str, root: str | None) -> None:
     Args:
         path (`str`): Absolute path, or URL.
         root (`str`, *optional*): Folder or URL of the data set.
+        other_roots (sequence of `str`): Folders and URLs of the other sources of a data set that has several.
 
     Raises:
         MediaError: If it lies elsewhere, and below none of the paths in `HF_BUCKETING_ALLOWED_PATHS`.
@@ -61,7 +62,7 @@ def check_allowed(path: str, root: str | None) -> None:
     if root is None or _ANYWHERE.match(path):
         return
     more = [part.strip() for part in os.environ.get(ALLOWED_PATHS, "").split(",")]
-    if not any(part and _lies_below(path, part) for part in (root, *cache_folders(), *more)):
+    if not any(part and _lies_below(path, part) for part in (root, *other_roots, *cache_folders(), *more)):
         outside = "is a URL of another protocol than https and hf" if is_url(path) else f"lies outside of {root}"
         raise MediaError(
             f"{path} {outside}, and a data set may name only files below its own folder, and on servers. If you trust "
@@ -71,29 +72,38 @@ def check_allowed(path: str, root: str | None) -> None:
 
 
 def _lies_below(path: str, folder: str) -> bool:
-    """Return whether a path or URL lies in a folder or URL, or at any depth below it; links are not resolved."""
+    """Return whether a path or URL lies in a folder or URL, or at any depth below it, as written or behind links."""
     if is_url(path) != is_url(folder) or "::" in path:
         return False
     if not is_url(path):
-        return os.path.commonpath([os.path.abspath(path), os.path.abspath(folder)]) == os.path.abspath(folder)
+        return _is_inside(os.path.abspath(path), os.path.abspath(folder)) or _is_inside(
+            os.path.realpath(path), os.path.realpath(folder)
+        )
     (protocol, _, inner), (own, _, outer) = (part.partition("://") for part in (path, folder))
     inside = posixpath.normpath(f"/{inner}") + "/"
     return protocol.lower() == own.lower() and inside.startswith(posixpath.normpath(f"/{outer}") + "/")
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return os.path.commonpath([path, folder]) == folder
 
 
 def _folder_of(path: str) -> str:
     return path.rpartition("/")[0] or "/"
 
 
-def below(root: str, path: str) -> str:
-    """Return the path or URL of a file below a root, which is a folder or a URL.
+def below(root: str, path: str, *, other_roots: Sequence[str] = ()) -> str:
+    """Return the path or URL of a file below a root, which is a folder or a URL, or below another one.
 
     Raises:
-        MediaError: If the path leaves the root.
+        MediaError: If the path leaves the root for another place.
     """
     join, normal = (posixpath.join, posixpath.normpath) if is_url(root) else (os.path.join, os.path.normpath)
     inner = normal(path)
     if inner == os.pardir or inner.startswith((os.pardir + os.sep, os.pardir + posixpath.sep)):
+        whole = os.path.normpath(os.path.join(root, inner))
+        if not is_url(root) and any(_lies_below(whole, other) for other in other_roots):
+            return whole
         raise MediaError(f"The relative path {path} leaves its root {root}; only files below the root are read.")
     return join(root, inner)
 

@@ -47,6 +47,7 @@ class MediaColumns:
     Args:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
         root (`str`, *optional*): Folder or URL that relative paths start from.
+        other_roots (`tuple` of `str`): Folders and URLs of the other sources of a data set that has several.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         reference_multiples (`tuple[int, int]`): Pixels per token along height and width, see
             [`LatentSpec`][hf_bucketing.LatentSpec]: references are resized to whole tokens.
@@ -54,8 +55,13 @@ class MediaColumns:
 
     column: str
     root: str | None = None
+    other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     reference_multiples: tuple[int, int] = (1, 1)
+
+    def source(self, cell: Any, *, name: str) -> MediaSource:
+        """Return the file that a cell of one of the columns names, see [`MediaSource.from_cell`]."""
+        return MediaSource.from_cell(cell, root=self.root, other_roots=self.other_roots, name=name)
 
     def sample(
         self, row: Mapping[str, Any], size: Size, *, views: ViewRule, draws: npt.NDArray[np.float64], name: str
@@ -75,7 +81,7 @@ class MediaColumns:
             MediaError: If a file does not exist, a condition other than a mask is missing, or the file has too few
                 frames.
         """
-        source = MediaSource.from_cell(row[self.column], root=self.root, name=name)
+        source = self.source(row[self.column], name=name)
         num_frames, fps = int(row["num_frames"]), float(row["fps"])
         view = views.view(
             size,
@@ -111,7 +117,7 @@ class MediaColumns:
             MediaError: If the file does not exist, or another condition than a mask is missing.
         """
         if not is_missing(cell):
-            return MediaSource.from_cell(cell, root=self.root, name=f"{condition} of {name}")
+            return self.source(cell, name=f"{condition} of {name}")
         if condition == MASK:
             return None
         raise MediaError(

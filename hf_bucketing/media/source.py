@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
@@ -27,12 +28,20 @@ class MediaSource:
     remote: RemoteFile | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def from_cell(cls, cell: Any, *, root: str | os.PathLike[str] | None = None, name: str = "<bytes>") -> MediaSource:
+    def from_cell(
+        cls,
+        cell: Any,
+        *,
+        root: str | os.PathLike[str] | None = None,
+        other_roots: Sequence[str] = (),
+        name: str = "<bytes>",
+    ) -> MediaSource:
         """Make a source from a cell of an `Image(decode=False)`, `Video(decode=False)` or path column.
 
         Args:
             cell (`str`, `Path`, `bytes`, or `dict` with keys `path` and `bytes`): Bytes take precedence over the path.
             root (path, *optional*): Folder or URL that relative paths start from.
+            other_roots (sequence of `str`): Folders and URLs of the other sources of a data set that has several.
             name (`str`): Name in messages of bytes that come without a path.
 
         Raises:
@@ -49,7 +58,7 @@ class MediaSource:
         if data is not None:
             path, size = str(file or name), len(data)
         elif isinstance(file, (str, os.PathLike)):
-            path, size = _existing(os.fsdecode(file), root)
+            path, size = _existing(os.fsdecode(file), root, other_roots)
         else:
             raise MediaError(
                 f"Expected a path, bytes, or a dict with 'path' and 'bytes', got {type(cell).__name__} ({name}). For "
@@ -98,16 +107,16 @@ class MediaSource:
             raise MediaError(f"{self.path} cannot be opened ({error.strerror}); make it readable.") from error
 
 
-def _existing(path: str, root: str | os.PathLike[str] | None) -> tuple[str, int | None]:
+def _existing(path: str, root: str | os.PathLike[str] | None, other_roots: Sequence[str]) -> tuple[str, int | None]:
     """Return the path and the number of bytes of a file; None for a URL, which is not opened.
 
     Links are followed, because the hub's cache consists of them: the owner of the folder made them, while the relative
     path comes from the data set.
     """
     if os.path.isabs(path) or is_url(path):
-        check_allowed(path, None if root is None else os.fspath(root))
+        check_allowed(path, None if root is None else os.fspath(root), other_roots=other_roots)
     elif root is not None:
-        path = below(os.fspath(root), path)
+        path = below(os.fspath(root), path, other_roots=other_roots)
     if is_url(path):
         return path, None
     try:

@@ -464,6 +464,7 @@ def media_collator(
         "caption_column": prepared.caption_column,
         "captions": config.captions,
         "root": prepared.root,
+        "other_roots": prepared.other_roots,
         "conditions": prepared.conditions,
         "reference_multiples": prepared.spec.multiples,
         "views": config.views,

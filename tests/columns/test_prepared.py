@@ -47,12 +47,12 @@ def test_a_folder_that_is_no_prepared_data_set_is_neither_read_nor_replaced(tmp_
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("version", [5, 7])
+@pytest.mark.parametrize("version", [6, 8])
 def test_folders_of_other_versions_are_refused_by_name(version: int, tmp_path: Path) -> None:
     prepared().save(tmp_path / "other")
     path = tmp_path / "other" / "bucketing.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
-    with pytest.raises(BucketingError, match=rf"has version {version}, but .* version 6; prepare it again"):
+    with pytest.raises(BucketingError, match=rf"has version {version}, but .* version 7; prepare it again"):
         PreparedDataset.load(tmp_path / "other")
 
 

@@ -19,8 +19,8 @@ from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
 from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.columns.shares import name_sources, row_weights
 from hf_bucketing.columns.source_lists import make_sources, settings_of_sources, sources_from
-from hf_bucketing.errors import ColumnError
-from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.errors import ColumnError, MediaError
+from hf_bucketing.media import MediaColumns, probe
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = TableConfig(bucket_tokens=[60, 110, 150], bucket_frames=[1, 9, 17, 25])
@@ -86,30 +86,67 @@ def test_files_and_bytes_become_one_data_set_with_one_table(sources: dict[str, P
     assert both.dataset.features["bucket_id"].id == both.table.ids_mark
     # Every file is found, and it is the one whose size the row has.
     for row in both.dataset.select(range(0, 20, 3)):
-        info = probe(MediaSource.from_cell(row[both.column], root=both.root))
+        info = probe(both.files.source(row[both.column], name="row"))
         assert (info.width, info.height) == (row["width"], row["height"])
 
 
-def test_paths_start_from_the_folder_above_all_sources(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_paths_start_from_the_folder_of_the_first_source(sources: dict[str, Path], tmp_path: Path) -> None:
     both = prepared(config(sources["clips"]), config(sources["old"]))
-    assert both.root == str(sources["old"].parent)
+    assert (both.root, both.other_roots) == (str(sources["clips"]), (str(sources["old"]),))
     assert both.dataset.features[both.column] == Value("string")
     names = both.dataset[both.column][:]
-    assert {name.split("/")[0] for name in names} == {"own", "old"}
-    assert all((Path(both.root) / name).is_file() for name in names)
+    assert {name.rpartition("/")[0] for name in names} == {"", "../../old"}
+    both.save(tmp_path / "out")
+    files = PreparedDataset.load(tmp_path / "out").files
+    assert all(Path(files.source(name, name="row").path).is_file() for name in names)
     assert ROW_WEIGHT not in both.dataset.column_names
 
 
-def test_a_path_that_leaves_its_source_is_not_found_in_another(tmp_path: Path) -> None:
-    parts = {}
+def merged(*roots: str, cells: list[object]) -> tuple[MediaDataset, MediaColumns]:
+    """Return sources of the same rows in other places, merged, and what opens their files."""
+    rows = Dataset.from_dict({"file": cells})
+    shared = {"dataset": rows, "column": "file", "caption_column": None, "layout": ""}
+    both = merge_sources({root: MediaDataset(root=root, **shared) for root in roots})
+    return both, MediaColumns(column="file", root=both.root, other_roots=both.other_roots)
+
+
+def test_merged_sources_name_files_of_their_own_folders_and_none_beside_them(tmp_path: Path) -> None:
+    for name in ("a/x.mp4", "b/x.mp4", "b/z.mp4", "secret/x.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    secret = str(tmp_path / "secret" / "x.mp4")
+    cells = ["x.mp4", "../secret/x.mp4", secret, None, "c/../z.mp4"]
+    both, files = merged(str(tmp_path / "a"), str(tmp_path / "b"), cells=cells)
+    assert both.root == str(tmp_path / "a")
+    of_second = both.dataset["file"][5:]
+    assert of_second == ["../b/x.mp4", "../b/../secret/x.mp4", secret, None, "../b/c/../z.mp4"]
+    paths = [files.source(of_second[number], name="row").path for number in (0, 4)]
+    assert paths == [str(tmp_path / "b" / name) for name in ("x.mp4", "z.mp4")]
+    for cell in [*both.dataset["file"][1:3], *of_second[1:3]]:
+        with pytest.raises(MediaError, match=r"leaves its root|lies outside"):
+            files.source(cell, name="row")
+
+
+@pytest.mark.parametrize("first", ["FOLDER", "memory://one"])
+def test_a_merged_source_of_urls_names_files_below_its_own(first: str, tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"x")
+    both, files = merged(first.replace("FOLDER", str(tmp_path)), "memory://two", cells=["a.mp4", "/etc/passwd"])
+    cells = both.dataset["file"][:]
+    assert files.source(cells[2], name="row").path == "memory://two/a.mp4"
+    assert files.source(cells[0], name="row").path == f"{both.root}/a.mp4"
+    for cell in (cells[1], "memory://three/a.mp4"):
+        with pytest.raises(MediaError, match="HF_BUCKETING_ALLOWED_PATHS"):
+            files.source(cell, name="row")
+
+
+def test_relative_paths_in_dictionaries_lead_to_the_file_of_their_own_source(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        rows = Dataset.from_dict({"file": ["x.mp4", "../b/secret.mp4", "/abs/y.mp4", None, "c/../z.mp4"]})
-        layout = {"caption_column": None, "root": str(tmp_path / name), "layout": ""}
-        parts[name] = MediaDataset(dataset=rows, column="file", **layout)
-    merged = merge_sources(parts)
-    assert merged.root == str(tmp_path)
-    files = merged.dataset["file"][:5]
-    assert files == ["a/x.mp4", "../b/secret.mp4", "/abs/y.mp4", None, "a/c/../z.mp4"]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.mp4").write_bytes(name.encode())
+    cells = [{"bytes": None, "path": "x.mp4"}, {"bytes": b"y", "path": "x.mp4"}]
+    both, files = merged(str(tmp_path / "a"), str(tmp_path / "b"), cells=cells)
+    read = [files.source(cell, name="row").open_binary().read() for cell in both.dataset["file"]]
+    assert read == [b"a", b"y", b"b", b"y"]
 
 
 def test_columns_get_the_names_of_the_first_source_and_a_common_type(tmp_path: Path) -> None:

@@ -61,6 +61,21 @@ def test_a_cell_may_not_name(cell: str, root: str, as_dict: bool) -> None:
         MediaColumns(column="media", root=root, conditions={"mask": "mask"}).condition("mask", value, name="row 0")
 
 
+def test_a_folder_and_its_files_may_be_named_behind_links(tmp_path: Path) -> None:
+    """The library datasets resolves the links of a folder, and tables name files by other links than the one that was given."""
+    (tmp_path / "disk" / "cats").mkdir(parents=True)
+    Image.fromarray(np.zeros((8, 12, 3), np.uint8)).save(tmp_path / "disk" / "cats" / "a.png")
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    loaded = load_source(str(tmp_path / "link"))
+    assert loaded.column == "image", "read by datasets"
+    assert map_columns(loaded.dataset, MediaMetadata("image", root=loaded.root))["width"][:] == [12]
+    linked = str(tmp_path / "link" / "cats" / "a.png")
+    assert MediaSource.from_cell(linked, root=tmp_path / "disk").path == linked
+    (tmp_path / "disks").mkdir()
+    with pytest.raises(MediaError, match="lies outside"):
+        MediaSource.from_cell(linked, root=tmp_path / "disks")
+
+
 def test_the_person_allows_more_and_the_message_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "elsewhere").mkdir()
