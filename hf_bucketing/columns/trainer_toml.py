@@ -43,6 +43,9 @@ _JOINTS = {"image_dir": " "}
 _SD_SCRIPTS_EXTENSION = ".caption"
 """Ending of caption files in sd-scripts, where its TOML names none."""
 
+_REPEATS = re.compile(r"([1-9]\d{0,2})_(.+)")
+"""Name of a folder of sd-scripts: repeats, and the words of its captions."""
+
 _CAPTION = "{caption}"
 """Place of the caption in a template."""
 
@@ -257,6 +260,3 @@ def load_repeats(folder: str | Path) -> TomlSources | None:
         sources.append({"dataset": path, "repeats": float(repeats), "missing_caption": words, **extension})
     names = ", ".join(os.path.basename(path) for path in media)
     return TomlSources(sources, [f"{names}: repeats and, where captions are missing, their words, as in sd-scripts."])
-
-
-_REPEATS = re.compile(r"([1-9]\d{0,2})_(.+)")

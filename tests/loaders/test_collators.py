@@ -202,6 +202,7 @@ def test_all_options_of_a_collator_are_listed_in_its_signature(make) -> None:
         "caption_column",
         "captions",
         "root",
+        "other_roots",
         "conditions",
         "reference_multiples",
         "views",
