@@ -62,7 +62,7 @@ def test_a_cell_may_not_name(cell: str, root: str, as_dict: bool) -> None:
 
 
 def test_a_folder_and_its_files_may_be_named_behind_links(tmp_path: Path) -> None:
-    """datasets resolves the links of a folder, and tables may name its files by other links than the given one."""
+    """A folder may be a link, and tables may name its files by other links than the given one."""
     (tmp_path / "disk" / "cats").mkdir(parents=True)
     Image.fromarray(np.zeros((8, 12, 3), np.uint8)).save(tmp_path / "disk" / "cats" / "a.png")
     (tmp_path / "link").symlink_to(tmp_path / "disk")
