@@ -9,10 +9,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
 
 from hf_bucketing import BucketingError, BucketTable, MediaError, novelai_ladder
 from hf_bucketing.buckets import read_cost_model
@@ -41,6 +40,9 @@ from hf_bucketing.report import (
 from hf_bucketing.report.crops import WorstCrop
 from hf_bucketing.report.text import size_label
 from hf_bucketing.settings import not_default
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def make_parser() -> FlagParser:
@@ -88,7 +90,7 @@ def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketT
     return BucketTable.from_json(args.table.read_text())
 
 
-def read_sizes(dataset: Dataset) -> SizeColumns:
+def read_sizes(dataset: "Dataset") -> SizeColumns:
     """Return the size columns; a missing size is unreadable, and without a num_frames column all rows are images."""
     names = [name for name in ("num_frames", "height", "width") if name in dataset.column_names]
     columns = dataset.select_columns(names).with_format("numpy")[:]
@@ -122,7 +124,8 @@ def plan_of_memory(args: argparse.Namespace, prepared: PreparedDataset, report: 
     if model is None or not buckets:
         return "", []
     from hf_bucketing.settings import changed
-    from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
+    from hf_bucketing.training.memory.planner import plan_memory
+    from hf_bucketing.training.settings.plan import PlanConfig
 
     largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
     base = PlanConfig(sample_size=[*largest.size], train_batch_size=samples, cached="all")

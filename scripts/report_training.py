@@ -11,15 +11,6 @@ from pathlib import Path
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable, complete_file
-from hf_bucketing.report import render_page
-from hf_bucketing.training.review import (
-    describe_held_out,
-    draw_losses,
-    losses_by_bucket,
-    review_run,
-    review_sources,
-)
-from hf_bucketing.training.run_page import run_page
 
 
 def make_parser() -> FlagParser:
@@ -44,6 +35,16 @@ def other_scripts() -> Mapping[str, Collection[str]]:
 
 
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.report import render_page
+    from hf_bucketing.training.review import (
+        describe_held_out,
+        draw_losses,
+        losses_by_bucket,
+        review_run,
+        review_sources,
+    )
+    from hf_bucketing.training.run_page import run_page
+
     check_writable(args.figure, args.html)
     if args.html:
         page = render_page(run_page(args.runs, min_fall=args.min_fall))
