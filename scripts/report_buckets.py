@@ -64,7 +64,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--html", type=Path, help="HTML file for the report as a page that holds everything itself.")
     parser.add_argument(
         "--pretrained_model_name_or_path",
-        help="Pipeline whose memory --html shows for the most expensive step (default: that of the data set).",
+        help="Pipeline whose memory --html shows for the most expensive step (default: none).",
     )
     # The table of a file is the one that the data set was prepared with.
     names = {"dataset": ("dataset_dir",), "table": (), "buckets": (), "bucket_frames": ()}
@@ -117,10 +117,9 @@ def read_thumbnails(
     return thumbnails, faults
 
 
-def plan_of_memory(args: argparse.Namespace, prepared: PreparedDataset, report: Report) -> tuple[str, list[MemoryRow]]:
-    """Plan the memory of a step of the most expensive bucket; of the data set's own pipeline, say why it cannot be."""
-    own = prepared.settings.get("prepare_dataset", {}).get("pretrained_model_name_or_path")
-    model, buckets = args.pretrained_model_name_or_path or own, report.buckets.used
+def plan_of_memory(model: str | None, report: Report) -> tuple[str, list[MemoryRow]]:
+    """Plan the memory of a step of the most expensive bucket, if a pipeline is named."""
+    buckets = report.buckets.used
     if model is None or not buckets:
         return "", []
     from hf_bucketing.settings import changed
@@ -134,12 +133,7 @@ def plan_of_memory(args: argparse.Namespace, prepared: PreparedDataset, report: 
         "LoRA 16": changed(base, gradient_checkpointing=True, lora_rank=16),
         "LoRA 16, int8": changed(base, gradient_checkpointing=True, lora_rank=16, quantize_base="int8"),
     }
-    try:
-        plans = {name: plan_memory(model, config) for name, config in settings.items()}
-    except BucketingError as error:
-        if args.pretrained_model_name_or_path is not None:
-            raise
-        return f"The memory of {model} is not planned: {error}", []
+    plans = {name: plan_memory(model, config) for name, config in settings.items()}
     said = (
         f"{model} on one GPU, {samples} × {size_label(largest.size)} ({samples * largest.num_tokens:,} tokens), in "
         "bf16 with gradient checkpointing, latents and texts cached."
@@ -151,7 +145,7 @@ def write_page(args: argparse.Namespace, prepared: PreparedDataset, report: Repo
     shown = [*report.worst_crops, *(row for reason in report.rejected for row in reason.examples)]
     rows = [one if isinstance(one, int) else one.row for one in shown]
     thumbnails, faults = read_thumbnails(prepared, report.worst_crops)
-    model, memory = plan_of_memory(args, prepared, report)
+    model, memory = plan_of_memory(args.pretrained_model_name_or_path, report)
     page = bucket_page(
         report,
         Beside(
