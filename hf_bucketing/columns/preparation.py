@@ -25,9 +25,10 @@ from .apply import map_columns, with_columns
 from .arrays import column_array
 from .beside import BesideConfig
 from .buckets import BucketColumns
-from .captions import OnCaptionError, check_captions, check_template
+from .captions import check_captions, check_template, for_source
 from .clips import SCENE_END, SCENE_START, ClipRule, cut_clips
 from .conditions import ConditionColumns, check_condition_columns, check_conditions
+from .faults import Faults, OnCaptionError, Treatment
 from .merge import merge_sources, with_sources
 from .metadata import MediaMetadata, SizesFrom, add_sizes, read_size_columns
 from .nested import nested_names
@@ -143,9 +144,12 @@ class SourceConfig:
             uniform:N, N of them spread evenly; slide:STRIDE, one every STRIDE frames; all, consecutive ones; or
             scenes, those of the columns start and end, in seconds (default: each file is one row).
         clip_frames (`int`, *optional*): Frames of a clip at `target_fps` (default: the most frames of a bucket).
-        on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and missing captions: raise ends
-            the script, reject rejects their rows, and empty gives an empty caption where one is missing and ends the
-            script at an unreadable file.
+        on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files, and of clips and conditions that
+            do not fit: raise ends the script and reports all of them, reject rejects their rows; empty is raise with
+            `on_caption_error` empty.
+        on_caption_error (`"raise"`, `"reject"` or `"empty"`, *optional*): Treatment of captions that are missing or
+            not text: raise ends the script, reject rejects their rows, and empty trains them without a text (default:
+            as `on_error`).
         beside ([`BesideConfig`]): Captions and other files that have the names of the media.
         name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
         repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
@@ -156,8 +160,9 @@ class SourceConfig:
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
 
     Raises:
-        BucketingError: If `repeats` or `weight` is not above 0, or both are given, or if `caption_template`, `clips`,
-            `clip_frames` or `size_columns` is not as described.
+        BucketingError: If `repeats` or `weight` is not above 0, or both are given, if `on_error` and
+            `on_caption_error` contradict each other, or if `caption_template`, `clips`, `clip_frames` or
+            `size_columns` is not as described.
     """
 
     dataset: str
@@ -177,6 +182,7 @@ class SourceConfig:
     clips: str | None = None
     clip_frames: int | None = None
     on_error: OnCaptionError = "raise"
+    on_caption_error: OnCaptionError | None = None
     beside: BesideConfig = field(default_factory=BesideConfig)
     name: str | None = None
     repeats: float = 1.0
@@ -191,6 +197,7 @@ class SourceConfig:
         if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
             raise ColumnError("Omit `clip_frames`: no effect without `clips`, nor with the scenes of a data set.")
         self.clip_rule(1)
+        Treatment.of(self.on_error, self.on_caption_error)
         if self.size_columns is not None:
             read_size_columns(self.size_columns)
         for name in ("repeats", "weight"):
@@ -229,13 +236,31 @@ def read_source(
         say (callable): Called with each sentence about what was found.
 
     Returns:
-        [`MediaDataset`]: Rows with the columns of `MediaMetadata`; those without a usable caption or condition are
-        marked for rejection where `on_error` is `"reject"`.
+        [`MediaDataset`]: Rows with the columns of `MediaMetadata`; those without a usable caption, file, clip or
+        condition are marked for rejection where `on_error` and `on_caption_error` say so.
 
     Raises:
-        ColumnError: If there is no caption column or a named column, or a caption is not text; and as `load_source`.
-        MediaError: If a file cannot be read or a condition does not fit its sample, unless `on_error` is `"reject"`;
-            and as `load_source`.
+        ColumnError: If there is no caption column or a named column, or captions are not text or clips do not lie in
+            their files, unless such rows are rejected; and as `load_source`.
+        MediaError: If files cannot be read or conditions do not fit their samples, unless such rows are rejected; and
+            as `load_source`.
+        RowsError: If several of these are so; the message has a line for each.
+    """
+    with Faults() as faults:
+        return _read_and_check(source, faults, clips=clips, num_proc=num_proc, say=say)
+
+
+def _read_and_check(
+    source: SourceConfig,
+    faults: Faults,
+    *,
+    clips: ClipRule | None,
+    num_proc: int | None,
+    say: Callable[[str], None],
+) -> MediaDataset:
+    """Return the rows of a source as [`read_source`] does; keep the errors about rows, and check the rest.
+
+    Rows whose file or clip is at fault are marked as if they were rejected, so that their conditions are not checked.
     """
     names = [] if source.caption_column is None else source.caption_column.split(",")
     loaded = load_source(
@@ -255,21 +280,23 @@ def read_source(
             "write captions beside the files."
         )
     check_condition_columns(loaded.dataset, source.conditions)
+    treatment = Treatment.of(source.on_error, source.on_caption_error)
     captions = check_captions(
         loaded.dataset,
         [loaded.caption_column, *names[1:]],
-        on_error=source.on_error,
+        on_error=treatment.captions,
         template=source.caption_template,
         media_column=loaded.column,
+        report=lambda error: faults.report(for_source(error)),
     )
-    on_error: Literal["raise", "reject"] = "reject" if source.on_error == "reject" else "raise"
-    metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=on_error)
+    metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=treatment.files)
     sized = add_sizes(
         captions.dataset,
         metadata,
         sizes_from=source.sizes_from,
         size_columns=None if source.size_columns is None else read_size_columns(source.size_columns),
         num_proc=num_proc,
+        report=faults.report,
     )
     dataset = captions.mark(sized.dataset)
     for sentence in filter(None, [captions.summary, sized.origin]):
@@ -278,16 +305,21 @@ def read_source(
         dataset, summary = cut_clips(
             dataset,
             clips,
-            on_error=on_error,
+            on_error=treatment.files,
             media_column=loaded.column,
             caption_column=captions.column,
+            report=faults.report,
         )
         say(summary)
     elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
         say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
     files = MediaColumns(column=loaded.column, root=loaded.root, conditions=source.conditions)
     dataset, sentences = check_conditions(
-        dataset, ConditionColumns(files, on_error=on_error), media_column=loaded.column, num_proc=num_proc
+        dataset,
+        ConditionColumns(files, on_error=treatment.files),
+        media_column=loaded.column,
+        num_proc=num_proc,
+        report=faults.report,
     )
     for sentence in sentences:
         say(sentence)
@@ -317,8 +349,8 @@ def prepare(
         say (callable): Called with each sentence about what was found.
 
     Raises:
-        BucketingError: As [`read_source`], if the data set already has bucket columns, if two sources have one name,
-            only some have a `weight`, or their settings cannot be met in one data set.
+        BucketingError: As [`read_source`], for all sources at once, if the data set already has bucket columns, if
+            two sources have one name, only some have a `weight`, or their settings cannot be met in one data set.
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
     names = name_sources([(config.dataset, config.name) for config in configs])
@@ -326,14 +358,19 @@ def prepare(
     tables = [config.table.make(spec, native_sizes=native_sizes) for config in configs]
     table, ids = union_of_tables(tables)
     parts: dict[str, MediaDataset] = {}
+    with Faults() as faults:
+        for name, config, own in zip(names, configs, tables, strict=True):
+            clips = config.clip_rule(own.max_frames)
+            try:
+                parts[name] = read_source(config, clips=clips, num_proc=num_proc, say=say)
+            except BucketingError as error:
+                faults.report(error, source=name if len(configs) > 1 else None)
     for name, config, own in zip(names, configs, tables, strict=True):
-        clips = config.clip_rule(own.max_frames)
-        loaded = read_source(config, clips=clips, num_proc=num_proc, say=say)
-        if not len(loaded.dataset):
+        if not len(parts[name].dataset):
             raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
         columns = BucketColumns(own, spec, rule=config.rule)
-        mapped = map_columns(loaded.dataset, columns, overwrite=overwrite)  # processes would take longer to start
-        parts[name] = replace(loaded, dataset=mapped)
+        mapped = map_columns(parts[name].dataset, columns, overwrite=overwrite)  # processes would start for longer
+        parts[name] = replace(parts[name], dataset=mapped)
     rows = next(iter(parts.values()))
     weights = row_weights(
         [part.dataset for part in parts.values()],
