@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
@@ -180,6 +180,11 @@ class Recipe(ABC):
         max_sequence_length (`int`): Text tokens per caption.
         trained (`str`): Name of the component to train.
         config (mapping): Configuration of that component, which is known even where its weights are not loaded.
+        guidance (`float`): Guidance scale that a model which embeds one is given in training, not negative.
+            [`guided`][Recipe.guided] changes it. 1 is the velocity of the data itself, which training aims at, for all
+            models alike. ai-toolkit, SimpleTuner, diffusion-pipe and musubi-tuner begin with 1 too, and
+            sd-scripts' page about Flux advises it; the default of sd-scripts and of diffusers' examples for Flux and
+            Flux.2 is 3.5, and that of the latter for Flux's controls is 30.
     """
 
     pipeline: Any
@@ -187,6 +192,7 @@ class Recipe(ABC):
     max_sequence_length: int
     trained: str = "transformer"
     config: Mapping[str, Any] = field(default_factory=dict)
+    guidance: float = 1.0
 
     pipeline_class: ClassVar[str]
     """Class name in the pipeline's `model_index.json`."""
@@ -212,6 +218,8 @@ class Recipe(ABC):
     """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    guidance_factor: ClassVar[float | None] = None
+    """Factor by which the pipeline multiplies the guidance scale of models with `guidance_embeds`, if any have them."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
@@ -316,6 +324,26 @@ class Recipe(ABC):
     def transformer(self) -> Any:
         """The model to train."""
         return getattr(self.pipeline, self.trained)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the transformer is distilled to guided predictions, and takes the scale of the guidance."""
+        return self.guidance_factor is not None and bool(self.transformer.config.get("guidance_embeds"))
+
+    def guided(self, scale: float | None) -> Recipe:
+        """Return this recipe with another guidance scale, `guidance`; None changes nothing.
+
+        Raises:
+            BucketingError: If the model takes no guidance scale.
+        """
+        if scale is None:
+            return self
+        if not self.embeds_guidance:
+            raise BucketingError(
+                f"`guidance` is the scale that distilled models embed; this {type(self.transformer).__name__} embeds "
+                "none; omit it."
+            )
+        return replace(self, guidance=scale)
 
     def modules(self, *parts: Part) -> list[torch.nn.Module]:
         """Return the loaded models of some parts of the pipeline."""
@@ -540,8 +568,15 @@ class Recipe(ABC):
         return ModelInputs(latents=noised.latents, timesteps=timesteps, conditioning=self.conditioning(samples))
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the conditioning that the model needs of each sample: by default what comes from its caption."""
-        return dict(samples.text.others)
+        """Return the conditioning that the model needs of each sample.
+
+        By default it is what comes from its caption and, where the model embeds one, the guidance scale, `(n,)`.
+        """
+        given: dict[str, Any] = dict(samples.text.others)
+        if self.embeds_guidance:
+            assert self.guidance_factor is not None, "else the model embeds none"
+            given["guidance"] = torch.full_like(samples.fps, self.guidance * self.guidance_factor)
+        return given
 
     def refusal(self, samples: Samples) -> str | None:
         """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""

@@ -151,6 +151,7 @@ class PackStep(Step):
 
 def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     """Return the step of a run; for packs, enable packing."""
+    recipe = recipe.guided(config.objective.guidance)
     objective = recipe.objective(
         weighting_scheme=config.objective.weighting_scheme,
         snr_gamma=config.objective.snr_gamma,
