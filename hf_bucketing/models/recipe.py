@@ -181,10 +181,8 @@ class Recipe(ABC):
         trained (`str`): Name of the component to train.
         config (mapping): Configuration of that component, which is known even where its weights are not loaded.
         guidance (`float`): Guidance scale that a model which embeds one is given in training, not negative.
-            [`guided`][Recipe.guided] changes it. 1 is the velocity of the data itself, which training aims at, for all
-            models alike. ai-toolkit, SimpleTuner, diffusion-pipe and musubi-tuner begin with 1 too, and
-            sd-scripts' page about Flux advises it; the default of sd-scripts and of diffusers' examples for Flux and
-            Flux.2 is 3.5, and that of the latter for Flux's controls is 30.
+            [`guided`][Recipe.guided] changes it. 1 stands for predictions without guidance, which the loss aims at;
+            docs/models/index.md says what other trainers take.
     """
 
     pipeline: Any
@@ -219,7 +217,7 @@ class Recipe(ABC):
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     guidance_factor: ClassVar[float | None] = None
-    """Factor by which the pipeline multiplies the guidance scale of models with `guidance_embeds`, if any have them."""
+    """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
