@@ -68,7 +68,10 @@ class TextEmbeddings(NamedTuple):
         return TextEmbeddings(self.values[:, :length], self.mask[:, :length], self.others)
 
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
-        """Return these embeddings with those of the empty caption, `(1, …)`, in some rows."""
+        """Return these embeddings with those of the null text, `(1, …)`, in some rows.
+
+        Without a mask of its own, the null text takes the one of each row.
+        """
 
         def replace(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
             chosen = to_device(torch.tensor(rows), values.device).view(-1, *[1] * (values.ndim - 1))
@@ -216,6 +219,9 @@ class Recipe(ABC):
     """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    null_as_long: ClassVar[bool] = False
+    """Whether the null text has as many tokens as the caption that it replaces, the padding of the empty caption
+    included; else it is the empty caption."""
     guidance_factor: ClassVar[float | None] = None
     """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
@@ -558,6 +564,14 @@ class Recipe(ABC):
             device=self.pipeline.text_encoder.device,
         )
         return TextEmbeddings(values, others[0] if self.family.text_rule == "masked" else None)
+
+    def encode_null(self) -> TextEmbeddings:
+        """Encode the null text, `(1, length, dim)`, that stands for a dropped caption: the empty caption's.
+
+        Where it is as long as the caption that it replaces ([`null_as_long`]), it has no mask of its own.
+        """
+        text = self.encode_text([""])
+        return text._replace(mask=None) if self.null_as_long else text
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`]."""
