@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from .settings import CacheConfig
 from .store import TensorCache, entry_key
 
 Shown = Mapping[str, Sequence[torch.Tensor]]
+
+_Encoded: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]
+"""Embeddings of texts, their mask and what else the model takes of them."""
 
 OTHER = "other."
 """Prefix in an entry of what the model takes of a caption beside its embeddings; it has no padding."""
@@ -219,7 +222,7 @@ class TextColumns(_CachedColumns):
         counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, or `found` in the cache.
     """
 
-    encode: Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]]
+    encode: Callable[[list[str]], _Encoded]
     column: str
 
     optional_columns = ()
@@ -241,19 +244,34 @@ class TextColumns(_CachedColumns):
             ColumnError: If a caption is neither a text nor a list of texts.
         """
         cells = list(batch[self.column])
-        captions = [texts_of({self.column: cell}, self.column) for cell in cells]
-        keys = {text: self.key(text) for texts in captions for text in texts}
-        missing = [text for text, key in keys.items() if not self.cache.holds(key)]
+        texts = [texts_of({self.column: cell}, self.column) for cell in cells]
+        keys = {caption: self.key(caption) for captions in texts for caption in captions}
+        missing = [caption for caption, key in keys.items() if not self.cache.holds(key)]
         for start in range(0, len(missing), self.config.batch_size):
-            self._encode({text: keys[text] for text in missing[start : start + self.config.batch_size]})
+            captions = missing[start : start + self.config.batch_size]
+            self._write([keys[caption] for caption in captions], *self.encode(captions))
         self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
-        own = ([keys[text] for text in texts] for texts in captions)
+        own = ([keys[caption] for caption in captions] for captions in texts)
         return {"text_key": [key[0] if isinstance(cell, str) else key for cell, key in zip(cells, own, strict=True)]}
 
-    def _encode(self, keys: Mapping[str, str]) -> None:
-        values, mask, others = self.encode(list(keys))
+    @property
+    def null_key(self) -> str:
+        """Key of the entry of the text that stands for a dropped caption."""
+        return entry_key(kind="null text", model=self.model)
+
+    def write_null(self, encode: Callable[[], _Encoded]) -> None:
+        """Write the entry of the text that stands for a dropped caption, `(1, length, dim)`, unless it exists."""
+        missing = not self.cache.holds(self.null_key)
+        if missing:
+            self._write([self.null_key], *encode())
+        self.counts.update(encoded=int(missing), found=int(not missing))
+
+    def _write(
+        self, keys: Sequence[str], values: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write entries of embeddings `(n, length, dim)` without their padding."""
         real = values.ne(0).any(-1) if mask is None else mask.ne(0)
-        for row, key in enumerate(keys.values()):
+        for row, key in enumerate(keys):
             end = max(int(real[row].nonzero().max()) + 1 if real[row].any() else 0, 1)
             entry = {"values": values[row, :end]}
             if mask is not None:

@@ -62,8 +62,10 @@ def cache_dataset(
         text = TextColumns(
             encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
         )
-        captions = Dataset.from_dict({text.column: sorted({*all_texts(prepared.dataset, text.column), ""})})
+        captions = Dataset.from_dict({text.column: sorted(set(all_texts(prepared.dataset, text.column)))})
         _encode_share(captions, text, state, desc="texts")
+        if state.is_main_process:
+            text.write_null(encoder.encode_null)
     mine = {**latents.counts, **{f"captions {name}": n for name, n in (text.counts if text else {}).items()}}
     state.wait_for_everyone()
     counts: Counter[str] = sum((Counter(part) for part in gather_object([mine])), Counter())
@@ -78,7 +80,7 @@ def cache_dataset(
         batching=config.batching,
         latents_model=latents.model,
         text_model=None if text is None else text.model,
-        empty_text_key=None if text is None else text.key(""),
+        empty_text_key=None if text is None else text.null_key,
         views={**asdict(config.views), "seed": config.seed},
     )
     return replace(prepared, dataset=dataset, cache=info), counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -162,7 +163,12 @@ class ObjectiveConfig:
             configuration names. A number is one shift for all samples. `"tokens"` grows with the tokens as Flux's,
             `"pixels"` with the square root of the pixels as in Stable Diffusion 3, 3 at 1024×1024. `"resolution"` is
             what the model's authors name for some resolutions, and `480x832:2,720x1280:5` names them: height, width
-            and shift. `"unbounded"` is the scheduler's, also beyond the most tokens that it names.
+            and shift. `"unbounded"` is the scheduler's, also beyond the most tokens that it names. `"flux2"` is what
+            FLUX.2's pipelines render with in 50 steps, about 7.6 at 1024×1024; the default there is the scheduler's,
+            3.2.
+        guidance (`float`, *optional*): Guidance scale that distilled models which embed one are given in training:
+            Flux, FLUX.2 [dev], HunyuanVideo and HunyuanImage. It is 1 by default, since the loss aims at the data
+            itself, without guidance. diffusers' examples take 3.5, and 30 for controls.
         snr_gamma (`float`, *optional*): Gamma of min-SNR loss weighting, such as 5.0, for denoising models such as
             Latte.
         loss_reduction (`"sample"` or `"token"`): Unit of equal weight in the loss: every sample, or every token.
@@ -174,6 +180,7 @@ class ObjectiveConfig:
 
     weighting_scheme: Literal["logit_normal", "uniform"] | None = None
     shift: float | str | None = field(default=None, metadata={"parse": number_or_text})
+    guidance: float | None = None
     snr_gamma: float | None = None
     loss_reduction: Reduction = "sample"
     caption_dropout: float = 0.0
@@ -183,6 +190,8 @@ class ObjectiveConfig:
         check_shares(self, "caption_dropout")
         if self.shift is not None:
             read_shift(self.shift)
+        if self.guidance is not None and not 0 <= self.guidance < math.inf:
+            raise BucketingError(f"`guidance` must be a number that is not negative, got {self.guidance!r}.")
 
 
 @explains_names

@@ -146,6 +146,8 @@ PACKED = {"batching": "pack", "max_tokens": 640}
     ({}, {"trained_component": "transformer_2"}, "trained_component was transformer and is transformer_2"),
     ({}, {"weighting_scheme": "uniform"}, "weighting_scheme was not given and is uniform"),
     ({"shift": 3.0}, {"shift": "pixels"}, "shift was 3.0 and is pixels"),
+    ({"guidance": 1.0}, {"guidance": 3.5}, "guidance was 1.0 and is 3.5"),
+    ({}, {"guidance": 3.5}, "guidance was not given and is 3.5"),
     ({}, {"snr_gamma": 5.0}, "snr_gamma was not given and is 5.0"),
     ({}, {"loss_reduction": "token"}, "loss_reduction was sample and is token"),
     ({}, {"max_sequence_length": 16}, "max_sequence_length was 32 and is 16"),
