@@ -7,7 +7,6 @@ Also under `accelerate launch`: each process encodes its share. Run again, it en
 """
 
 import argparse
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
+from hf_bucketing.training.script_settings import settings_of_scripts
 
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -46,14 +46,8 @@ def make_parser() -> FlagParser:
         help="Encode sample by sample and tile by tile, which takes less memory and changes results slightly.",
     )
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
-    parser.add_config("cache_latents", others=other_scripts, names={"output_dir": (CACHED_DIR,)})
+    parser.add_config("cache_latents", others=settings_of_scripts, names={"output_dir": (CACHED_DIR,)})
     return parser
-
-
-def other_scripts() -> Mapping[str, Collection[str]]:
-    from hf_bucketing.training.script_settings import settings_of_scripts
-
-    return settings_of_scripts()
 
 
 def main(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 
 
 import argparse
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,6 @@ import numpy as np
 
 from hf_bucketing import BucketingError, BucketTable, MediaError, novelai_ladder
 from hf_bucketing.buckets import read_cost_model
-from hf_bucketing.columns import PreparedDataset, column_array
-from hf_bucketing.columns.apply import undecoded
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
@@ -40,9 +38,12 @@ from hf_bucketing.report import (
 from hf_bucketing.report.crops import WorstCrop
 from hf_bucketing.report.text import size_label
 from hf_bucketing.settings import not_default
+from hf_bucketing.training.script_settings import settings_of_scripts
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from hf_bucketing.columns import PreparedDataset
 
 
 def make_parser() -> FlagParser:
@@ -68,17 +69,11 @@ def make_parser() -> FlagParser:
     )
     # The table of a file is the one that the data set was prepared with.
     names = {"dataset": ("dataset_dir",), "table": (), "buckets": (), "bucket_frames": ()}
-    parser.add_config("report_buckets", others=other_scripts, names=names)
+    parser.add_config("report_buckets", others=settings_of_scripts, names=names)
     return parser
 
 
-def other_scripts() -> Mapping[str, Collection[str]]:
-    from hf_bucketing.training.script_settings import settings_of_scripts
-
-    return settings_of_scripts()
-
-
-def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketTable:
+def choose_table(args: argparse.Namespace, prepared: "PreparedDataset") -> BucketTable:
     if args.novelai:
         return novelai_ladder()
     if args.buckets is not None:
@@ -92,6 +87,8 @@ def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketT
 
 def read_sizes(dataset: "Dataset") -> SizeColumns:
     """Return the size columns; a missing size is unreadable, and without a num_frames column all rows are images."""
+    from hf_bucketing.columns import column_array
+
     names = [name for name in ("num_frames", "height", "width") if name in dataset.column_names]
     columns = dataset.select_columns(names).with_format("numpy")[:]
     sizes = {name: np.nan_to_num(column.astype(np.float64), nan=-1) for name, column in columns.items()}
@@ -100,9 +97,11 @@ def read_sizes(dataset: "Dataset") -> SizeColumns:
 
 
 def read_thumbnails(
-    prepared: PreparedDataset, crops: Sequence[WorstCrop]
+    prepared: "PreparedDataset", crops: Sequence[WorstCrop]
 ) -> tuple[dict[int, Thumbnail], dict[int, str]]:
     """Decode the frame in the middle of some rows; return them, and what is wrong with files that cannot be read."""
+    from hf_bucketing.columns.apply import undecoded
+
     thumbnails, faults = {}, {}
     columns = [name for name in (prepared.column, "fps", CLIP_START) if name in prepared.dataset.column_names]
     rows = undecoded(prepared.dataset.select_columns(columns).select([crop.row for crop in crops]), [prepared.column])
@@ -141,7 +140,7 @@ def plan_of_memory(model: str | None, report: Report) -> tuple[str, list[MemoryR
     return said, [MemoryRow(settings=name, parts=asdict(plan.peak)) for name, plan in plans.items()]
 
 
-def write_page(args: argparse.Namespace, prepared: PreparedDataset, report: Report, **beside: Any) -> None:
+def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Report, **beside: Any) -> None:
     shown = [*report.worst_crops, *(row for reason in report.rejected for row in reason.examples)]
     rows = [one if isinstance(one, int) else one.row for one in shown]
     thumbnails, faults = read_thumbnails(prepared, report.worst_crops)
@@ -164,6 +163,8 @@ def write_page(args: argparse.Namespace, prepared: PreparedDataset, report: Repo
 
 
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.columns import PreparedDataset, column_array
+
     check_writable(args.json, args.html)
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)

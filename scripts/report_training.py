@@ -5,12 +5,12 @@ python scripts/report_training.py demo/bucket demo/pack --figure demo/loss.png -
 
 import argparse
 import sys
-from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable, complete_file
+from hf_bucketing.training.script_settings import settings_of_scripts
 
 
 def make_parser() -> FlagParser:
@@ -24,14 +24,8 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--min_fall", type=float, default=1 / 3, help="Smallest fall of the loss that passes, as a share."
     )
-    parser.add_config("report_training", others=other_scripts, names={"runs": ("output_dir",)})
+    parser.add_config("report_training", others=settings_of_scripts, names={"runs": ("output_dir",)})
     return parser
-
-
-def other_scripts() -> Mapping[str, Collection[str]]:
-    from hf_bucketing.training.script_settings import settings_of_scripts
-
-    return settings_of_scripts()
 
 
 def main(args: argparse.Namespace) -> None:

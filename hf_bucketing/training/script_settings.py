@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..caching.settings import CacheConfig
-from ..columns.preparation import SourceConfig
-from ..columns.source_lists import NOT_FLAGS
+from ..columns.settings import NOT_FLAGS, SourceConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
 from ..report.measure import ReportConfig
 from ..settings import names_of
