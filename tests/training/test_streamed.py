@@ -141,6 +141,7 @@ def test_a_dry_run_says_the_limits_and_the_shards_before_weights_are_loaded(
     trainer = Trainer(config)
     lines = "\n".join(trainer.describe())
     trainer.release()
+    assert lines.startswith("***** Dry run: nothing is trained *****\n  Num processes = 1\n")
     assert any("do not divide among its 3 workers" in line for line in at_load)
     assert "Stream = 4 shards, 4 per process; rows shuffled among 50 in each worker, about" in lines
     assert "Samples per epoch = not known before they come; of the first 14, 14 have a bucket" in lines

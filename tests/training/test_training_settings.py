@@ -433,6 +433,8 @@ def test_a_dry_run_and_automatic_max_tokens_train_nothing(
                         strip_length=16, dry_run=True)  # fmt: skip
     run_training(config)
     printed = capsys.readouterr().out
+    assert "***** Dry run: nothing is trained *****" in printed
+    assert "Running training" not in printed
     assert tried[0] >= sum(tokens) * 0.9
     assert f"--max_tokens auto found {tried[-1]} tokens" in printed
     assert 900 <= tried[-1] <= 1000
