@@ -50,9 +50,9 @@ def enable_packing(
         [`Packing`]: Its `pack` makes packs for [`packed_forward`][hf_bucketing.packing.packed_forward].
 
     Raises:
-        PackingError: If no model family claims the class, its `forward` or an attention processor is not diffusers'
-            own, the model cannot run such strips, the backend is unknown or not available on this machine, or packing
-            is enabled already.
+        PackingError: If no model family claims the class, it runs a `forward` or an attention processor that is not
+            diffusers' own or a hook that may mix tokens, the model cannot run such strips, the backend is unknown or
+            not available on this machine, or packing is enabled already.
     """
     model = unwrap(transformer)
     family = family_of(model)

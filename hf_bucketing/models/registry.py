@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -22,6 +21,7 @@ import torch
 from ..errors import BucketingError, HubError, PackingError
 from ..hub import from_hub
 from ..packing.family import Family
+from ..packing.unchanged import replaced_forward
 from .unpackable import UNPACKABLE
 
 if TYPE_CHECKING:
@@ -90,18 +90,12 @@ def family_of(transformer: torch.nn.Module) -> Family:
             f"{name} overrides the forward of diffusers' {stock.__name__}, so packing cannot know how it treats the "
             "tokens of several samples. Use the stock class, or train this model with bucketed batches."
         )
-    if _innermost(transformer.forward) is not _innermost(stock.forward):
+    if (code := replaced_forward(transformer)) is not None:
         raise PackingError(
-            f"The forward of this {name} was replaced on the model itself, so packing cannot know how it treats the "
-            "tokens of several samples. Delete transformer.forward, or train this model with bucketed batches."
+            f"The forward of this {name} was replaced by {code}, so packing cannot know how it treats the tokens of "
+            "several samples. Delete transformer.forward, or train this model with bucketed batches."
         )
     return families()[stock.__name__]
-
-
-def _innermost(forward: Any) -> Any:
-    """Return a forward inside its decorators, and those that accelerate and diffusers put around it on a model."""
-    inner = inspect.unwrap(forward)
-    return getattr(inner, "__func__", inner)
 
 
 def _is_stock(cls: type[Any]) -> bool:

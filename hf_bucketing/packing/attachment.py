@@ -10,6 +10,7 @@ from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
 from .context import bind_checkpoints, keep_inputs_exact, release_checkpoints
+from .unchanged import StockModules
 
 if TYPE_CHECKING:
     from .family import Family
@@ -42,9 +43,10 @@ class Attachment:
     packing: Packing
     handles: tuple[Any, ...]
     attentions: tuple[PackedAttention, ...]
+    stock: StockModules
 
     def check(self) -> None:
-        """Raise PackingError if attention modules were changed since packing was enabled."""
+        """Raise PackingError if the transformer was changed since packing was enabled, see [`StockModules`]."""
         for attention in self.attentions:
             if not attention.in_place:
                 raise PackingError(
@@ -52,6 +54,7 @@ class Attachment:
                     f"processor is a {type(attention.module.processor).__name__}), so it would not run a pack. Call "
                     "disable_packing(transformer), change the model, then enable_packing(transformer) again."
                 )
+        self.stock.check()
 
     def remove(self) -> None:
         """Restore the transformer as it was."""
@@ -75,11 +78,13 @@ def attach(packing: Packing) -> None:
     )
     for attention in attentions:
         _check_own(attention, family)
+    stock = StockModules.of(model, attentions=[(attention.name, attention.module) for attention in attentions])
+    stock.check()
     handles = keep_inputs_exact(model), *family.hook_positions(model, packing.base_size)
     for attention in attentions:
         _set_processor(attention.module, attention.packed)
     bind_checkpoints(model)
-    setattr(model, ATTRIBUTE, Attachment(packing=packing, handles=handles, attentions=attentions))
+    setattr(model, ATTRIBUTE, Attachment(packing=packing, handles=handles, attentions=attentions, stock=stock))
 
 
 def _set_processor(module: Any, processor: Any) -> None:

@@ -208,8 +208,9 @@ def packed_forward(
         `torch.Tensor` of shape `(num_strips, out_channels, p_t, p_h, strip_length·p_w)`; see [`PackedBatch.unpack`].
 
     Raises:
-        PackingError: If packing is not enabled, or attention was changed since (by another processor, by fused
-            projections), the pack was made for another patch, or the model does not take `attention_kwargs`.
+        PackingError: If packing is not enabled, or the model was changed since (by another processor, fused
+            projections, another `forward`, a hook), the pack was made for another patch, or the model does not take
+            `attention_kwargs`.
     """
     attachment = attachment_of(transformer)
     attachment.check()

@@ -14,6 +14,8 @@ from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import packed_forward
 from tests.models.cases import CASES, FamilyCase, Samples, each_case, largest_difference, packed_outputs
 
+pytestmark = pytest.mark.usefixtures("hooks_that_look")
+
 Size = tuple[int, int, int]
 NAMES = ("allegro", "cosmos rotary only", "ltx", "wan", "cogvideox", "cogvideox-1.5", "hunyuan", "flux")
 ROTARY = {name: CASES[name] for name in NAMES}

@@ -86,6 +86,7 @@ def _scaled(module: Any, grid: Any, device: torch.device) -> tuple[torch.Tensor]
     return (torch.ones(grid, device=device).flatten() * module.scale,)
 
 
+@pytest.mark.usefixtures("hooks_that_look")
 @pytest.mark.parametrize("name", ["sd3", "sd3.5", "cogvideox", "flux", "latte"])
 def test_the_backward_of_permuted_tokens_gathers(name: str) -> None:
     model, samples = CASES[name].model(), Samples(case=CASES[name])

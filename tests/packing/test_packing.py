@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial, update_wrapper
+
 import pytest
 import torch
 
@@ -62,7 +64,8 @@ def test_checkpointing_that_is_not_bound_to_its_pack_is_an_error_not_a_wrong_gra
     packing = enable_packing(model, strip_length=4)
     block = model.blocks[0]
     original = block.forward
-    block.forward = lambda *args: torch.utils.checkpoint.checkpoint(original, *args, use_reentrant=False)
+    by_hand = partial(torch.utils.checkpoint.checkpoint, original, use_reentrant=False)
+    block.forward = update_wrapper(by_hand, original)
     loss = samples.loss_packed(model, packing)
     with pytest.raises(PackingError, match="enable_gradient_checkpointing"):
         loss.backward()

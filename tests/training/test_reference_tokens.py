@@ -82,6 +82,7 @@ def test_batches_count_references_in_max_tokens_and_not_in_the_loss(
         make_data(changed(configs[0], max_tokens=int(without.num_tokens.max())), prepared.spec, **OPTIONS)
 
 
+@pytest.mark.usefixtures("hooks_that_look")
 @pytest.mark.slow
 @modes
 @pytest.mark.parametrize("source", ["plan", "stream"])
