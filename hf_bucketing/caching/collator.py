@@ -101,13 +101,13 @@ class CachedCollator:
         return batch
 
     def empty_text(self) -> dict[str, Any]:
-        """Return `text_values` `(1, length, dim)` of the empty caption and, for models with them, the other texts.
+        """Return `text_values` `(1, length, dim)` of a dropped caption and, for models with them, the other texts.
 
         Raises:
             CacheError: If the cache has no entry for it.
         """
         if self.info.empty_text_key is None:
-            raise CacheError("The cache has no entry for the empty caption; run scripts/cache_latents.py again.")
+            raise CacheError("The cache has no entry for dropped captions; run scripts/cache_latents.py again.")
         return _stacked([self.cache.read(self.info.empty_text_key)])
 
     def _caption(self, row: Row, column: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,51 +24,17 @@ from ..media.remote import is_url, version
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
-from ..media.views import ViewRule, seeded_draws
-from ..settings import check_at_least, check_literals
+from ..media.views import seeded_draws
+from .settings import CacheConfig
 from .store import TensorCache, entry_key
 
 Shown = Mapping[str, Sequence[torch.Tensor]]
 
+_Encoded: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]
+"""Embeddings of texts, their mask and what else the model takes of them."""
+
 OTHER = "other."
 """Prefix in an entry of what the model takes of a caption beside its embeddings; it has no padding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """Settings of a cache: its folder, the views of the files that it holds, and how they are encoded.
-
-    Args:
-        folder (`str`): Folder of the entries. One that holds entries is completed.
-        batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `table` or in `open_table` of the
-            [`PreparedDataset`][hf_bucketing.columns.PreparedDataset].
-        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
-            random, and PyAV decodes.
-        seed (`int`): Seed of random views. They are those of epoch 0 and need an `index` column.
-        batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
-        num_threads (`int`): Threads that decode files while the encoder runs.
-        on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
-
-    Raises:
-        BucketingError: On a number below 1, or an unknown `batching` or `on_error`.
-    """
-
-    folder: str
-    batching: Literal["bucket", "pack"] = "bucket"
-    views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
-    seed: int = 0
-    batch_size: int = 8
-    num_threads: int = 2
-    on_error: Literal["raise", "reject"] = "raise"
-
-    def __post_init__(self) -> None:
-        check_literals(self)
-        check_at_least(1, self, "batch_size", "num_threads")
-
-    @property
-    def cache(self) -> TensorCache:
-        """The entries in `folder`."""
-        return TensorCache(Path(self.folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +47,11 @@ class _CachedColumns:
 
     vectorised = False
     reusable = False
+
+    @property
+    def cache(self) -> TensorCache:
+        """The entries in the folder of the settings."""
+        return TensorCache(Path(self.config.folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +109,7 @@ class LatentColumns(_CachedColumns):
         names = [*self.input_columns, *(name for name in self.optional_columns if name in batch)]
         rows = [dict(zip(names, cells, strict=True)) for cells in zip(*(batch[name] for name in names), strict=True)]
         samples = [self._sample(row, position) for position, row in enumerate(rows)]
-        missing = {sample.key: sample for sample in samples if sample and not self.config.cache.holds(sample.key)}
+        missing = {sample.key: sample for sample in samples if sample and not self.cache.holds(sample.key)}
         unreadable = self._encode(list(missing.values()))
         keys = [sample.key if sample and sample.key not in unreadable else "" for sample in samples]
         for row, key in zip(rows, keys, strict=True):
@@ -212,7 +183,7 @@ class LatentColumns(_CachedColumns):
                 view = sample.file.view
                 about = {"size": view.size, "crop": sample.crop, "flip": view.flip, "fps": view.fps}
                 entry = {name: values[row] for name, values in encoded.items()}
-                self.config.cache.write(sample.key, entry, about=about)
+                self.cache.write(sample.key, entry, about=about)
         return unreadable
 
     def _loaded(self, samples: list[_Sample]) -> Iterator[list[tuple[_Sample, Future[LoadedSample]]]]:
@@ -251,7 +222,7 @@ class TextColumns(_CachedColumns):
         counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, or `found` in the cache.
     """
 
-    encode: Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]]
+    encode: Callable[[list[str]], _Encoded]
     column: str
 
     optional_columns = ()
@@ -273,25 +244,40 @@ class TextColumns(_CachedColumns):
             ColumnError: If a caption is neither a text nor a list of texts.
         """
         cells = list(batch[self.column])
-        captions = [texts_of({self.column: cell}, self.column) for cell in cells]
-        keys = {text: self.key(text) for texts in captions for text in texts}
-        missing = [text for text, key in keys.items() if not self.config.cache.holds(key)]
+        texts = [texts_of({self.column: cell}, self.column) for cell in cells]
+        keys = {caption: self.key(caption) for captions in texts for caption in captions}
+        missing = [caption for caption, key in keys.items() if not self.cache.holds(key)]
         for start in range(0, len(missing), self.config.batch_size):
-            self._encode({text: keys[text] for text in missing[start : start + self.config.batch_size]})
+            captions = missing[start : start + self.config.batch_size]
+            self._write([keys[caption] for caption in captions], *self.encode(captions))
         self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
-        own = ([keys[text] for text in texts] for texts in captions)
+        own = ([keys[caption] for caption in captions] for captions in texts)
         return {"text_key": [key[0] if isinstance(cell, str) else key for cell, key in zip(cells, own, strict=True)]}
 
-    def _encode(self, keys: Mapping[str, str]) -> None:
-        values, mask, others = self.encode(list(keys))
+    @property
+    def null_key(self) -> str:
+        """Key of the entry of the text that stands for a dropped caption."""
+        return entry_key(kind="null text", model=self.model)
+
+    def write_null(self, encode: Callable[[], _Encoded]) -> None:
+        """Write the entry of the text that stands for a dropped caption, `(1, length, dim)`, unless it exists."""
+        missing = not self.cache.holds(self.null_key)
+        if missing:
+            self._write([self.null_key], *encode())
+        self.counts.update(encoded=int(missing), found=int(not missing))
+
+    def _write(
+        self, keys: Sequence[str], values: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write entries of embeddings `(n, length, dim)` without their padding."""
         real = values.ne(0).any(-1) if mask is None else mask.ne(0)
-        for row, key in enumerate(keys.values()):
+        for row, key in enumerate(keys):
             end = max(int(real[row].nonzero().max()) + 1 if real[row].any() else 0, 1)
             entry = {"values": values[row, :end]}
             if mask is not None:
                 entry["mask"] = mask[row, :end]
             entry |= {OTHER + name: one[row] for name, one in others.items()}
-            self.config.cache.write(key, entry, about={"length": values.shape[1]})
+            self.cache.write(key, entry, about={"length": values.shape[1]})
 
 
 def _identity(source: MediaSource, root: str | None) -> list[Any]:

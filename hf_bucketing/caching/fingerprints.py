@@ -49,6 +49,12 @@ class Encoder(Protocol):
     def encode_text(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         """Encode captions to embeddings `(n, length, dim)`, a mask `(n, length)` or None, and what else there is."""
 
+    def encode_null(self) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
+        """Encode the text of a dropped caption, as [`encode_text`] encodes one caption.
+
+        Without a mask, it takes that of the caption that it replaces.
+        """
+
 
 def latents_fingerprint(encoder: Encoder) -> str:
     """Return sixteen hex digits that change with the VAE's class, configuration or weights, or the encoder's class.

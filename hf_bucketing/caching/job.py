@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
-from .columns import CacheConfig, LatentColumns, TextColumns
+from .columns import LatentColumns, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
+from .settings import CacheConfig
+from .store import TensorCache
 
 _STACKS_PER_CALL = 8
 
@@ -46,7 +49,7 @@ def cache_dataset(
     encoder.check_conditions(prepared.conditions)
     state = PartialState()
     if state.is_main_process:
-        config.cache.sweep()
+        TensorCache(Path(config.folder)).sweep()
     state.wait_for_everyone()
     rows, latents = _latents(prepared, encoder, config)
     buckets = column_array(rows, "bucket_id")
@@ -59,8 +62,10 @@ def cache_dataset(
         text = TextColumns(
             encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
         )
-        captions = Dataset.from_dict({text.column: sorted({*all_texts(prepared.dataset, text.column), ""})})
+        captions = Dataset.from_dict({text.column: sorted(set(all_texts(prepared.dataset, text.column)))})
         _encode_share(captions, text, state, desc="texts")
+        if state.is_main_process:
+            text.write_null(encoder.encode_null)
     mine = {**latents.counts, **{f"captions {name}": n for name, n in (text.counts if text else {}).items()}}
     state.wait_for_everyone()
     counts: Counter[str] = sum((Counter(part) for part in gather_object([mine])), Counter())
@@ -75,7 +80,7 @@ def cache_dataset(
         batching=config.batching,
         latents_model=latents.model,
         text_model=None if text is None else text.model,
-        empty_text_key=None if text is None else text.key(""),
+        empty_text_key=None if text is None else text.null_key,
         views={**asdict(config.views), "seed": config.seed},
     )
     return replace(prepared, dataset=dataset, cache=info), counts

@@ -19,10 +19,8 @@ from ..errors import BucketingError, ColumnError
 from ..settings import check_literals
 from .apply import with_columns
 from .arrays import SIZE_COLUMNS, column_array, column_batches, is_list_type, is_text
-from .faults import NAMED_ROWS, OF_BATCH, OnCaptionError, Report, listed, path_of, paths_of, raise_error
-
-CAPTION = "{caption}"
-"""Place of the caption in a template."""
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, paths_of, raise_error
+from .settings import CAPTION, OnCaptionError, check_template
 
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
 _CODES = {problem: code for code, problem in enumerate(_PROBLEMS, start=1)}
@@ -229,18 +227,6 @@ def caption_advice(setting: str = "on_error") -> list[str]:
 def for_source(error: BucketingError) -> ColumnError:
     """Return the error of a check of captions with the name that its setting has among those of a source."""
     return ColumnError(error.fact, advice=caption_advice("on_caption_error"))
-
-
-def check_template(template: str) -> None:
-    """Raise unless a template has one place for the caption.
-
-    Raises:
-        ColumnError: If it has none, or several.
-    """
-    if template.count(CAPTION) != 1:
-        raise ColumnError(
-            f"`caption_template` must hold {CAPTION} once, as in 'TOK, {CAPTION}'; got {template!r}.",
-        )
 
 
 class _Entries(NamedTuple):

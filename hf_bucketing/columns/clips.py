@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,8 @@ from ..media.rows import CLIP_END, CLIP_START
 from ..settings import check_literals
 from .apply import undecoded, with_columns
 from .arrays import SIZE_COLUMNS, column_array, is_list_type
-from .faults import NAMED_ROWS, OF_BATCH, OnFileError, Report, listed, path_of, raise_error
-
-ClipMode = Literal["head", "uniform", "slide", "all", "scenes"]
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
+from .settings import ClipRule, OnFileError
 
 SCENE_START, SCENE_END = "start", "end"
 """Columns of the seconds at which scenes begin and end: numbers, or lists of numbers."""
@@ -34,50 +33,6 @@ _ROUNDING = 1e-6
 
 _LARGE_CELL = 4096
 """Mean bytes of a cell from which a column is not copied when its rows are repeated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipRule:
-    """Cut videos into clips.
-
-    Frames are counted at the rate of the `fps` column. Images, and videos of no more frames than a clip, stay one row.
-
-    Args:
-        mode (`"head"`, `"uniform"`, `"slide"`, `"all"` or `"scenes"`): One clip from the start; `number` clips spread
-            evenly from the start to the end (fewer if a video has fewer starts); a clip every `number` frames;
-            consecutive clips, the last of them shorter, unless one frame is left, which the clip before it keeps; or
-            the scenes whose seconds the columns `start` and `end` hold.
-        frames (`int`, *optional*): Frames of a clip; needed by all modes but `"scenes"`.
-        number (`int`): Clips of `"uniform"`, or frames from one start to the next of `"slide"`.
-
-    Raises:
-        ColumnError: If the mode is unknown, a number is below 1, or `frames` is missing or has no effect.
-    """
-
-    mode: ClipMode
-    frames: int | None = None
-    number: int = 1
-
-    def __post_init__(self) -> None:
-        check_literals(self, error=ColumnError)
-        if self.number < 1 or (self.frames is not None and self.frames < 1):
-            raise ColumnError(f"Clips need numbers of 1 or more, got {self}.")
-        if (self.mode == "scenes") != (self.frames is None):
-            raise ColumnError(f"`clip_frames` goes with every mode but scenes, got {self.frames} with {self.mode}.")
-
-    @classmethod
-    def parse(cls, text: str, *, frames: int | None) -> ClipRule:
-        """Read the value of a flag: `head`, `uniform:N`, `slide:STRIDE`, `all` or `scenes`.
-
-        Raises:
-            ColumnError: If it is none of these.
-        """
-        mode, colon, number = text.partition(":")
-        if mode not in ("head", "uniform", "slide", "all", "scenes") or bool(colon) != (mode in ("uniform", "slide")):
-            raise ColumnError(f"`clips` must be head, uniform:N, slide:STRIDE, all or scenes, got {text!r}.")
-        if colon and not (number.isascii() and number.isdigit() and int(number) >= 1):
-            raise ColumnError(f"`clips` {mode} needs a whole number of 1 or more behind the colon, got {text!r}.")
-        return cls(mode=mode, frames=None if mode == "scenes" else frames, number=int(number or 1))  # type: ignore[arg-type]
 
 
 class Clips(NamedTuple):

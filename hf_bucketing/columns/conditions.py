@@ -25,7 +25,8 @@ from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
 from .arrays import SIZE_COLUMNS, column_batches, media_kind
-from .faults import NAMED_ROWS, OF_BATCH, OnFileError, Report, listed, path_of, paths_of, raise_error
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, paths_of, raise_error
+from .settings import OnFileError
 
 _ADVICE = ["correct these files or their paths", 'reject the rows with `on_error="reject"`']
 

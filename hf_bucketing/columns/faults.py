@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from datasets import Dataset
 
@@ -17,10 +17,6 @@ NAMED_ROWS = 3
 OF_BATCH = " Rows are counted from the first of their batch."
 """Sentence of messages about the rows of a batch."""
 
-OnFileError = Literal["raise", "reject"]
-
-OnCaptionError = Literal["raise", "reject", "empty"]
-
 Report = Callable[[BucketingError], None]
 """Takes the error about rows at fault: it raises it, or keeps it, so that other checks follow."""
 
@@ -28,32 +24,6 @@ Report = Callable[[BucketingError], None]
 def raise_error(error: BucketingError) -> NoReturn:
     """Raise an error; the [`Report`] of a check that is made alone."""
     raise error
-
-
-class Treatment(NamedTuple):
-    """Treatment of rows at fault.
-
-    Attributes:
-        files: Of unreadable files, clips that do not lie in their files, and conditions that do not fit.
-        captions: Of captions that are missing or not text.
-    """
-
-    files: OnFileError
-    captions: OnCaptionError
-
-    @classmethod
-    def of(cls, on_error: OnCaptionError, on_caption_error: OnCaptionError | None) -> Treatment:
-        """Return the treatment by two settings, the second of which follows the first where it is not given.
-
-        Raises:
-            BucketingError: If `on_error` is `"empty"`, which is about captions, and `on_caption_error` is another.
-        """
-        if on_error == "empty" and on_caption_error not in (None, "empty"):
-            raise BucketingError(
-                f'`on_error="empty"` and `on_caption_error="{on_caption_error}"` contradict each other; leave out the '
-                "first of them."
-            )
-        return cls("reject" if on_error == "reject" else "raise", on_caption_error or on_error)
 
 
 class Faults:

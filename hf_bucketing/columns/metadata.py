@@ -21,15 +21,12 @@ from .apply import map_columns, undecoded, with_columns
 from .arrays import column_array, column_batches, is_text, numbers, whole_numbers
 from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
 from .layouts import STILL_IMAGES
+from .settings import SIDES, TIMES, SizesFrom
 
 _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
 _SAMPLED_FILES = 16
-_SIZES = ("width", "height")
-_TIMES = ("num_frames", "fps")
 _ROUNDED_FRAMES = 0.01
 """Frames by which a duration may be too short, since its decimals are rounded."""
-
-SizesFrom = Literal["auto", "columns", "headers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +158,7 @@ class ExistingMetadata:
 
     @property
     def _names(self) -> dict[str, str]:
-        names = (*_SIZES, *_TIMES, "duration")
+        names = (*SIDES, *TIMES, "duration")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
@@ -276,7 +273,7 @@ def add_sizes(
         sized = map_columns(dataset, replace(metadata, on_error="reject"), num_proc=num_proc, overwrite=True)
         if metadata.on_error == "raise":
             _check_readable(sized, metadata, report)
-        present = [name for name in (*_SIZES, *_TIMES) if name in dataset.column_names]
+        present = [name for name in (*SIDES, *TIMES) if name in dataset.column_names]
         unused = f", instead of the columns {', '.join(present)}: {reason}" if present else ""
         return SizedDataset(sized, f"Sizes are read from the headers of the files{unused}.")
     batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
@@ -310,27 +307,6 @@ def _unreadable_files(faults: Mapping[int, str], *, count: int, total: int, sent
     )
 
 
-def read_size_columns(text: str) -> dict[str, str]:
-    """Parse the value of a flag such as `num_frames=frame,duration=seconds`.
-
-    The names on the left are `width`, `height`, `num_frames`, `fps`, and `duration`, in seconds, in place of
-    `num_frames`.
-
-    Raises:
-        ColumnError: If a name on the left is none of these or occurs twice, or a column is missing.
-    """
-    pairs = [part.partition("=") for part in text.split(",")]
-    columns = {name: column for name, _, column in pairs}
-    known = (*_SIZES, *_TIMES, "duration")
-    if len(columns) < len(pairs) or not set(columns) <= set(known) or not all(columns.values()):
-        raise ColumnError(
-            f"`size_columns` must be as width=w,height=h, with names of {', '.join(known)}; got {text!r}."
-        )
-    if {"num_frames", "duration"} <= set(columns):
-        raise ColumnError("`size_columns` names num_frames and duration, which both give frames; name one of them.")
-    return columns
-
-
 def _usable_columns(
     dataset: Dataset, metadata: MediaMetadata, given: Mapping[str, str], *, all_rows: bool
 ) -> tuple[dict[str, str], str]:
@@ -339,8 +315,8 @@ def _usable_columns(
     Where unreadable files are rejected, sizes of −1 as `MediaMetadata` writes them are sizes too; no value is one only
     if not `all_rows` need a size.
     """
-    times = ("duration", "fps") if "duration" in given else _TIMES
-    names = {name: given.get(name, name) for name in (*_SIZES, *times)}
+    times = ("duration", "fps") if "duration" in given else TIMES
+    names = {name: given.get(name, name) for name in (*SIDES, *times)}
     present = set(dataset.column_names)
     if absent := sorted(set(given.values()) - present):
         return {}, f"there is no column {' or '.join(absent)}"
@@ -349,13 +325,13 @@ def _usable_columns(
     if not set(names.values()) <= present:
         if not _all_still_images(dataset, metadata.column):
             return {}, "videos need num_frames and fps too"
-        names = {name: names[name] for name in _SIZES}
+        names = {name: names[name] for name in SIDES}
     batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
     try:
         sizes = _sizes(batch, names)
     except ColumnError as error:
         return {}, str(error)
-    incomplete = np.minimum.reduce([sizes[name] for name in (*_SIZES, "num_frames")]) < 1
+    incomplete = np.minimum.reduce([sizes[name] for name in (*SIDES, "num_frames")]) < 1
     if metadata.on_error == "reject":
         whole = [name for name in names if name not in ("fps", "duration")]
         incomplete &= all_rows & ~np.logical_and.reduce([numbers(batch, names[name]) == -1 for name in whole])
@@ -387,7 +363,7 @@ def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: Me
     cells = sample[metadata.column][:]
     found = replace(metadata, target_fps=None, on_error="reject")({metadata.column: cells})
     given = _sizes(sample.select_columns(list(names.values())).with_format("arrow")[:], names)
-    compared = [*_SIZES, *(_TIMES if "fps" in names else ())]
+    compared = [*SIDES, *(TIMES if "fps" in names else ())]
     unreadable = 0
     differing = []
     for position, row in enumerate(rows):

@@ -52,7 +52,7 @@ class CacheInfo:
         batching (`"bucket"` or `"pack"`): Whether latents have their sizes in `table`, or in `open_table`.
         latents_model (`str`): Fingerprint of the encoder of the latents.
         text_model (`str`, *optional*): Fingerprint of the encoder of the captions; None if there are none.
-        empty_text_key (`str`, *optional*): Key of the empty caption's entry, for guidance.
+        empty_text_key (`str`, *optional*): Key of the entry of the text that stands for a dropped caption.
         views (`dict`): Fields of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
     """
 

@@ -24,9 +24,9 @@ from ..settings import names_of, not_default
 from .buckets import BucketColumns
 from .clips import SCENE_END, SCENE_START
 from .faults import Faults, Report
-from .metadata import SizedDataset, add_sizes, read_size_columns
-from .preparation import SourceConfig
+from .metadata import SizedDataset, add_sizes
 from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
+from .settings import SourceConfig, read_size_columns
 from .stream_columns import CAPTION, MEDIA, name_of, named_cell, value_at
 from .stream_source import (
     StreamSource,

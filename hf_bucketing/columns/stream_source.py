@@ -20,11 +20,11 @@ from ..randomness import Purpose, integer_seed
 from .apply import undecoded
 from .buckets import BucketColumns
 from .captions import CaptionTexts
-from .clips import ClipRows, ClipRule
+from .clips import ClipRows
 from .conditions import ConditionColumns
-from .faults import OnCaptionError, Treatment
 from .layouts import TABLES, builder_of, choose_column, hub_root, stream_part, usual_captions, usual_media
 from .metadata import ExistingMetadata, MediaMetadata
+from .settings import ClipRule, OnCaptionError, Treatment
 from .stream_columns import CAPTION, MEDIA, StreamColumns
 
 SAMPLED_ROWS = 64

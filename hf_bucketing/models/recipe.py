@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
@@ -68,7 +68,10 @@ class TextEmbeddings(NamedTuple):
         return TextEmbeddings(self.values[:, :length], self.mask[:, :length], self.others)
 
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
-        """Return these embeddings with those of the empty caption, `(1, …)`, in some rows."""
+        """Return these embeddings with those of the null text, `(1, …)`, in some rows.
+
+        Without a mask of its own, the null text takes the one of each row.
+        """
 
         def replace(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
             chosen = to_device(torch.tensor(rows), values.device).view(-1, *[1] * (values.ndim - 1))
@@ -180,6 +183,9 @@ class Recipe(ABC):
         max_sequence_length (`int`): Text tokens per caption.
         trained (`str`): Name of the component to train.
         config (mapping): Configuration of that component, which is known even where its weights are not loaded.
+        guidance (`float`): Guidance scale that a model which embeds one is given in training, not negative.
+            [`guided`][Recipe.guided] changes it. 1 stands for predictions without guidance, which the loss aims at;
+            docs/models/index.md says what other trainers take.
     """
 
     pipeline: Any
@@ -187,6 +193,7 @@ class Recipe(ABC):
     max_sequence_length: int
     trained: str = "transformer"
     config: Mapping[str, Any] = field(default_factory=dict)
+    guidance: float = 1.0
 
     pipeline_class: ClassVar[str]
     """Class name in the pipeline's `model_index.json`."""
@@ -212,6 +219,11 @@ class Recipe(ABC):
     """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    null_as_long: ClassVar[bool] = False
+    """Whether the null text has as many tokens as the caption that it replaces, the padding of the empty caption
+    included; else it is the empty caption."""
+    guidance_factor: ClassVar[float | None] = None
+    """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
@@ -316,6 +328,26 @@ class Recipe(ABC):
     def transformer(self) -> Any:
         """The model to train."""
         return getattr(self.pipeline, self.trained)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the transformer is distilled to guided predictions, and takes the scale of the guidance."""
+        return self.guidance_factor is not None and bool(self.transformer.config.get("guidance_embeds"))
+
+    def guided(self, scale: float | None) -> Recipe:
+        """Return this recipe with another guidance scale, `guidance`; None changes nothing.
+
+        Raises:
+            BucketingError: If the model takes no guidance scale.
+        """
+        if scale is None:
+            return self
+        if not self.embeds_guidance:
+            raise BucketingError(
+                f"`guidance` is the scale that distilled models embed; this {type(self.transformer).__name__} embeds "
+                "none; omit it."
+            )
+        return replace(self, guidance=scale)
 
     def modules(self, *parts: Part) -> list[torch.nn.Module]:
         """Return the loaded models of some parts of the pipeline."""
@@ -533,6 +565,14 @@ class Recipe(ABC):
         )
         return TextEmbeddings(values, others[0] if self.family.text_rule == "masked" else None)
 
+    def encode_null(self) -> TextEmbeddings:
+        """Encode the null text, `(1, length, dim)`, that stands for a dropped caption: the empty caption's.
+
+        Where it is as long as the caption that it replaces ([`null_as_long`]), it has no mask of its own.
+        """
+        text = self.encode_text([""])
+        return text._replace(mask=None) if self.null_as_long else text
+
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`]."""
         noised = samples.noised
@@ -540,8 +580,15 @@ class Recipe(ABC):
         return ModelInputs(latents=noised.latents, timesteps=timesteps, conditioning=self.conditioning(samples))
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the conditioning that the model needs of each sample: by default what comes from its caption."""
-        return dict(samples.text.others)
+        """Return the conditioning that the model needs of each sample.
+
+        By default it is what comes from its caption and, where the model embeds one, the guidance scale, `(n,)`.
+        """
+        given: dict[str, Any] = dict(samples.text.others)
+        if self.embeds_guidance:
+            assert self.guidance_factor is not None, "else the model embeds none"
+            given["guidance"] = torch.full_like(samples.fps, self.guidance * self.guidance_factor)
+        return given
 
     def refusal(self, samples: Samples) -> str | None:
         """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""

@@ -133,7 +133,41 @@ class ShiftByResolution:
         return min((abs(math.log(pixels / (height * width))), shift) for height, width, shift in self.steps)[1]
 
 
-ShiftLaw: TypeAlias = ShiftByTokens | ShiftByRoot | ShiftByResolution
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShiftBySteps:
+    """The shift with which FLUX.2's pipelines render: the fewer steps, the larger.
+
+    It is `compute_empirical_mu` of diffusers' `pipeline_flux2.py`, which follows Black Forest Labs' own code, with its
+    jump at 4,300 tokens. With 200 steps, and with any number beyond those tokens, its logarithm is Flux's line
+    ([`ShiftByTokens`], without the bound).
+
+    Args:
+        steps (`int`): Steps of a render, at least 1; 50 is the default of the pipelines' call.
+
+    Raises:
+        BucketingError: If there is no step.
+
+    Example:
+        >>> [round(ShiftBySteps(steps=steps)(tokens=4096), 2) for steps in (28, 50, 200)]
+        [8.6, 7.56, 3.16]
+    """
+
+    steps: int = 50
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise BucketingError(f"A shift by steps needs 1 step or more, got {self.steps}.")
+
+    def __call__(self, *, tokens: int, pixels: int = 0) -> float:
+        """Return the shift of a sample of so many tokens; pixels make no difference."""
+        with_200_steps = 0.00016927 * tokens + 0.45666666
+        if tokens > 4300:
+            return math.exp(with_200_steps)
+        with_10_steps = 8.73809524e-05 * tokens + 1.89833333
+        return math.exp(with_10_steps + (with_200_steps - with_10_steps) * (self.steps - 10) / 190)
+
+
+ShiftLaw: TypeAlias = ShiftByTokens | ShiftByRoot | ShiftByResolution | ShiftBySteps
 """A shift that depends on a sample's size."""
 
 
@@ -209,6 +243,8 @@ def chosen_shift(
         return own if isinstance(own, ShiftByTokens) else ShiftByTokens()
     if chosen == "pixels":
         return ShiftByRoot()
+    if chosen == "flux2":
+        return ShiftBySteps()
     if chosen == "unbounded":
         if not isinstance(own, ShiftByTokens):
             raise BucketingError(
@@ -228,12 +264,13 @@ def chosen_shift(
 
 def read_shift(
     setting: float | str,
-) -> float | ShiftByResolution | Literal["tokens", "pixels", "resolution", "unbounded"]:
+) -> float | ShiftByResolution | Literal["tokens", "pixels", "resolution", "unbounded", "flux2"]:
     """Return what a setting says: a shift, a law by resolution, or the name of a law that depends on the model.
 
     The names are `"tokens"`, linear in the tokens as Flux; `"pixels"`, the square root of the pixels as Stable
-    Diffusion 3; `"resolution"`, what the model's authors name for some resolutions; and `"unbounded"`, the scheduler's
-    law as the pipeline extrapolates it. Resolutions are written as `480x832:3,720x1280:5`: height, width, shift.
+    Diffusion 3; `"resolution"`, what the model's authors name for some resolutions; `"unbounded"`, the scheduler's law
+    as the pipeline extrapolates it; and `"flux2"`, what FLUX.2's pipelines render with in 50 steps. Resolutions are
+    written as `480x832:3,720x1280:5`: height, width, shift.
 
     Raises:
         BucketingError: On anything else.
@@ -242,7 +279,7 @@ def read_shift(
         >>> read_shift(3), read_shift("pixels"), read_shift("480x832:2,720x1280:5")
         (3.0, 'pixels', ShiftByResolution(steps=((480, 832, 2.0), (720, 1280, 5.0))))
     """
-    if setting in ("tokens", "pixels", "resolution", "unbounded"):
+    if setting in ("tokens", "pixels", "resolution", "unbounded", "flux2"):
         return setting  # type: ignore[return-value]
     if isinstance(setting, str):
         steps = [_RESOLUTION.fullmatch(part.strip()) for part in setting.split(",")]
@@ -252,6 +289,6 @@ def read_shift(
     elif not isinstance(setting, bool) and 0 < setting < math.inf:
         return float(setting)
     raise BucketingError(
-        '`shift` must be a number above 0, one of "tokens", "pixels", "resolution" and "unbounded", or shifts by '
-        f'resolution such as "480x832:3,720x1280:5"; got {setting!r}.'
+        '`shift` must be a number above 0, one of "tokens", "pixels", "resolution", "unbounded" and "flux2", or '
+        f'shifts by resolution such as "480x832:3,720x1280:5"; got {setting!r}.'
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,12 +10,11 @@ from typing import Any, Literal
 from ..errors import BucketingError, quoted
 from ..loaders.captions import CaptionRule
 from ..loaders.faults import FaultRule
-from ..losses.reduction import Reduction
+from ..losses.names import Reduction
 from ..media.views import ViewRule
 from ..models.shift import read_shift
-from ..packing.attention import Backend
-from ..packing.token_drop import Mode as TokenDropMode
-from ..packing.token_drop import TokenDrop
+from ..packing.names import Backend
+from ..packing.token_drop import Mode as TokenDropMode, TokenDrop
 from ..plans.bin_packing import PackStrategy
 from ..plans.deal import Remainder
 from ..plans.packs import Balance
@@ -29,14 +29,16 @@ from ..settings import (
     number_or_text,
 )
 from ..streaming.config import StreamConfig
-from .adapters import AdapterConfig
-from .checkpoint import CheckpointConfig
-from .held_out import HeldOutConfig
-from .hub import HubConfig
-from .memory.config import MemoryConfig
-from .optimizers import OptimizerConfig
-from .run_log import COST_MODEL
-from .validation import ValidationConfig
+from .settings.adapters import AdapterConfig
+from .settings.checkpoints import CheckpointConfig
+from .settings.held_out import HeldOutConfig
+from .settings.hub import HubConfig
+from .settings.memory import MemoryConfig
+from .settings.optimizer import OptimizerConfig
+from .settings.validation import ValidationConfig
+
+COST_MODEL = "cost_model.json"
+"""File in the output folder of a run that holds the measured cost of its steps."""
 
 _OF_PACKS = (
     *("pack_strategy", "balance", "random_resize", "attention_backend", "positions", "base_size"),
@@ -161,7 +163,12 @@ class ObjectiveConfig:
             configuration names. A number is one shift for all samples. `"tokens"` grows with the tokens as Flux's,
             `"pixels"` with the square root of the pixels as in Stable Diffusion 3, 3 at 1024×1024. `"resolution"` is
             what the model's authors name for some resolutions, and `480x832:2,720x1280:5` names them: height, width
-            and shift. `"unbounded"` is the scheduler's, also beyond the most tokens that it names.
+            and shift. `"unbounded"` is the scheduler's, also beyond the most tokens that it names. `"flux2"` is what
+            FLUX.2's pipelines render with in 50 steps, about 7.6 at 1024×1024; the default there is the scheduler's,
+            3.2.
+        guidance (`float`, *optional*): Guidance scale that distilled models which embed one are given in training:
+            Flux, FLUX.2 [dev], HunyuanVideo and HunyuanImage. It is 1 by default, since the loss aims at the data
+            itself, without guidance. diffusers' examples take 3.5, and 30 for controls.
         snr_gamma (`float`, *optional*): Gamma of min-SNR loss weighting, such as 5.0, for denoising models such as
             Latte.
         loss_reduction (`"sample"` or `"token"`): Unit of equal weight in the loss: every sample, or every token.
@@ -173,6 +180,7 @@ class ObjectiveConfig:
 
     weighting_scheme: Literal["logit_normal", "uniform"] | None = None
     shift: float | str | None = field(default=None, metadata={"parse": number_or_text})
+    guidance: float | None = None
     snr_gamma: float | None = None
     loss_reduction: Reduction = "sample"
     caption_dropout: float = 0.0
@@ -182,6 +190,8 @@ class ObjectiveConfig:
         check_shares(self, "caption_dropout")
         if self.shift is not None:
             read_shift(self.shift)
+        if self.guidance is not None and not 0 <= self.guidance < math.inf:
+            raise BucketingError(f"`guidance` must be a number that is not negative, got {self.guidance!r}.")
 
 
 @explains_names

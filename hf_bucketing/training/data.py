@@ -91,7 +91,7 @@ class TrainingData:
         text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
-        empty_text ([`TextEmbeddings`], *optional*): Empty caption, where captions are dropped and come from a cache.
+        empty_text ([`TextEmbeddings`], *optional*): Null text, where captions are dropped and come from a cache.
         conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
         sources ([`SourceRows`][hf_bucketing.columns.prepared.SourceRows], *optional*): Source of each row, where there
             are several.

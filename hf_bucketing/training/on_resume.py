@@ -40,6 +40,7 @@ _NAMES: dict[Rule, tuple[str, ...]] = {
             "optimizer",
             "weighting_scheme",
             "shift",
+            "guidance",
             "snr_gamma",
             "loss_reduction",
             "max_sequence_length",

@@ -23,7 +23,7 @@ from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Objective
 from ..models.recipe import ModelInputs, Recipe, Samples, TextEmbeddings
-from ..packing.layout import Grid
+from ..packing.names import Grid
 from ..packing.pack import Packing, packed_forward
 from ..packing.token_drop import Seed, TokenDrop
 from ..randomness import Purpose, generator, sample_key
@@ -49,9 +49,9 @@ class StepLosses(NamedTuple):
 class Step(ABC):
     """Compute the per-sample losses of a batch.
 
-    A share of the captions, `caption_dropout`, is replaced by the empty one, for classifier-free guidance; it is drawn
-    from the seed, the epoch, the sample's index and its occurrence in the epoch. `empty_text` is the empty caption of
-    a cache, for its batches.
+    A share of the captions, `caption_dropout`, is replaced by the null text, for classifier-free guidance; it is drawn
+    from the seed, the epoch, the sample's index and its occurrence in the epoch. `empty_text` is the null text of a
+    cache, for its batches.
     """
 
     recipe: Recipe
@@ -151,6 +151,7 @@ class PackStep(Step):
 
 def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
     """Return the step of a run; for packs, enable packing."""
+    recipe = recipe.guided(config.objective.guidance)
     objective = recipe.objective(
         weighting_scheme=config.objective.weighting_scheme,
         snr_gamma=config.objective.snr_gamma,
@@ -238,12 +239,15 @@ def text_of(
     Args:
         recipe ([`Recipe`]): Recipe that encodes captions which are not cached.
         batch (mapping): Batch of a collator.
-        dropped (sequence of `bool`): Whether each sample gets the empty caption instead of its own.
-        empty ([`TextEmbeddings`], *optional*): Empty caption, `(1, length, dim)`, for batches from a cache.
+        dropped (sequence of `bool`): Whether each sample gets the null text instead of its caption.
+        empty ([`TextEmbeddings`], *optional*): Null text, `(1, length, dim)`, for batches from a cache.
     """
     if "text_values" not in batch:
         captions = zip(batch["caption"], dropped, strict=True)
-        return recipe.encode_text(["" if drop else caption for caption, drop in captions])
+        if not recipe.null_as_long:
+            return recipe.encode_text(["" if drop else caption for caption, drop in captions])
+        text = recipe.encode_text(batch["caption"])
+        return text.replaced(dropped, recipe.encode_null()) if any(dropped) else text
     text = TextEmbeddings.of_batch(batch)
     if not any(dropped):
         return text
@@ -261,6 +265,11 @@ def check_cached(recipe: Recipe, data: TrainingData | StreamedData) -> None:
     collator, rows = data.loader.collate_fn, np.flatnonzero(data.num_tokens > 0)
     if not isinstance(collator, CachedCollator) or not len(rows):
         return
+    if recipe.null_as_long and data.empty_text is not None and data.empty_text.mask is not None:
+        raise BucketingError(
+            f"The null text of a {recipe.pipeline_class} is as long as the caption that it replaces, but the cache "
+            "holds the empty caption alone; run scripts/cache_latents.py again."
+        )
     batch = collator([data.dataset[int(rows[0])]])
     latent = batch["latents"][0]
     if len(latent) != recipe.latent_channels:

@@ -108,7 +108,7 @@ def test_the_empty_caption_is_there_for_guidance(prepared, pipeline_dirs, tmp_pa
     assert np.array_equal(collator.empty_text()["text_mask"], mask)
     length = int(mask.sum())
     assert torch.allclose(collator.empty_text()["text_values"][:, :length], values[:, :length], atol=1e-6)
-    with pytest.raises(CacheError, match="no entry for the empty caption"):
+    with pytest.raises(CacheError, match="no entry for dropped captions"):
         CachedCollator(replace(collator.info, empty_text_key=None)).empty_text()
     with pytest.raises(BucketingError, match=r"Expected the cache of a PreparedDataset.*got None"):
         CachedCollator(prepared.cache)

@@ -20,7 +20,8 @@ from hf_bucketing.caching import CacheConfig, CachedCollator
 from hf_bucketing.caching.columns import LatentColumns
 from hf_bucketing.columns import BucketColumns, CacheInfo, ClipRows, ClipRule, PreparedDataset, cut_clips, map_columns
 from hf_bucketing.columns.clips import scene_clips, spaced_clips
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import BucketCollator, PackCollator
 from hf_bucketing.media import write_video
 from tests.conftest import run_script_here

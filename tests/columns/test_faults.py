@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hf_bucketing import LatentSpec
-from hf_bucketing.columns.faults import Faults, Treatment
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.faults import Faults
+from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import prepare_stream
+from hf_bucketing.columns.settings import SourceConfig, TableConfig, Treatment
 from hf_bucketing.errors import BucketingError, ColumnError, MediaError, RowsError
 from hf_bucketing.media import write_video
 from tests.conftest import run_script_here

@@ -16,7 +16,8 @@ from datasets import Dataset, Features, Value, Video
 from hf_bucketing import ColumnError, LatentSpec, MediaError
 from hf_bucketing.columns import MediaMetadata, PreparedDataset, check_captions, load_source, map_columns
 from hf_bucketing.columns.nested import nested_column, nested_names
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from tests.columns.formats import (
     TEXTS,
     captions_beside,

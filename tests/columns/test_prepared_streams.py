@@ -12,8 +12,9 @@ from datasets import IterableDataset
 
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset, column_array, prepared_stream, stream_source
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.errors import ColumnError, MediaError
 from hf_bucketing.loaders import BucketCollator, CaptionRule
 from hf_bucketing.media import ViewRule

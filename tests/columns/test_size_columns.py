@@ -11,7 +11,7 @@ from PIL import Image as PillowImage
 
 from hf_bucketing import ColumnError, MediaError
 from hf_bucketing.columns import ExistingMetadata, MediaMetadata, PreparedDataset, add_sizes
-from hf_bucketing.columns.metadata import read_size_columns
+from hf_bucketing.columns.settings import read_size_columns
 from hf_bucketing.media import write_video
 from tests.conftest import run_script_here
 

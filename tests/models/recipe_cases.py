@@ -27,6 +27,7 @@ class Drawn:
             models with one per frame.
         max_sequence_length: Text tokens.
         shown: What the data set holds of it beside pixels and caption, by name, as a collator returns it.
+        guidance: Guidance scale that the model is given, if it embeds one, as the call of the pipeline takes it.
     """
 
     pixels: torch.Tensor
@@ -36,6 +37,7 @@ class Drawn:
     timestep: torch.Tensor
     max_sequence_length: int
     shown: dict[str, torch.Tensor] = field(default_factory=dict)
+    guidance: float = 1.0
 
     @property
     def first(self) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bucketing.models import enable_packing
+from hf_bucketing import BucketingError
+from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, recipes
@@ -73,21 +74,17 @@ def drawn_noise(objective: Objective, index: int, shape: torch.Size) -> torch.Te
     return torch.randn(shape, generator=generator)
 
 
-@each_recipe
-@pytest.mark.parametrize("batching", ["bucket", "pack"])
-@torch.no_grad()
-def test_the_loss_is_the_one_by_hand(
-    case: RecipeCase, shown: tuple[str, ...], batching: str, folder_of, monkeypatch
-) -> None:
-    folder = folder_of(case)
-    recipe: Recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
+def load(case: RecipeCase, folder: Path) -> Recipe:
+    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
     recipe.transformer.eval()
-    objective = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
-    batch = batch_of(case, shown, stacked=batching == "bucket")
+    return recipe
+
+
+def losses_by_hand(case: RecipeCase, recipe: Recipe, objective: Objective, batch: dict[str, Any]) -> list[float]:
     latents = media_of(recipe, batch)["latents"]
     noised = objective(latents, indices=batch["index"], epoch=1)
     timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
-    by_hand = [
+    losses = [
         case.loss(
             recipe.pipeline,
             Drawn(
@@ -98,19 +95,68 @@ def test_the_loss_is_the_one_by_hand(
                 timestep=timesteps[row],
                 max_sequence_length=case.max_sequence_length,
                 shown={name: values[row] for name, values in batch["shown"].items()},
+                guidance=recipe.guidance,
             ),
         )
         for row, pixels in enumerate(batch["pixel_values"])
     ]
+    return [float(loss) for loss in losses]
+
+
+@each_recipe
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+@torch.no_grad()
+def test_the_loss_is_the_one_by_hand(
+    case: RecipeCase, shown: tuple[str, ...], batching: str, folder_of, monkeypatch
+) -> None:
+    recipe = load(case, folder_of(case))
+    objective = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
+    batch = batch_of(case, shown, stacked=batching == "bucket")
+    by_hand = losses_by_hand(case, recipe, objective, batch)
     step: Step = BucketStep(recipe=recipe, objective=objective)
     if batching == "pack":
         packing = enable_packing(recipe.transformer, strip_length=8)
         step = PackStep(recipe=recipe, objective=objective, packing=packing)
         lengths = record_text_lengths(monkeypatch)
     losses = step(recipe.transformer, batch, epoch=1).values
-    assert losses.tolist() == pytest.approx([float(loss) for loss in by_hand], abs=case.tolerance, rel=case.tolerance)
+    assert losses.tolist() == pytest.approx(by_hand, abs=case.tolerance, rel=case.tolerance)
     if batching == "pack" and recipe.family.text_in_sequence:
         assert max(lengths) <= recipe.text_tokens(recipe.max_sequence_length), "max_tokens counts the text"
+
+
+@pytest.mark.parametrize("name", ["flux", "flux-control", "flux2", "hunyuan-video", "hunyuan-image"])
+@torch.no_grad()
+def test_the_guidance_reaches_models_that_embed_it_as_their_pipelines_pass_it(name: str, folder_of) -> None:
+    case = RECIPES[name]
+    recipe = load(case, folder_of(case))
+    assert recipe.guided(None) is recipe
+    objective = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
+    losses = {}
+    for scale in (1.0, 3.5):
+        guided = recipe.guided(scale)
+        for batching in ("bucket", "pack"):
+            batch = batch_of(case, case.shown[-1] if case.needs_shown else (), stacked=batching == "bucket")
+            by_hand = losses_by_hand(case, guided, objective, batch)
+            step: Step = BucketStep(recipe=guided, objective=objective)
+            if batching == "pack":
+                packing = enable_packing(recipe.transformer, strip_length=8)
+                step = PackStep(recipe=guided, objective=objective, packing=packing)
+            losses[scale, batching] = step(recipe.transformer, batch, epoch=1).values.tolist()
+            if batching == "pack":
+                disable_packing(recipe.transformer)
+            assert losses[scale, batching] == pytest.approx(by_hand, abs=case.tolerance, rel=case.tolerance)
+    for batching in ("bucket", "pack"):
+        assert losses[1.0, batching] != pytest.approx(losses[3.5, batching], rel=1e-5), "the scale makes a difference"
+
+
+@pytest.mark.parametrize(("name", "model"), [
+    ("wan", "WanTransformer3DModel"), ("chroma", "ChromaTransformer2DModel"),
+    ("flux2-klein", "Flux2Transformer2DModel"), ("qwen-image", "QwenImageTransformer2DModel"),
+])  # fmt: skip
+def test_models_that_embed_no_guidance_refuse_it_by_name(name: str, model: str, folder_of) -> None:
+    recipe = load(RECIPES[name], folder_of(RECIPES[name]))
+    with pytest.raises(BucketingError, match=f"`guidance` is the scale .* this {model} embeds none"):
+        recipe.guided(1.0)
 
 
 def record_text_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -9,12 +9,14 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.pipelines.cogview4 import pipeline_cogview4
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.shift import (
     ShiftByResolution,
     ShiftByRoot,
+    ShiftBySteps,
     ShiftByTokens,
     ShiftOfLatents,
     chosen_shift,
@@ -88,6 +90,21 @@ def test_large_samples_of_a_batch_get_more_noise_than_small_ones() -> None:
     assert torch.allclose(shifts, expected.expand_as(shifts), rtol=1e-3)
 
 
+@pytest.mark.parametrize("steps", [4, 28, 50, 200])
+@pytest.mark.parametrize("tokens", [256, 4096, 4300, 4301, 16384])
+def test_the_shift_by_steps_is_that_of_the_pipelines_of_flux2(steps: int, tokens: int) -> None:
+    law = ShiftBySteps(steps=steps)
+    assert law(tokens=tokens) == pytest.approx(math.exp(compute_empirical_mu(tokens, steps)), rel=1e-12)
+
+
+def test_the_shift_by_steps_tends_to_the_line_of_flux_that_training_takes() -> None:
+    many, line = ShiftBySteps(steps=200), ShiftByTokens(bounded=False)
+    assert [many(tokens=tokens) for tokens in (256, 4096, 9216)] == pytest.approx(
+        [line(tokens=tokens) for tokens in (256, 4096, 9216)], rel=1e-3
+    )
+    assert ShiftBySteps(steps=28)(tokens=4096) > ShiftBySteps()(tokens=4096) > 2 * line(tokens=4096)
+
+
 def test_a_setting_chooses_the_law() -> None:
     own = ShiftByTokens(max_tokens=8192, max_shift=0.9)
     assert chosen_shift(2, own=own) == 2.0
@@ -95,6 +112,7 @@ def test_a_setting_chooses_the_law() -> None:
     assert chosen_shift("tokens", own=own) is own
     assert chosen_shift("tokens", own=3.0) == ShiftByTokens()
     assert chosen_shift("pixels", own=3.0) == ShiftByRoot()
+    assert chosen_shift("flux2", own=own) == ShiftBySteps(steps=50)
     assert chosen_shift("resolution", own=3.0, resolutions=WAN) == ShiftByResolution(WAN)
     assert chosen_shift("480x832:2, 720x1280:5.5", own=3.0) == ShiftByResolution(((480, 832, 2.0), (720, 1280, 5.5)))
     with pytest.raises(BucketingError, match="has no bound to lift"):
@@ -106,7 +124,7 @@ def test_a_setting_chooses_the_law() -> None:
 @pytest.mark.parametrize("setting", [0, -1.0, math.nan, math.inf, True, "3", "", "pixel", "480x832", "480x832:",
                                      "480x832:3,", "480x832:x", "480x832:1.2.3", "480p:3"])  # fmt: skip
 def test_an_impossible_setting_names_the_possible_ones(setting) -> None:
-    with pytest.raises(BucketingError, match='one of "tokens", "pixels", "resolution" and "unbounded", or shifts by'):
+    with pytest.raises(BucketingError, match='"pixels", "resolution", "unbounded" and "flux2", or shifts by'):
         read_shift(setting)
 
 
@@ -114,8 +132,8 @@ def test_an_impossible_setting_names_the_possible_ones(setting) -> None:
     lambda: ShiftByTokens(base_tokens=0), lambda: ShiftByTokens(base_tokens=4096),
     lambda: ShiftByTokens(kind="linear", base_shift=0.0), lambda: ShiftByRoot(base=0), lambda: ShiftByRoot(factor=0.0),
     lambda: ShiftByRoot(offset=-1.0), lambda: ShiftByResolution(()), lambda: ShiftByResolution(((480, 0, 3.0),)),
-    lambda: read_shift("480x832:0"),
+    lambda: read_shift("480x832:0"), lambda: ShiftBySteps(steps=0),
 ])  # fmt: skip
 def test_impossible_laws_are_errors(make) -> None:
-    with pytest.raises(BucketingError, match=r"positive numbers|above 0|base_tokens"):
+    with pytest.raises(BucketingError, match=r"positive numbers|above 0|base_tokens|1 step or more"):
         make()

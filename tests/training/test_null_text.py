@@ -1,22 +1,33 @@
-"""The text that a dropped caption becomes is the one that the stock pipeline calls its model with for guidance."""
+"""The null text, which a dropped caption becomes, is what the stock pipeline calls its model with for guidance."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from torch.utils._pytree import tree_leaves
 
+from hf_bucketing import BucketingError, open_table
+from hf_bucketing.columns import CacheInfo, PreparedDataset
+from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
+from hf_bucketing.training.data import make_data
+from hf_bucketing.training.steps import BucketStep, PackStep, Step, check_cached, text_of
+from tests.caching.test_caching import OPTIONS, cached, collator_of, first, prepared
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
+from tests.models.test_recipe_suite import batch_of, losses_by_hand
 from tests.training.test_every_recipe import PROMPT, render
+from tests.training.training_cases import in_process
+
+__all__ = ["prepared"]
 
 GUIDANCE = {"guidance_scale": 4.0, "true_cfg_scale": 4.0, "negative_prompt": ""}
 """Arguments with which a pipeline that knows them calls its model for an empty negative prompt."""
@@ -26,17 +37,30 @@ TEXTS = ("encoder_hidden_states", "cap_feats")
 """Names of a transformer's text."""
 
 
-def texts_of(case: RecipeCase, pipeline: DiffusionPipeline) -> list[torch.Tensor]:
-    """Return each different text that the pipeline gives its transformer as it renders with guidance: `(n, width)`."""
-    given: list[torch.Tensor] = []
+class Given(NamedTuple):
+    """A text that a pipeline gives its transformer.
+
+    Attributes:
+        values: `(n, width)`.
+        whole: Whether the transformer gets no mask, so that it attends to all of it.
+    """
+
+    values: torch.Tensor
+    whole: bool
+
+
+def texts_of(case: RecipeCase, pipeline: DiffusionPipeline) -> list[Given]:
+    """Return each different text that the pipeline gives its transformer as it renders with guidance."""
+    given: list[Given] = []
     forward = pipeline.transformer.forward
     signature = inspect.signature(forward)
 
     def record(*args: object, **kwargs: object) -> object:
         arguments = signature.bind(*args, **kwargs).arguments
+        whole = not any("mask" in name and value is not None for name, value in arguments.items())
         for text in tree_leaves([arguments.get(name) for name in TEXTS]):
             rows = [] if text is None else text.detach() if text.ndim == 3 else text.detach()[None]
-            given.extend(row for row in rows if not any(torch.equal(row, other) for other in given))
+            given.extend(Given(row, whole) for row in rows if not any(torch.equal(row, text.values) for text in given))
         return forward(*args, **kwargs)
 
     pipeline.transformer.forward = record
@@ -50,11 +74,12 @@ def real_tokens(text: TextEmbeddings) -> torch.Tensor:
     return text.values[0] if text.mask is None else text.values[0][text.mask[0].bool()]
 
 
-def begins_or_ends_with(row: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """Return whether a row is these tokens and padding, on either side."""
-    count = len(tokens)
-    parts = (row[:count], row[len(row) - count :])
-    return len(row) >= count and any(torch.allclose(part, tokens, atol=1e-5) for part in parts)
+def is_of(text: Given, tokens: torch.Tensor, *, masked: bool) -> bool:
+    """Return whether a text is these tokens, and padding on either side unless the model would attend to it."""
+    row, count = text.values, len(tokens)
+    if len(row) < count or (masked and text.whole and len(row) > count):
+        return False
+    return any(torch.allclose(part, tokens, atol=1e-5) for part in (row[:count], row[len(row) - count :]))
 
 
 @pytest.mark.slow
@@ -63,12 +88,68 @@ def test_a_dropped_caption_is_the_empty_negative_prompt_of_the_pipeline(case: Re
     make_tiny_pipeline(tmp_path / "pipeline", family=case.tiny)
     folder = str(tmp_path / "pipeline")
     recipe = recipe_of(folder).load(folder, max_sequence_length=case.max_sequence_length)
-    empty, prompt = (real_tokens(recipe.encode_text([caption])) for caption in ("", PROMPT))
+    own = recipe.encode_text([PROMPT])
+    null = text_of(recipe, {"caption": [PROMPT]}, dropped=[True], empty=None)
+    masked = own.mask is not None
     pipeline = DiffusionPipeline.from_pretrained(folder, **case.components)
-    texts = [text for text in texts_of(case, pipeline) if not begins_or_ends_with(text, prompt)]
+    given = texts_of(case, pipeline)
+    texts = [text for text in given if not is_of(text, real_tokens(own), masked=masked)]
     if not texts:
         known = inspect.signature(pipeline.__call__).parameters
         with_guider = hasattr(pipeline, "guider")  # which decides about guidance itself
         assert "negative_prompt" not in known or "guidance_scale" in known or with_guider
         pytest.skip("the pipeline calls its model with the prompt alone")
-    assert any(begins_or_ends_with(text, empty) for text in texts)
+    assert any(is_of(text, real_tokens(null), masked=masked) for text in texts)
+
+
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+@torch.no_grad()
+def test_the_null_text_of_latte_has_as_many_tokens_as_the_caption(
+    batching: str, prepared: PreparedDataset, pipeline_dirs, tmp_path: Path
+) -> None:
+    case, folder = RECIPES["latte"], str(pipeline_dirs["latte"])
+    recipe = recipe_of(folder).load(folder)
+    recipe.transformer.eval()
+    objective, batch = recipe.objective(**OPTIONS), batch_of(case, (), stacked=batching == "bucket")
+    data = replace(first(prepared, len(batch["caption"])), open_table=open_table(recipe.spec))
+    keyed = cached(data, recipe, tmp_path / "cache", batching="pack")
+    entries = collator_of(keyed)(list(keyed.dataset))
+    texts = {name: entries[name] for name in ("caption", "text_values", "text_mask")}
+    batch["caption"] = texts["caption"]
+    encode = recipe.pipeline.encode_prompt
+
+    def encode_negative(prompt: str, **_: object) -> tuple[torch.Tensor, None]:
+        _, negative = encode(prompt, do_classifier_free_guidance=True, negative_prompt="")
+        return negative, None
+
+    recipe.pipeline.encode_prompt = encode_negative
+    by_hand = losses_by_hand(case, recipe, objective, batch)
+    options = {
+        **{"recipe": recipe, "objective": objective, "caption_dropout": 1.0},
+        "empty_text": TextEmbeddings.of_batch(collator_of(keyed).empty_text()),
+    }
+    step: Step = BucketStep(**options)
+    if batching == "pack":
+        step = PackStep(**options, packing=enable_packing(recipe.transformer, strip_length=8))
+    for source in (batch, {**batch, **texts}):
+        losses = step(recipe.transformer, source, epoch=1).values.tolist()
+        assert losses == pytest.approx(by_hand, abs=case.tolerance, rel=case.tolerance)
+
+
+def test_a_cache_with_the_empty_caption_alone_is_refused(pipeline_dirs, prepared, tmp_path: Path) -> None:
+    recipe = recipe_of(str(pipeline_dirs["latte"])).load(str(pipeline_dirs["latte"]))
+    rows = first(prepared, 2).dataset
+    rows = rows.remove_columns("caption").add_column("caption", ["", "red"])
+    data = replace(prepared, dataset=rows, open_table=open_table(recipe.spec))
+    keyed = cached(data, recipe, tmp_path / "cache", batching="pack")
+    options = {"batching": "pack", "max_tokens": 10_000, "caption_dropout": 0.5}
+
+    def check(cache: CacheInfo) -> None:
+        folder = tmp_path / cache.empty_text_key
+        replace(keyed, cache=cache).save(folder)
+        config = in_process(pipeline_dirs["latte"], folder, tmp_path / "run", **options)
+        check_cached(recipe, make_data(config, recipe.spec, width=96))
+
+    check(keyed.cache)
+    with pytest.raises(BucketingError, match=r"the cache holds the empty caption alone; run scripts/cache_latents"):
+        check(replace(keyed.cache, empty_text_key=keyed.dataset["text_key"][0]))

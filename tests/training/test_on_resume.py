@@ -23,12 +23,13 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed, names_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import LORA_WEIGHTS, AdapterConfig, add_lora, save_lora
+from hf_bucketing.training.adapters import LORA_WEIGHTS, add_lora, save_lora
 from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.on_resume import ON_RESUME, applied_changes, resumed_config, settings_of
 from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_log import read_log
+from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.training.training_cases import in_process, run
 
 Make = Callable[..., TrainingConfig]
@@ -145,6 +146,8 @@ PACKED = {"batching": "pack", "max_tokens": 640}
     ({}, {"trained_component": "transformer_2"}, "trained_component was transformer and is transformer_2"),
     ({}, {"weighting_scheme": "uniform"}, "weighting_scheme was not given and is uniform"),
     ({"shift": 3.0}, {"shift": "pixels"}, "shift was 3.0 and is pixels"),
+    ({"guidance": 1.0}, {"guidance": 3.5}, "guidance was 1.0 and is 3.5"),
+    ({}, {"guidance": 3.5}, "guidance was not given and is 3.5"),
     ({}, {"snr_gamma": 5.0}, "snr_gamma was not given and is 5.0"),
     ({}, {"loss_reduction": "token"}, "loss_reduction was sample and is token"),
     ({}, {"max_sequence_length": 16}, "max_sequence_length was 32 and is 16"),

@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import resume
 from hf_bucketing.losses import global_mean
 from hf_bucketing.models.registry import recipe_of

@@ -24,6 +24,7 @@ from hf_bucketing.media import ViewRule, write_video
 from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.settings import changed
+from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import TrainingData, make_data
 from hf_bucketing.training.loop import Trainer
@@ -203,6 +204,24 @@ def test_the_shift_reaches_the_objective_of_flow_models_alone(pipeline_dirs, pre
         assert from_flags(TrainingConfig, flags).objective.shift == value
     with pytest.raises(BucketingError, match="`shift` is about the noise levels of a flow"):
         levels("latte", *small, shift=3.0)
+
+
+def test_the_guidance_reaches_the_step_of_models_that_embed_one_alone(
+    pipeline_dirs, prepared_dir, tmp_path: Path
+) -> None:
+    folder = tmp_path / "flux"
+    make_tiny_pipeline(folder, family="flux")
+    for batching in ({}, PACKED):
+        for settings, scale in (({}, 1.0), ({"guidance": 3.5}, 3.5), ({"guidance": 0.0}, 0.0)):
+            recipe = recipe_of(str(folder)).load(str(folder))
+            config = in_process(folder, prepared_dir, tmp_path, **batching, **settings)
+            assert make_step(config, recipe).recipe.guidance == scale
+    paths = ("--pretrained_model_name_or_path", "m", "--dataset_dir", "d", "--output_dir", "o")
+    flags = FlagParser(None, TrainingConfig).parse_args([*paths, "--guidance", "3.5"])
+    assert from_flags(TrainingConfig, flags).flat()["guidance"] == 3.5
+    wan = recipe_of(str(pipeline_dirs["wan"])).load(str(pipeline_dirs["wan"]))
+    with pytest.raises(BucketingError, match="`guidance` is the scale that distilled models embed"):
+        make_step(in_process(pipeline_dirs["wan"], prepared_dir, tmp_path, guidance=1.0), wan)
 
 
 class Enabled(NamedTuple):
@@ -503,7 +522,7 @@ def test_running_out_of_memory_names_the_samples_and_what_to_lower(
     {"max_tokens": "much"}, {"max_tokens": 0}, {"caption_dropout": 2.0}, {"lora_alpha": 4}, {"balance": "cost"},
     {"remainder": "drop", "batching": "pack", "max_tokens": 9},
     {"optimizer": "sgd"}, {"seed": -1}, {"dataloader_num_workers": -1}, {"lr_warmup_steps": 5},
-    {"video_decoder": "ffmpeg"}, {"shift": "large"}, {"shift": 0.0},
+    {"video_decoder": "ffmpeg"}, {"shift": "large"}, {"shift": 0.0}, {"guidance": -1.0}, {"guidance": float("nan")},
 ])  # fmt: skip
 def test_impossible_settings_are_errors(change) -> None:
     with pytest.raises(BucketingError):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any, ClassVar
 
 import torch
 
 from ...buckets.sizes import LatentSpec
 from ..control import ControlRecipe
-from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
+from ..recipe import Recipe, TextEmbeddings, image_spec
 from .packing import BLOCK, FAMILY
 
 
@@ -21,8 +20,7 @@ class FluxRecipe(Recipe):
     image_vae = True
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
-    guidance: ClassVar[float] = 1.0
-    """Distilled guidance in training: the default of diffusers' script, here of `train_dreambooth_flux.py`."""
+    guidance_factor = 1.0
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -39,13 +37,6 @@ class FluxRecipe(Recipe):
         )
         return TextEmbeddings(values, others={"pooled_projections": pooled})
 
-    def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return any pooled text, and the guidance where the model embeds one."""
-        given = super().conditioning(samples)
-        if self.transformer.config.get("guidance_embeds"):
-            given["guidance"] = torch.full_like(samples.fps, self.guidance)
-        return given
-
 
 class FluxControlRecipe(ControlRecipe, FluxRecipe):
     """Recipe of `FluxControlPipeline`, for FLUX.1 Canny and Depth [dev]; see [`ControlRecipe`].
@@ -55,8 +46,6 @@ class FluxControlRecipe(ControlRecipe, FluxRecipe):
 
     pipeline_class = "FluxControlPipeline"
     shown_as = MappingProxyType({"control": "control_image"})
-    guidance = 30.0
-    """The default of diffusers' `train_control_lora_flux.py`."""
 
 
 RECIPES = (FluxRecipe, FluxControlRecipe)

@@ -15,11 +15,15 @@ class Flux2Recipe(FluxRecipe):
     """Recipe of `Flux2Pipeline`, for FLUX.2 [dev]; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
 
     Text follows a system message in the chat that the text encoder reads, and both count as text tokens.
+
+    The pipelines do not shift as their scheduler is configured: they compute a shift from the number of steps too
+    ([`ShiftBySteps`][hf_bucketing.models.shift.ShiftBySteps], `shift="flux2"`), which makes up for the error of few
+    steps. Training has no steps, so it takes what this law tends to with many: the scheduler's line, which is Flux's.
+    musubi-tuner's `flux2_shift` is the same line.
     """
 
     pipeline_class = "Flux2Pipeline"
     family = FAMILY
-    guidance = 3.5
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,6 @@ from ..objectives import Objective
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
 from .packing import FAMILY, GLYPH_MASK, GLYPHS
 
-GUIDANCE = 1000.0
-"""The guidance embedded in training: scale 1, a thousandfold as the pipeline passes it."""
-
 
 class HunyuanImageRecipe(Recipe):
     """Recipe of `HunyuanImagePipeline`; see [`Recipe`]. The pipeline cannot load LoRA weights."""
@@ -27,6 +24,7 @@ class HunyuanImageRecipe(Recipe):
     default_sequence_length = 1000
     added_text_tokens = 128
     """Those of glyphs."""
+    guidance_factor = 1000.0
     native_sizes = ((2048, 2048), (1536, 2560), (2560, 1536), (1792, 2304), (2304, 1792))
 
     @classmethod
@@ -60,11 +58,8 @@ class HunyuanImageRecipe(Recipe):
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the glyphs and the guidance of models that embed them."""
-        config = self.transformer.config
-        given = {} if config.text_embed_2_dim is None else super().conditioning(samples)
-        if config.guidance_embeds:
-            given["guidance"] = torch.full_like(samples.fps, GUIDANCE)
-        return given
+        unread = () if self.transformer.config.text_embed_2_dim is not None else (GLYPHS, GLYPH_MASK)
+        return {name: values for name, values in super().conditioning(samples).items() if name not in unread}
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
         """Run a stack with no more padding than its longest text needs."""

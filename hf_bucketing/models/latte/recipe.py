@@ -15,13 +15,18 @@ _TOKENS = 120
 
 
 class LatteRecipe(Recipe):
-    """Recipe of `LattePipeline`; see [`Recipe`]."""
+    """Recipe of `LattePipeline`; see [`Recipe`].
+
+    Of the negative prompt, padding included, the pipeline takes as many tokens as the prompt has, so a dropped caption
+    does likewise.
+    """
 
     pipeline_class = "LattePipeline"
     family = FAMILY
     denoises = True
     image_vae = True
     default_sequence_length = _TOKENS
+    null_as_long = True
     native_sizes = ((512, 512),)
 
     @classmethod

@@ -24,12 +24,13 @@ from ...units import format_bytes
 from ..checkpoint import SHARDED
 from ..config import TrainingConfig
 from ..data import TrainingData, describe_conditions, make_data
+from ..settings.memory import Precision
+from ..settings.plan import PlanConfig
 from ..steps import Step
 from ..streamed import StreamedData
 from .components import read_components
-from .planner import PLAN_ERROR, MemoryPlan, PlanConfig, StepShape, largest_tokens, plan_components, verdict_on
+from .planner import PLAN_ERROR, MemoryPlan, StepShape, largest_tokens, plan_components, verdict_on
 from .precision import parts_called
-from .trace import Precision
 
 logger = get_logger(__name__)
 

@@ -127,8 +127,8 @@ def quantized_linears(transformer: torch.nn.Module) -> dict[str, torch.nn.Linear
 
     These are the linear layers of the blocks, which hold nearly all weights. Embeddings, the last projection and what
     else lies outside the blocks stay as they are, and so do modulations and others that diffusers names for a model
-    as too sensitive for eight bits (`_skip_layerwise_casting_patterns`) or keeps in float32. Trainers such as
-    musubi-tuner choose the same layers.
+    as too sensitive for eight bits (`_skip_layerwise_casting_patterns`) or keeps in float32. musubi-tuner's eight-bit
+    weights are those of the blocks too; it leaves out the modulations of FLUX.2 and Z-Image, not those of Qwen-Image.
     """
     kept = set(kept_linears(transformer))
     return {name: layer for name, layer in _linears(transformer).items() if name not in kept}

@@ -14,17 +14,16 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     clean, noise, sigma = clean_image(pipeline, drawn.pixels), drawn.noise[None, :, 0], drawn.timestep / 1000
     _, channels, height, width = clean.shape
     tokens = pipeline._pack_latents((1 - sigma) * clean + sigma * noise, 1, channels, height, width)
-    guidance = 1.0
     if "control" in drawn.shown:
         control = pipeline._pack_latents(clean_image(pipeline, drawn.shown["control"]), 1, channels, height, width)
-        tokens, guidance = torch.cat([tokens, control], 2), 30.0
+        tokens = torch.cat([tokens, control], 2)
     embeds, pooled, text_ids = pipeline.encode_prompt(
         drawn.caption, None, max_sequence_length=drawn.max_sequence_length
     )
     output = pipeline.transformer(
         hidden_states=tokens,
         timestep=drawn.timestep[None] / 1000,
-        guidance=torch.full((1,), guidance),
+        guidance=torch.full((1,), drawn.guidance),
         pooled_projections=pooled,
         encoder_hidden_states=embeds,
         txt_ids=text_ids,

@@ -48,7 +48,7 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     blocks = pipeline._encode_vae_image(drawn.pixels[None, :, 0], generator=None)
     clean, noise, sigma = pipeline._unpatchify_latents(blocks), drawn.noise[None, :, 0], drawn.timestep / 1000
     embeds, _ = pipeline.encode_prompt(drawn.caption, max_sequence_length=drawn.max_sequence_length)
-    guidance = {"guidance": torch.tensor([3.5])} if isinstance(pipeline, Flux2Pipeline) else {}
+    guidance = {"guidance": torch.tensor([drawn.guidance])} if isinstance(pipeline, Flux2Pipeline) else {}
     noisy = (1 - sigma) * clean + sigma * noise
     velocity = flux2_call(pipeline.transformer, noisy, drawn.timestep[None], embeds, **guidance)
     return (velocity - (noise - clean)).square().mean()

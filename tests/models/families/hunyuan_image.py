@@ -64,7 +64,7 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     output = pipeline.transformer(
         hidden_states=(1 - sigma) * clean + sigma * noise,
         timestep=drawn.timestep[None],
-        guidance=torch.tensor([1000.0]),
+        guidance=torch.tensor([drawn.guidance]) * 1000.0,
         encoder_hidden_states=embeds,
         encoder_attention_mask=mask,
         encoder_hidden_states_2=glyph_embeds,

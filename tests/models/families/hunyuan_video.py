@@ -20,7 +20,7 @@ def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
         encoder_hidden_states=embeds,
         encoder_attention_mask=mask.to(embeds.dtype),
         pooled_projections=pooled,
-        guidance=torch.tensor([1.0]) * 1000.0,
+        guidance=torch.tensor([drawn.guidance]) * 1000.0,
     ).sample
     return (output - (noise - clean)).square().mean()
 
