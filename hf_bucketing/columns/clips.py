@@ -192,6 +192,7 @@ def cut_clips(
         problem = _of_wrong_clips(shown, wrong, count=count, media_column=media_column)
     if count and on_error == "raise":
         report(ColumnError(problem, advice=_ADVICE))
+        problem = ""
     rows = repeat_rows(dataset, clips.source)
     columns: dict[str, Any] = {CLIP_START: clips.start, CLIP_END: clips.end}
     for name in SIZE_COLUMNS:

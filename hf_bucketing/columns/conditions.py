@@ -203,7 +203,8 @@ def check_conditions(
         summary = _summary(named, count=len(rows), total=len(dataset))
         if columns.on_error == "raise":
             report(MediaError(summary, advice=_ADVICE))
-        sentences.insert(0, summary)
+        else:
+            sentences.insert(0, summary)
     words = ", ".join(f"{name} from column {column}" for name, column in given.items())
     if MASK in given and (missing := sum(cells.null_count for cells in column_batches(marked, given[MASK]))):
         words += f"; {missing} {'row has' if missing == 1 else 'rows have'} no mask: all of the sample is learned"

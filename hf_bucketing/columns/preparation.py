@@ -106,8 +106,9 @@ def _read_and_check(
         report=faults.report,
     )
     dataset = captions.mark(sized.dataset)
-    for sentence in filter(None, [captions.summary, sized.origin]):
-        say(sentence)
+    if captions.summary and treatment.captions != "raise":
+        say(captions.summary)
+    say(sized.origin)
     if clips is not None:
         dataset, summary = cut_clips(
             dataset,

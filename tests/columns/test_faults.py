@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def test_the_script_prints_a_line_with_flags_for_each_kind(faulty: Path, pipelin
     ended = run_script_here(*common, check=False)
     assert ended.returncode == 1
     *_, captions, files, clips, conditions = ended.stderr.strip().splitlines()
+    assert not re.search("not text|cannot be read|do not lie|do not fit", ended.stdout), "everything is said once"
     assert captions.endswith("--on_caption_error reject, or train them without a text with --on_caption_error empty.")
     assert files.endswith("Correct the files or their paths, or reject their rows with --on_error reject.")
     assert clips.endswith("or leave the clips out with --on_error reject.")
