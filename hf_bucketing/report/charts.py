@@ -169,7 +169,7 @@ def bar_chart(
             finite have no length.
         alt (`str`): What the chart shows, for those who do not see it.
         x_label (`str`): Title and unit of the axis.
-        parts (sequence of `str`, *optional*): Names of the parts, for the legend; those that no bar has are left out.
+        parts (sequence of `str`, *optional*): Names of the parts, for the legend; those that no bar has are omitted.
         colours (sequence of `int`, *optional*): Colour of each bar of one part.
     """
     row = 24
