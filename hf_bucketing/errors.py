@@ -71,6 +71,24 @@ class ColumnError(BucketingError):
     """A data set lacks a needed column, or already holds one that would be written."""
 
 
+class RowsError(BucketingError):
+    """Rows of a data set are at fault in several ways; the message has a line for each.
+
+    Args:
+        message (`str`): Message, by default those of the errors.
+        errors (sequence of [`BucketingError`]): One for each way.
+    """
+
+    def __init__(self, message: str = "", *, errors: Sequence[BucketingError] = ()) -> None:
+        super().__init__(message or "\n".join(map(str, errors)))
+        self.errors = tuple(errors)
+
+    def in_flags(self, flags: Mapping[str, str]) -> str:
+        """Return the message with flags in place of arguments; `flags` maps one to the other."""
+        lines = [error.in_flags(flags) for error in self.errors]
+        return "\n".join(lines) if lines else BucketingError.in_flags(self, flags)
+
+
 class MediaError(BucketingError):
     """An image or video file is missing, empty, corrupt or shorter than its metadata promised."""
 

@@ -32,7 +32,7 @@ FLAGS = [
     *("--num_train_epochs", "100000", "--max_sequence_length", "32", "--dataloader_num_workers", "2"),
     *("--on_error", "replace", "--max_error_share", "0.5", "--max_errors", "100"),
     *("--checkpointing_steps", "40", "--checkpoints_total_limit", "2"),
-    *("--validation_prompts", "a red square", "--validation_sizes", "9x64x64", "--validation_steps", "100"),
+    *("--validation_prompts", "a red square", "--validation_sizes", "9,64,64", "--validation_steps", "100"),
     *("--validation_inference_steps", "2", "--validation_split", "0.1", "--validation_loss_steps", "50"),
 ]
 SAMPLED = ("memory_mb", "files", "processes", "shared_memory_mb")

@@ -7,25 +7,19 @@ Also under `accelerate launch`: each process encodes its share. Run again, it en
 """
 
 import argparse
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from accelerate import Accelerator
-
 from hf_bucketing import BucketingError
-from hf_bucketing.caching import CacheConfig, cache_dataset
-from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.caching.settings import CacheConfig
 from hf_bucketing.command_line.config_file import CACHED_DIR
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
-from hf_bucketing.models.recipe import Loading, Part
-from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.script_settings import settings_of_scripts
 
-DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def make_parser() -> FlagParser:
@@ -52,18 +46,19 @@ def make_parser() -> FlagParser:
         help="Encode sample by sample and tile by tile, which takes less memory and changes results slightly.",
     )
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
-    parser.add_config("cache_latents", others=other_scripts, names={"output_dir": (CACHED_DIR,)})
+    parser.add_config("cache_latents", others=settings_of_scripts, names={"output_dir": (CACHED_DIR,)})
     return parser
 
 
-def other_scripts() -> Mapping[str, Collection[str]]:
-    from hf_bucketing.training.script_settings import settings_of_scripts
-
-    return settings_of_scripts()
-
-
 def main(args: argparse.Namespace) -> None:
-    from hf_bucketing.training.agreement import check_shared  # --help need not wait for it
+    import torch
+    from accelerate import Accelerator
+
+    from hf_bucketing.caching import cache_dataset
+    from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.models.recipe import Loading, Part
+    from hf_bucketing.models.registry import recipe_of
+    from hf_bucketing.training.agreement import check_shared
 
     if Path(args.output_dir).resolve() in (Path(args.cache_dir).resolve(), *Path(args.cache_dir).resolve().parents):
         raise FlagError("--cache_dir must lie outside --output_dir, which is replaced as a whole.")
@@ -80,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
         )
     config = from_flags(CacheConfig, args, folder=args.cache_dir)
     parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
-    loading = Loading(parts=parts, dtype=DTYPES[args.mixed_precision], vae_tiling=args.vae_tiling)
+    loading = Loading(parts=parts, dtype=getattr(torch, DTYPES[args.mixed_precision]), vae_tiling=args.vae_tiling)
     loaded = recipe.load(
         args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length, loading=loading
     )

@@ -7,7 +7,6 @@ import argparse
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.testing import make_demo_pipeline
 
 
 def make_parser() -> FlagParser:
@@ -17,6 +16,8 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.testing import make_demo_pipeline
+
     make_demo_pipeline(args.output_dir)
     print(f"Saved the demo's pipeline to {args.output_dir}")
 

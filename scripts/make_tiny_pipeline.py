@@ -7,7 +7,6 @@ import argparse
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.testing import make_tiny_pipeline
 
 
 def make_parser() -> FlagParser:
@@ -19,6 +18,8 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.testing import make_tiny_pipeline
+
     make_tiny_pipeline(args.output_dir, family=args.family, seed=args.seed)
     print(f"Saved a tiny {args.family} pipeline to {args.output_dir}")
 

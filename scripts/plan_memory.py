@@ -17,9 +17,9 @@ from hf_bucketing.files import check_writable, complete_file
 
 def make_parser() -> FlagParser:
     from hf_bucketing.settings import names_of
-    from hf_bucketing.training.memory.planner import PlanConfig
-    from hf_bucketing.training.optimizers import OptimizerConfig
     from hf_bucketing.training.script_settings import settings_of_scripts
+    from hf_bucketing.training.settings.optimizer import OptimizerConfig
+    from hf_bucketing.training.settings.plan import PlanConfig
 
     parser = FlagParser(__doc__)
     parser.add_argument("pretrained_model_name_or_path", help="Diffusers pipeline, on the hub or in a folder.")
@@ -44,7 +44,8 @@ def main(args: argparse.Namespace) -> None:
         option_rows,
         plan_options,
     )
-    from hf_bucketing.training.memory.planner import PlanConfig, verdict_on
+    from hf_bucketing.training.memory.planner import verdict_on
+    from hf_bucketing.training.settings.plan import PlanConfig
     from hf_bucketing.units import format_bytes
 
     def show(row: MemoryOption) -> None:

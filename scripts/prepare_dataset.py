@@ -5,22 +5,18 @@ python scripts/prepare_dataset.py --dataset demo/media --pretrained_model_name_o
 """
 
 import argparse
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from hf_bucketing.buckets.table import BucketTable
-from hf_bucketing.columns import column_array
-from hf_bucketing.columns.preparation import SourceConfig, prepare
-from hf_bucketing.columns.prepared_stream import prepare_stream
-from hf_bucketing.columns.source_lists import NOT_FLAGS, settings_of_sources, sources_from
+from hf_bucketing.columns.settings import NOT_FLAGS, SourceConfig
 from hf_bucketing.command_line.config_file import SOURCES
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
-from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.report import count_sources, describe_assignment, describe_packed_frames, describe_sources
+from hf_bucketing.training.script_settings import settings_of_scripts
 
 SIZES = ("num_frames", "height", "width")
 OWN = ("pretrained_model_name_or_path", "num_proc", "overwrite", "output_dir")
@@ -45,17 +41,17 @@ def make_parser() -> FlagParser:
     )
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
     parser.add_settings(SourceConfig, skip=NOT_FLAGS, several=["dataset"])
-    parser.add_config("prepare_dataset", others=other_scripts, names={"output_dir": ("dataset_dir",)})
+    parser.add_config("prepare_dataset", others=settings_of_scripts, names={"output_dir": ("dataset_dir",)})
     return parser
 
 
-def other_scripts() -> Mapping[str, Collection[str]]:
-    from hf_bucketing.training.script_settings import settings_of_scripts
-
-    return settings_of_scripts()
-
-
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.columns import column_array
+    from hf_bucketing.columns.preparation import prepare
+    from hf_bucketing.columns.prepared_stream import prepare_stream
+    from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
+    from hf_bucketing.models.registry import recipe_of
+
     sources = sources_from(args)
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)

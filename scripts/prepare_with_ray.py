@@ -11,17 +11,18 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_bucketing import AssignmentRule
-from hf_bucketing.columns import BucketColumns, MediaMetadata
-from hf_bucketing.columns.parquet import FileResult, ParquetColumns, remove_partial
-from hf_bucketing.columns.preparation import TableConfig
+from hf_bucketing.columns.settings import TableConfig
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError, FlagError, MediaError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.media.remote import ALLOWED_PATHS
-from hf_bucketing.models.registry import recipe_of
+
+if TYPE_CHECKING:
+    from hf_bucketing.columns.parquet import FileResult, ParquetColumns
 
 
 def make_parser() -> FlagParser:
@@ -54,6 +55,10 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.columns import BucketColumns, MediaMetadata
+    from hf_bucketing.columns.parquet import ParquetColumns, remove_partial
+    from hf_bucketing.models.registry import recipe_of
+
     if args.address is not None and args.num_workers is not None:
         raise FlagError("Omit --num_workers: the cluster at --address has its own.")
     check_folder_writable(args.output_dir)
@@ -85,10 +90,12 @@ def main(args: argparse.Namespace) -> None:
     print(f"Their media lie elsewhere: set {ALLOWED_PATHS}={columns.metadata.root} to prepare and train from them")
 
 
-def work(columns: ParquetColumns, pending: list[str], args: argparse.Namespace) -> Iterator[FileResult]:
+def work(columns: "ParquetColumns", pending: list[str], args: argparse.Namespace) -> "Iterator[FileResult]":
     """Yield the result of each file when its task ends."""
     if not pending:
         return
+    from hf_bucketing.columns.parquet import FileResult
+
     try:
         import ray
     except ImportError as error:

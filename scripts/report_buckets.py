@@ -6,18 +6,15 @@ python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 
 
 import argparse
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
 
 from hf_bucketing import BucketingError, BucketTable, MediaError, novelai_ladder
 from hf_bucketing.buckets import read_cost_model
-from hf_bucketing.columns import PreparedDataset, column_array
-from hf_bucketing.columns.apply import undecoded
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
@@ -41,6 +38,12 @@ from hf_bucketing.report import (
 from hf_bucketing.report.crops import WorstCrop
 from hf_bucketing.report.text import size_label
 from hf_bucketing.settings import not_default
+from hf_bucketing.training.script_settings import settings_of_scripts
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from hf_bucketing.columns import PreparedDataset
 
 
 def make_parser() -> FlagParser:
@@ -62,21 +65,15 @@ def make_parser() -> FlagParser:
     parser.add_argument("--html", type=Path, help="HTML file for the report as a page that holds everything itself.")
     parser.add_argument(
         "--pretrained_model_name_or_path",
-        help="Pipeline whose memory --html shows for the most expensive step (default: that of the data set).",
+        help="Pipeline whose memory --html shows for the most expensive step (default: none).",
     )
     # The table of a file is the one that the data set was prepared with.
     names = {"dataset": ("dataset_dir",), "table": (), "buckets": (), "bucket_frames": ()}
-    parser.add_config("report_buckets", others=other_scripts, names=names)
+    parser.add_config("report_buckets", others=settings_of_scripts, names=names)
     return parser
 
 
-def other_scripts() -> Mapping[str, Collection[str]]:
-    from hf_bucketing.training.script_settings import settings_of_scripts
-
-    return settings_of_scripts()
-
-
-def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketTable:
+def choose_table(args: argparse.Namespace, prepared: "PreparedDataset") -> BucketTable:
     if args.novelai:
         return novelai_ladder()
     if args.buckets is not None:
@@ -88,8 +85,10 @@ def choose_table(args: argparse.Namespace, prepared: PreparedDataset) -> BucketT
     return BucketTable.from_json(args.table.read_text())
 
 
-def read_sizes(dataset: Dataset) -> SizeColumns:
+def read_sizes(dataset: "Dataset") -> SizeColumns:
     """Return the size columns; a missing size is unreadable, and without a num_frames column all rows are images."""
+    from hf_bucketing.columns import column_array
+
     names = [name for name in ("num_frames", "height", "width") if name in dataset.column_names]
     columns = dataset.select_columns(names).with_format("numpy")[:]
     sizes = {name: np.nan_to_num(column.astype(np.float64), nan=-1) for name, column in columns.items()}
@@ -98,9 +97,11 @@ def read_sizes(dataset: Dataset) -> SizeColumns:
 
 
 def read_thumbnails(
-    prepared: PreparedDataset, crops: Sequence[WorstCrop]
+    prepared: "PreparedDataset", crops: Sequence[WorstCrop]
 ) -> tuple[dict[int, Thumbnail], dict[int, str]]:
     """Decode the frame in the middle of some rows; return them, and what is wrong with files that cannot be read."""
+    from hf_bucketing.columns.apply import undecoded
+
     thumbnails, faults = {}, {}
     columns = [name for name in (prepared.column, "fps", CLIP_START) if name in prepared.dataset.column_names]
     rows = undecoded(prepared.dataset.select_columns(columns).select([crop.row for crop in crops]), [prepared.column])
@@ -115,14 +116,14 @@ def read_thumbnails(
     return thumbnails, faults
 
 
-def plan_of_memory(args: argparse.Namespace, prepared: PreparedDataset, report: Report) -> tuple[str, list[MemoryRow]]:
-    """Plan the memory of a step of the most expensive bucket; of the data set's own pipeline, say why it cannot be."""
-    own = prepared.settings.get("prepare_dataset", {}).get("pretrained_model_name_or_path")
-    model, buckets = args.pretrained_model_name_or_path or own, report.buckets.used
+def plan_of_memory(model: str | None, report: Report) -> tuple[str, list[MemoryRow]]:
+    """Plan the memory of a step of the most expensive bucket, if a pipeline is named."""
+    buckets = report.buckets.used
     if model is None or not buckets:
         return "", []
     from hf_bucketing.settings import changed
-    from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
+    from hf_bucketing.training.memory.planner import plan_memory
+    from hf_bucketing.training.settings.plan import PlanConfig
 
     largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
     base = PlanConfig(sample_size=[*largest.size], train_batch_size=samples, cached="all")
@@ -131,12 +132,7 @@ def plan_of_memory(args: argparse.Namespace, prepared: PreparedDataset, report: 
         "LoRA 16": changed(base, gradient_checkpointing=True, lora_rank=16),
         "LoRA 16, int8": changed(base, gradient_checkpointing=True, lora_rank=16, quantize_base="int8"),
     }
-    try:
-        plans = {name: plan_memory(model, config) for name, config in settings.items()}
-    except BucketingError as error:
-        if args.pretrained_model_name_or_path is not None:
-            raise
-        return f"The memory of {model} is not planned: {error}", []
+    plans = {name: plan_memory(model, config) for name, config in settings.items()}
     said = (
         f"{model} on one GPU, {samples} × {size_label(largest.size)} ({samples * largest.num_tokens:,} tokens), in "
         "bf16 with gradient checkpointing, latents and texts cached."
@@ -144,11 +140,11 @@ def plan_of_memory(args: argparse.Namespace, prepared: PreparedDataset, report: 
     return said, [MemoryRow(settings=name, parts=asdict(plan.peak)) for name, plan in plans.items()]
 
 
-def write_page(args: argparse.Namespace, prepared: PreparedDataset, report: Report, **beside: Any) -> None:
+def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Report, **beside: Any) -> None:
     shown = [*report.worst_crops, *(row for reason in report.rejected for row in reason.examples)]
     rows = [one if isinstance(one, int) else one.row for one in shown]
     thumbnails, faults = read_thumbnails(prepared, report.worst_crops)
-    model, memory = plan_of_memory(args, prepared, report)
+    model, memory = plan_of_memory(args.pretrained_model_name_or_path, report)
     page = bucket_page(
         report,
         Beside(
@@ -167,6 +163,8 @@ def write_page(args: argparse.Namespace, prepared: PreparedDataset, report: Repo
 
 
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.columns import PreparedDataset, column_array
+
     check_writable(args.json, args.html)
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)

@@ -5,21 +5,12 @@ python scripts/report_training.py demo/bucket demo/pack --figure demo/loss.png -
 
 import argparse
 import sys
-from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable, complete_file
-from hf_bucketing.report import render_page
-from hf_bucketing.training.review import (
-    describe_held_out,
-    draw_losses,
-    losses_by_bucket,
-    review_run,
-    review_sources,
-)
-from hf_bucketing.training.run_page import run_page
+from hf_bucketing.training.script_settings import settings_of_scripts
 
 
 def make_parser() -> FlagParser:
@@ -33,17 +24,21 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--min_fall", type=float, default=1 / 3, help="Smallest fall of the loss that passes, as a share."
     )
-    parser.add_config("report_training", others=other_scripts, names={"runs": ("output_dir",)})
+    parser.add_config("report_training", others=settings_of_scripts, names={"runs": ("output_dir",)})
     return parser
 
 
-def other_scripts() -> Mapping[str, Collection[str]]:
-    from hf_bucketing.training.script_settings import settings_of_scripts
-
-    return settings_of_scripts()
-
-
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.report import render_page
+    from hf_bucketing.training.review import (
+        describe_held_out,
+        draw_losses,
+        losses_by_bucket,
+        review_run,
+        review_sources,
+    )
+    from hf_bucketing.training.run_page import run_page
+
     check_writable(args.figure, args.html)
     if args.html:
         page = render_page(run_page(args.runs, min_fall=args.min_fall))

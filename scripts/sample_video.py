@@ -9,12 +9,7 @@ python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.
 import argparse
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import diffusers
-import torch
-from diffusers import DiffusionPipeline
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 from hf_bucketing.buckets import Size
 from hf_bucketing.command_line.flags import FlagParser
@@ -22,13 +17,11 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_writable
 from hf_bucketing.hub import from_hub
-from hf_bucketing.media import MediaSource, View, iter_frames, load_first_frame, probe, write_image, write_video
-from hf_bucketing.media.sample import load_sample
-from hf_bucketing.models.first_frame import pictures
-from hf_bucketing.models.recipe import IMAGES, dtypes, read_config, tile
-from hf_bucketing.models.registry import recipes
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    from PIL import Image
+
+DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def make_parser() -> FlagParser:
@@ -82,6 +75,13 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
+    import diffusers
+    import torch
+    from diffusers import DiffusionPipeline
+
+    from hf_bucketing.media import write_image, write_video
+    from hf_bucketing.models.recipe import dtypes, tile
+
     check_writable(args.output)
     if args.offload != "none" and not torch.accelerator.is_available():
         raise FlagError("Omit --offload: this machine has no accelerator, so that everything is on the CPU already.")
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> None:
     if args.max_sequence_length:
         given["max_sequence_length"] = args.max_sequence_length
     with from_hub(args.pipeline):
-        pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(DTYPES[args.dtype]))
+        pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(getattr(torch, DTYPES[args.dtype])))
     if args.lora_weights:
         with from_hub(args.lora_weights):
             pipeline.load_lora_weights(args.lora_weights)
@@ -143,8 +143,11 @@ def duration_of(args: argparse.Namespace, parameters: Mapping[str, inspect.Param
 
 def images_of(
     args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter], class_name: str
-) -> dict[str, Image.Image]:
+) -> "dict[str, Image.Image]":
     """Return the images given, cropped to the size of the clip, as arguments of the pipeline's call."""
+    from hf_bucketing.media import MediaSource, load_first_frame
+    from hf_bucketing.models.recipe import IMAGES
+
     given = {name: getattr(args, name) for name in IMAGES if getattr(args, name) is not None}
     for name in given:
         if name not in parameters:
@@ -160,6 +163,9 @@ def images_needed(
     args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter], class_name: str
 ) -> Sequence[str]:
     """Return the arguments of the pipeline's call for the images without which it cannot run."""
+    from hf_bucketing.models.recipe import IMAGES, read_config
+    from hf_bucketing.models.registry import recipes
+
     if class_name in recipes():  # some pipelines that need an image have a default of None
         recipe = recipes()[class_name]
         return IMAGES[: recipe.num_images(read_config(args.pipeline, "transformer"))] if recipe.takes_image else ()
@@ -168,6 +174,8 @@ def images_needed(
 
 def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str) -> dict[str, Any]:
     """Return control, mask and reference as arguments of the pipeline's call, given those for its duration."""
+    from hf_bucketing.models.registry import recipes
+
     recipe = recipes().get(class_name)
     files = {name: getattr(args, name) for name in ("control", "mask", "reference")}
     for name, file in files.items():
@@ -184,8 +192,14 @@ def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str
     return {recipe.shown_as[name]: images[0] if name in one else images for name, images in shown.items()}
 
 
-def pictures_of(file: str, size: Size, *, name: str, fps: float) -> list[Image.Image]:
+def pictures_of(file: str, size: Size, *, name: str, fps: float) -> "list[Image.Image]":
     """Return the frames of a control or mask at a clip's size (an image serves all frames), or a whole reference."""
+    from PIL import Image
+
+    from hf_bucketing.media import MediaSource, View, iter_frames, load_first_frame, probe
+    from hf_bucketing.media.sample import load_sample
+    from hf_bucketing.models.first_frame import pictures
+
     source = MediaSource.from_cell(file)
     if name == "reference":
         return [Image.fromarray(next(iter_frames(source, [0.0])))]

@@ -6,17 +6,17 @@ python scripts/show_demo.py --before demo/tiny-wan --after demo/bucket demo/pack
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from diffusers import DiffusionPipeline
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable, complete_file
-from hf_bucketing.media import write_video
 from hf_bucketing.testing import Clip, render
-from hf_bucketing.testing.recognition import look_at
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 PROMPTS = (
     ("a red square moving right on a dark background", Clip(9, 64, 112, 4)),
@@ -41,6 +41,11 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
+    from diffusers import DiffusionPipeline
+
+    from hf_bucketing.media import write_video
+    from hf_bucketing.testing.recognition import look_at
+
     check_writable(args.figure)
     rows = {"in the data": [drawn(prompt, clip) for prompt, clip in PROMPTS]}
     for folder in (args.before, *args.after):
@@ -69,9 +74,10 @@ def drawn(prompt: str, clip: Clip) -> np.ndarray:
     return np.stack(list(render(clip, shape=shape, color=color, direction=direction)))
 
 
-@torch.no_grad()
-def rendered(pipeline: DiffusionPipeline, prompt: str, clip: Clip, args: argparse.Namespace) -> np.ndarray:
+def rendered(pipeline: "DiffusionPipeline", prompt: str, clip: Clip, args: argparse.Namespace) -> np.ndarray:
     """Return the frames that a pipeline renders for a prompt, `(frames, height, width, 3)`."""
+    import torch
+
     result = pipeline(
         prompt=prompt,
         height=clip.height,

@@ -6,14 +6,8 @@ python scripts/verify_packing.py Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sizes 5,8,12
 import argparse
 import sys
 
-import torch
-from diffusers import AutoModel
-
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.hub import from_hub
-from hf_bucketing.models import verify_packing
-from hf_bucketing.models.registry import family_of
 
 
 def grid(text: str) -> tuple[int, int, int]:
@@ -42,6 +36,13 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
+    import torch
+    from diffusers import AutoModel
+
+    from hf_bucketing.hub import from_hub
+    from hf_bucketing.models import verify_packing
+    from hf_bucketing.models.registry import family_of
+
     dtype = getattr(torch, args.dtype)
     with from_hub(args.pipeline):
         transformer = AutoModel.from_pretrained(args.pipeline, subfolder=args.subfolder).to(args.device, dtype)

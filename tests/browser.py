@@ -22,12 +22,18 @@ WIDTHS = (1280, 390)
 
 OVERFLOW = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))).then(() => {
     const root = document.documentElement
-    return root.scrollWidth <= root.clientWidth ? [] : [`page of ${root.scrollWidth} px`,
+    const cut = [...document.querySelectorAll("svg.chart text")].filter(text => {
+        const [own, chart] = [text.getBoundingClientRect(), text.ownerSVGElement.getBoundingClientRect()]
+        return own.left < chart.left - 1 || own.right > chart.right + 1
+    }).map(text => `label ${text.textContent}`)
+    cut.push(...[...document.querySelectorAll("pre > code")].filter(code => code.scrollWidth > code.clientWidth + 1)
+        .map(code => `code ${code.textContent.slice(0, 40)}`))
+    return cut.length || root.scrollWidth <= root.clientWidth ? cut : [`page of ${root.scrollWidth} px`,
         ...[...document.body.querySelectorAll("*")]
         .filter(one => one.getBoundingClientRect().right > root.clientWidth + 1)
         .slice(0, 5).map(one => `<${one.tagName.toLowerCase()} class="${one.className}">`)]
 })"""
-"""The page's width and its first elements beyond the window, once it is laid out after a change of the window."""
+"""Labels and code that are cut, or the page's width and its first elements beyond the window, once it is laid out."""
 
 
 class PageFaults(NamedTuple):
@@ -55,7 +61,7 @@ def browser() -> Iterator[Browser]:
 
 
 def look_at(browser: Browser | BrowserContext, url: str, *, widths: Sequence[int] = WIDTHS) -> PageFaults:
-    """Open a page, and return its console errors, requests to hosts, broken images, and what overflows by width."""
+    """Open a page, and return its console errors, requests to hosts, broken images, and what is cut by width."""
     page: Page = browser.new_page()
     page.set_viewport_size({"width": widths[0], "height": 900})
     errors: list[str] = []

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import hf_bucketing
 
 PACKAGE = Path(hf_bucketing.__file__).parent
+SLOW_TO_IMPORT = {"torch", "datasets", "accelerate", "diffusers", "transformers", "peft", "ray", "matplotlib"}
 HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL", "torchcodec"}
 LEVELS = {
     **dict.fromkeys(["errors", "units"], -2),
@@ -23,6 +26,12 @@ LEVELS = {
     **dict.fromkeys(["testing", "training"], 4),
 }
 TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]
+DEVELOPERS_SCRIPTS = ("benchmark_", "draw_ways", "fit_demo_vae", "train_demo_transformer")
+USERS_SCRIPTS = sorted(
+    path
+    for path in (PACKAGE.parent / "scripts").glob("*.py")
+    if "run_script(main" in path.read_text() and not path.stem.startswith(DEVELOPERS_SCRIPTS)
+)
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -93,18 +102,43 @@ print(*{name.partition('.')[0] for name in sys.modules})"""
     assert not loaded & (HEAVY | {"jinja2", "matplotlib"})
 
 
-def test_every_exported_name_can_be_imported_and_is_seen_by_type_checkers() -> None:
-    for name in hf_bucketing.__all__:
-        assert getattr(hf_bucketing, name).__name__ == name
-    assert set(hf_bucketing.__all__) <= set(dir(hf_bucketing))
-    tree = ast.parse(Path(hf_bucketing.__file__).read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert set(hf_bucketing.__all__) <= imported
+@pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)
+def test_every_name_that_a_package_exports_can_be_imported(stub: Path) -> None:
+    """Packages import what their stub names when it is first used; type checkers read the stub itself."""
+    package = importlib.import_module(".".join(stub.parent.relative_to(PACKAGE.parent).parts))
+    assert package.__all__
+    for name in package.__all__:
+        assert not isinstance(getattr(package, name), ModuleType), name
+
+
+def test_a_function_named_as_its_module_stays_the_function_after_the_module_is_imported(
+    in_fresh_interpreter: Callable[[str], str],
+) -> None:
+    code = """import hf_bucketing, hf_bucketing.loaders.resume, hf_bucketing.media.probe
+from hf_bucketing.loaders import resume
+from hf_bucketing.media import probe
+print(*map(callable, (hf_bucketing.resume, resume, probe)))"""
+    assert in_fresh_interpreter(code).split() == ["True"] * 3
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'BucketSampler'"):
+    with pytest.raises(AttributeError, match="BucketSampler"):
         hf_bucketing.BucketSampler  # noqa: B018
+
+
+@pytest.mark.parametrize("script", USERS_SCRIPTS, ids=lambda script: script.stem)
+def test_a_misspelt_flag_is_refused_before_a_slow_library_is_imported(
+    script: Path, in_fresh_interpreter: Callable[[str], str]
+) -> None:
+    code = f"""import runpy, sys
+sys.argv = [{str(script)!r}, "--no_such_flag"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    print(end.code, *{{name.partition('.')[0] for name in sys.modules}})"""
+    end, *loaded = in_fresh_interpreter(code).split()
+    assert end == "2"
+    assert not {*loaded} & SLOW_TO_IMPORT
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if parts_of(p)[:1] and parts_of(p)[0] in TORCH_FREE], ids=str)

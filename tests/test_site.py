@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import importlib
 import inspect
 import re
 import sys
@@ -32,10 +32,9 @@ PACKAGES = sorted((ROOT / "hf_bucketing").rglob("__init__.py"))
 
 
 def public_names(package: Path) -> list[str]:
-    """Return what `__all__` of a package lists."""
-    lists = [node.value for node in ast.parse(package.read_text()).body
-             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]  # fmt: skip
-    return [name for value in lists for name in ast.literal_eval(value)]
+    """Return the names that a package exports."""
+    name = ".".join(package.parent.relative_to(ROOT).parts)
+    return [*getattr(importlib.import_module(name), "__all__", ())]
 
 
 def test_every_public_name_is_on_one_page_of_the_api() -> None:
@@ -158,6 +157,18 @@ def fences_of(markdown: str, *languages: str) -> list[str]:
         rf"^( *)```(?:{'|'.join(languages)})\b[^\n]*\n(.*?)\n\1```$", markdown, re.DOTALL | re.MULTILINE
     )
     return [textwrap.dedent(fence[2]) for fence in fences]
+
+
+@pytest.mark.slow
+def test_the_tables_of_memory_are_whole_on_a_laptop(address: str, browser: Browser) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{address}memory/")
+    widths = page.eval_on_selector_all(
+        ".md-typeset__scrollwrap", "all => all.map(one => [one.scrollWidth, one.clientWidth])"
+    )
+    page.close()
+    assert len(widths) > 3
+    assert all(needed <= given for needed, given in widths)
 
 
 @pytest.mark.slow

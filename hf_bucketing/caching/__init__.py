@@ -1,8 +1,5 @@
 """Latents and texts on disk: keys, entries, the job that encodes them and the collator that reads them."""
 
-from .collator import CachedCollator
-from .columns import CacheConfig, LatentColumns, TextColumns
-from .fingerprints import Encoder
-from .job import cache_dataset
+import lazy_loader
 
-__all__ = ["CacheConfig", "CachedCollator", "Encoder", "LatentColumns", "TextColumns", "cache_dataset"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

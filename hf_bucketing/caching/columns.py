@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ from ..media.remote import is_url, version
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
-from ..media.views import ViewRule, seeded_draws
-from ..settings import check_at_least, check_literals
+from ..media.views import seeded_draws
+from .settings import CacheConfig
 from .store import TensorCache, entry_key
 
 Shown = Mapping[str, Sequence[torch.Tensor]]
@@ -38,43 +38,6 @@ OTHER = "other."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """Settings of a cache: its folder, the views of the files that it holds, and how they are encoded.
-
-    Args:
-        folder (`str`): Folder of the entries. One that holds entries is completed.
-        batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `table` or in `open_table` of the
-            [`PreparedDataset`][hf_bucketing.columns.PreparedDataset].
-        views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
-            random, and PyAV decodes.
-        seed (`int`): Seed of random views. They are those of epoch 0 and need an `index` column.
-        batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
-        num_threads (`int`): Threads that decode files while the encoder runs.
-        on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
-
-    Raises:
-        BucketingError: On a number below 1, or an unknown `batching` or `on_error`.
-    """
-
-    folder: str
-    batching: Literal["bucket", "pack"] = "bucket"
-    views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
-    seed: int = 0
-    batch_size: int = 8
-    num_threads: int = 2
-    on_error: Literal["raise", "reject"] = "raise"
-
-    def __post_init__(self) -> None:
-        check_literals(self)
-        check_at_least(1, self, "batch_size", "num_threads")
-
-    @property
-    def cache(self) -> TensorCache:
-        """The entries in `folder`."""
-        return TensorCache(Path(self.folder))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedColumns:
     """What column callables that encode into a cache share: see [`LatentColumns`] and [`TextColumns`]."""
 
@@ -84,6 +47,11 @@ class _CachedColumns:
 
     vectorised = False
     reusable = False
+
+    @property
+    def cache(self) -> TensorCache:
+        """The entries in the folder of the settings."""
+        return TensorCache(Path(self.config.folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +109,7 @@ class LatentColumns(_CachedColumns):
         names = [*self.input_columns, *(name for name in self.optional_columns if name in batch)]
         rows = [dict(zip(names, cells, strict=True)) for cells in zip(*(batch[name] for name in names), strict=True)]
         samples = [self._sample(row, position) for position, row in enumerate(rows)]
-        missing = {sample.key: sample for sample in samples if sample and not self.config.cache.holds(sample.key)}
+        missing = {sample.key: sample for sample in samples if sample and not self.cache.holds(sample.key)}
         unreadable = self._encode(list(missing.values()))
         keys = [sample.key if sample and sample.key not in unreadable else "" for sample in samples]
         for row, key in zip(rows, keys, strict=True):
@@ -215,7 +183,7 @@ class LatentColumns(_CachedColumns):
                 view = sample.file.view
                 about = {"size": view.size, "crop": sample.crop, "flip": view.flip, "fps": view.fps}
                 entry = {name: values[row] for name, values in encoded.items()}
-                self.config.cache.write(sample.key, entry, about=about)
+                self.cache.write(sample.key, entry, about=about)
         return unreadable
 
     def _loaded(self, samples: list[_Sample]) -> Iterator[list[tuple[_Sample, Future[LoadedSample]]]]:
@@ -278,7 +246,7 @@ class TextColumns(_CachedColumns):
         cells = list(batch[self.column])
         texts = [texts_of({self.column: cell}, self.column) for cell in cells]
         keys = {caption: self.key(caption) for captions in texts for caption in captions}
-        missing = [caption for caption, key in keys.items() if not self.config.cache.holds(key)]
+        missing = [caption for caption, key in keys.items() if not self.cache.holds(key)]
         for start in range(0, len(missing), self.config.batch_size):
             captions = missing[start : start + self.config.batch_size]
             self._write([keys[caption] for caption in captions], *self.encode(captions))
@@ -293,7 +261,7 @@ class TextColumns(_CachedColumns):
 
     def write_null(self, encode: Callable[[], _Encoded]) -> None:
         """Write the entry of the text that stands for a dropped caption, `(1, length, dim)`, unless it exists."""
-        missing = not self.config.cache.holds(self.null_key)
+        missing = not self.cache.holds(self.null_key)
         if missing:
             self._write([self.null_key], *encode())
         self.counts.update(encoded=int(missing), found=int(not missing))
@@ -309,7 +277,7 @@ class TextColumns(_CachedColumns):
             if mask is not None:
                 entry["mask"] = mask[row, :end]
             entry |= {OTHER + name: one[row] for name, one in others.items()}
-            self.config.cache.write(key, entry, about={"length": values.shape[1]})
+            self.cache.write(key, entry, about={"length": values.shape[1]})
 
 
 def _identity(source: MediaSource, root: str | None) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
-from .columns import CacheConfig, LatentColumns, TextColumns
+from .columns import LatentColumns, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
+from .settings import CacheConfig
+from .store import TensorCache
 
 _STACKS_PER_CALL = 8
 
@@ -46,7 +49,7 @@ def cache_dataset(
     encoder.check_conditions(prepared.conditions)
     state = PartialState()
     if state.is_main_process:
-        config.cache.sweep()
+        TensorCache(Path(config.folder)).sweep()
     state.wait_for_everyone()
     rows, latents = _latents(prepared, encoder, config)
     buckets = column_array(rows, "bucket_id")

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,33 +14,6 @@ from datasets import Dataset
 
 from ..errors import MediaError
 from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BesideConfig:
-    """Files beside media.
-
-    Args:
-        caption_extension (`str`, *optional*): Ending of the caption files beside the media; giving it also chooses
-            them where a table could be meant as well (default: .txt).
-        missing_caption (`str`, *optional*): Caption of media that have no caption file (default: none, so that it is
-            missing).
-        control_folder (`Path`, *optional*): Folder of control videos or images with the names of the media, which
-            become the column control (default: none).
-        mask_folder (`Path`, *optional*): Folder of masks with the names of the media, which become the column mask
-            (default: none).
-    """
-
-    caption_extension: str | None = None
-    missing_caption: str | None = None
-    control_folder: Path | None = None
-    mask_folder: Path | None = None
-
-    @property
-    def companions(self) -> dict[str, str]:
-        """Folder of each column that is added."""
-        folders = {"control": self.control_folder, "mask": self.mask_folder}
-        return {column: str(folder) for column, folder in folders.items() if folder is not None}
 
 
 def captions_beside(request: SourceRequest) -> SourceRows | None:

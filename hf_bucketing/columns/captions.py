@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,22 +15,12 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from ..buckets.arrays import IntArray
 from ..buckets.assignment import CAPTION_SIZE
-from ..errors import ColumnError
+from ..errors import BucketingError, ColumnError
 from ..settings import check_literals
 from .apply import with_columns
 from .arrays import SIZE_COLUMNS, column_array, column_batches, is_list_type, is_text
-from .faults import NAMED_ROWS, listed, path_of, paths_of
-
-OnCaptionError = Literal["raise", "reject", "empty"]
-
-CAPTION = "{caption}"
-"""Place of the caption in a template."""
-
-_ADVICE = [
-    "write these captions",
-    'leave the rows out with `on_error="reject"`',
-    'train them without a text with `on_error="empty"`',
-]
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, paths_of, raise_error
+from .settings import CAPTION, OnCaptionError, check_template
 
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
 _CODES = {problem: code for code, problem in enumerate(_PROBLEMS, start=1)}
@@ -134,8 +124,12 @@ class CaptionTexts:
         """Columns that are replaced."""
         return (self.columns[0], *(SIZE_COLUMNS if self.on_error == "reject" else ()))
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
         """Return the columns for a batch of rows.
+
+        Args:
+            batch (mapping of sequences of length `n`): Columns.
+            report ([`Report`]): As in [`check_captions`].
 
         Raises:
             ColumnError: Under `on_error="raise"`, for captions that are not text; the message names them.
@@ -145,7 +139,7 @@ class CaptionTexts:
         if len(rows) and self.on_error == "raise":
             paths = None if self.media_column is None else [path_of(cell) for cell in batch[self.media_column]]
             summary = _summary(entries, self.columns, paths=None if paths is None else paths.__getitem__)
-            raise ColumnError(f"{summary} Rows are counted from the first of their batch.", advice=_ADVICE)
+            report(ColumnError(summary + OF_BATCH, advice=caption_advice()))
         columns: dict[str, list[Any]] = {self.columns[0]: entries.usable().column(self.template).to_pylist()}
         if self.on_error == "reject":
             for name in SIZE_COLUMNS:
@@ -162,6 +156,7 @@ def check_captions(
     on_error: OnCaptionError = "raise",
     template: str | None = None,
     media_column: str | None = None,
+    report: Report = raise_error,
 ) -> CaptionCheck:
     """Check that a column holds one text or a list of texts per row, and convert bytes and JSON values to strings.
 
@@ -178,6 +173,8 @@ def check_captions(
         template (`str`, *optional*): Text that each caption becomes, with `{caption}` in the caption's place, such as
             `"TOK, {caption}"`. An empty caption becomes the rest, without blanks and commas at its ends: `"TOK"`.
         media_column (`str`, *optional*): Media column, whose files messages name beside the row numbers.
+        report (callable): Called with the error under `on_error="raise"`; by default it raises it. If it returns,
+            captions that are not text are as with `"empty"`.
 
     Raises:
         ColumnError: If there is no such column, `on_error` is unknown, the template lacks its one `{caption}`, the
@@ -201,7 +198,7 @@ def check_captions(
     paths = None if media_column is None else lambda row: paths_of(dataset, [row], media_column)[0]
     summary = _summary(entries, columns, paths=paths) if problems else ""
     if problems and on_error == "raise":
-        raise ColumnError(summary, advice=_ADVICE)
+        report(ColumnError(summary, advice=caption_advice()))
     feature = List(Value("string")) if entries.several else Value("string")
     if problems or template is not None or len(columns) > 1 or dataset.features[columns[0]] != feature:
         texts = pa.chunked_array([part.usable().column(template, several=entries.several) for part in parts])
@@ -218,16 +215,18 @@ def all_texts(dataset: Dataset, column: str) -> list[str]:
     return texts
 
 
-def check_template(template: str) -> None:
-    """Raise unless a template has one place for the caption.
+def caption_advice(setting: str = "on_error") -> list[str]:
+    """Return what to do about captions that are not text, with the name of the setting that decides it."""
+    return [
+        "write these captions",
+        f'leave the rows out with `{setting}="reject"`',
+        f'train them without a text with `{setting}="empty"`',
+    ]
 
-    Raises:
-        ColumnError: If it has none, or several.
-    """
-    if template.count(CAPTION) != 1:
-        raise ColumnError(
-            f"`caption_template` must hold {CAPTION} once, as in 'TOK, {CAPTION}'; got {template!r}.",
-        )
+
+def for_source(error: BucketingError) -> ColumnError:
+    """Return the error of a check of captions with the name that its setting has among those of a source."""
+    return ColumnError(error.fact, advice=caption_advice("on_caption_error"))
 
 
 class _Entries(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,8 @@ from ..media.rows import CLIP_END, CLIP_START
 from ..settings import check_literals
 from .apply import undecoded, with_columns
 from .arrays import SIZE_COLUMNS, column_array, is_list_type
-from .faults import NAMED_ROWS, listed, path_of
-
-ClipMode = Literal["head", "uniform", "slide", "all", "scenes"]
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
+from .settings import ClipRule, OnFileError
 
 SCENE_START, SCENE_END = "start", "end"
 """Columns of the seconds at which scenes begin and end: numbers, or lists of numbers."""
@@ -34,50 +33,6 @@ _ROUNDING = 1e-6
 
 _LARGE_CELL = 4096
 """Mean bytes of a cell from which a column is not copied when its rows are repeated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipRule:
-    """Cut videos into clips.
-
-    Frames are counted at the rate of the `fps` column. Images, and videos of no more frames than a clip, stay one row.
-
-    Args:
-        mode (`"head"`, `"uniform"`, `"slide"`, `"all"` or `"scenes"`): One clip from the start; `number` clips spread
-            evenly from the start to the end (fewer if a video has fewer starts); a clip every `number` frames;
-            consecutive clips, the last of them shorter, unless one frame is left, which the clip before it keeps; or
-            the scenes whose seconds the columns `start` and `end` hold.
-        frames (`int`, *optional*): Frames of a clip; needed by all modes but `"scenes"`.
-        number (`int`): Clips of `"uniform"`, or frames from one start to the next of `"slide"`.
-
-    Raises:
-        ColumnError: If the mode is unknown, a number is below 1, or `frames` is missing or has no effect.
-    """
-
-    mode: ClipMode
-    frames: int | None = None
-    number: int = 1
-
-    def __post_init__(self) -> None:
-        check_literals(self, error=ColumnError)
-        if self.number < 1 or (self.frames is not None and self.frames < 1):
-            raise ColumnError(f"Clips need numbers of 1 or more, got {self}.")
-        if (self.mode == "scenes") != (self.frames is None):
-            raise ColumnError(f"`clip_frames` goes with every mode but scenes, got {self.frames} with {self.mode}.")
-
-    @classmethod
-    def parse(cls, text: str, *, frames: int | None) -> ClipRule:
-        """Read the value of a flag: `head`, `uniform:N`, `slide:STRIDE`, `all` or `scenes`.
-
-        Raises:
-            ColumnError: If it is none of these.
-        """
-        mode, colon, number = text.partition(":")
-        if mode not in ("head", "uniform", "slide", "all", "scenes") or bool(colon) != (mode in ("uniform", "slide")):
-            raise ColumnError(f"`clips` must be head, uniform:N, slide:STRIDE, all or scenes, got {text!r}.")
-        if colon and not (number.isascii() and number.isdigit() and int(number) >= 1):
-            raise ColumnError(f"`clips` {mode} needs a whole number of 1 or more behind the colon, got {text!r}.")
-        return cls(mode=mode, frames=None if mode == "scenes" else frames, number=int(number or 1))  # type: ignore[arg-type]
 
 
 class Clips(NamedTuple):
@@ -194,9 +149,10 @@ def cut_clips(
     dataset: Dataset,
     rule: ClipRule,
     *,
-    on_error: Literal["raise", "reject"] = "raise",
+    on_error: OnFileError = "raise",
     media_column: str,
     caption_column: str | None = None,
+    report: Report = raise_error,
 ) -> ClippedDataset:
     """Make a row of each clip.
 
@@ -210,6 +166,8 @@ def cut_clips(
             rejection `CLIP`.
         media_column (`str`): Media column, whose files messages name.
         caption_column (`str`, *optional*): Caption column.
+        report (callable): Called with the error about clips that do not lie in their files, under
+            `on_error="raise"`, and about numbers of captions; by default it raises it.
 
     Raises:
         ColumnError: If there are no columns of scenes, they hold no numbers, a row has other numbers of captions and
@@ -222,13 +180,18 @@ def cut_clips(
         clips = scene_clips(start, end, frames, fps)
         has_lists = caption_column is not None and is_list_type(dataset.data.schema.field(caption_column).type)
         if caption_column is not None and has_lists and is_list_type(start.type):
-            captions = _one_each(dataset, caption_column, clips)
+            captions = _one_each(dataset, caption_column, clips, report)
     else:
         clips = spaced_clips(rule, frames, fps)
     count = int(clips.wrong.sum())
-    problem = f"{count} clips do not lie in their files: {_named(dataset, clips, media_column)}." if count else ""
+    problem = ""
+    if count:
+        wrong = _wrong_rows(clips)
+        names = [SCENE_START, SCENE_END, "num_frames", "fps", media_column]
+        shown = undecoded(dataset.select_columns(names), [media_column]).select(wrong[:NAMED_ROWS])[:]
+        problem = _of_wrong_clips(shown, wrong, count=count, media_column=media_column)
     if count and on_error == "raise":
-        raise ColumnError(problem, advice=_ADVICE)
+        report(ColumnError(problem, advice=_ADVICE))
     rows = repeat_rows(dataset, clips.source)
     columns: dict[str, Any] = {CLIP_START: clips.start, CLIP_END: clips.end}
     for name in SIZE_COLUMNS:
@@ -259,15 +222,19 @@ class ClipRows:
     """
 
     rule: ClipRule
-    on_error: Literal["raise", "reject"] = field(default="raise", kw_only=True)
+    on_error: OnFileError = field(default="raise", kw_only=True)
     caption_column: str | None = field(default=None, kw_only=True)
     media_column: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_literals(self, error=ColumnError)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
         """Return all columns of the clips of a batch of rows.
+
+        Args:
+            batch (mapping of sequences of length `n`): Columns.
+            report ([`Report`]): As in [`cut_clips`].
 
         Raises:
             ColumnError: As [`cut_clips`]; rows are counted from the first of their batch.
@@ -278,14 +245,10 @@ class ClipRows:
             clips = spaced_clips(self.rule, batch["num_frames"], batch["fps"])
         rows = clips.source.tolist()
         if clips.wrong.any() and self.on_error == "raise":
-            row = rows[int(clips.wrong.argmax())]
-            path = None if self.media_column is None else path_of(batch[self.media_column][row])
-            raise ColumnError(
-                f"Row {row} of its batch{f' ({path})' if path else ''} has clips from {batch[SCENE_START][row]} to "
-                f"{batch[SCENE_END][row]} s, which do not lie in its {batch['num_frames'][row]} frames at "
-                f"{batch['fps'][row]} fps.",
-                advice=_ADVICE,
-            )
+            wrong = _wrong_rows(clips)
+            named = {name: [cells[row] for row in wrong[:NAMED_ROWS]] for name, cells in batch.items()}
+            problem = _of_wrong_clips(named, wrong, count=int(clips.wrong.sum()), media_column=self.media_column)
+            report(ColumnError(problem + OF_BATCH, advice=_ADVICE))
         columns = {name: [cells[row] for row in rows] for name, cells in batch.items()}
         columns |= {CLIP_START: clips.start.tolist(), CLIP_END: clips.end.tolist()}
         columns["num_frames"] = clips.num_frames.tolist()
@@ -295,14 +258,15 @@ class ClipRows:
         if self.caption_column is not None and self.rule.mode == "scenes":
             captions = batch[self.caption_column]
             # A list of captions belongs to a list of scenes; else it stays with the row's one clip.
-            listed = [
+            is_list = [
                 _is_sequence(text) and _is_sequence(start)
                 for text, start in zip(captions, batch[SCENE_START], strict=True)
             ]
-            counts = np.array([len(text) if own else 1 for text, own in zip(captions, listed, strict=True)])
-            places = _caption_places(clips, counts, batch["num_frames"]).tolist()
+            counts = np.array([len(text) if own else 1 for text, own in zip(captions, is_list, strict=True)])
+            places = _caption_places(clips, counts, batch["num_frames"], report).tolist()
             columns[self.caption_column] = [
-                captions[row][place] if listed[row] else captions[row] for row, place in zip(rows, places, strict=True)
+                captions[row][place] if is_list[row] else captions[row]
+                for row, place in zip(rows, places, strict=True)
             ]
         return columns
 
@@ -392,37 +356,43 @@ def _filled(values: FloatArray, counts: IntArray, rows: BoolArray, *, value: flo
     return filled
 
 
-def _one_each(dataset: Dataset, column: str, clips: Clips) -> pa.Array:
+def _one_each(dataset: Dataset, column: str, clips: Clips, report: Report) -> pa.Array:
     """Return the caption of each clip from the lists of captions of the rows."""
     cells = dataset.select_columns([column]).with_format("arrow")[:][column].combine_chunks()
     counts = pc.list_value_length(cells).to_numpy(zero_copy_only=False)
-    places = _caption_places(clips, counts, column_array(dataset, "num_frames"))
+    places = _caption_places(clips, counts, column_array(dataset, "num_frames"), report)
     return cells.flatten().take(pa.array((np.cumsum(counts) - counts)[clips.source] + places))
 
 
-def _caption_places(clips: Clips, counts: IntArray, num_frames: npt.ArrayLike) -> IntArray:
-    """Return the position of each clip's caption among those of its row, or raise unless each clip has one."""
+def _caption_places(clips: Clips, counts: IntArray, num_frames: npt.ArrayLike, report: Report) -> IntArray:
+    """Return the position of each clip's caption among those of its row; report rows whose clips have not one each."""
     scenes = np.bincount(clips.source, minlength=len(counts))
     uneven = np.flatnonzero((counts != scenes) & (counts != 1) & (np.asarray(num_frames) >= 1))
     if len(uneven):
-        row = int(uneven[0])
-        raise ColumnError(
-            f"Row {row} has {counts[row]} captions for {scenes[row]} clips ({len(uneven)} such rows); give each scene "
-            "one caption, or the row a single one."
+        texts = [f"row {row}: {counts[row]} captions for {scenes[row]} clips" for row in uneven[:NAMED_ROWS].tolist()]
+        report(
+            ColumnError(
+                f"{len(uneven)} of {len(counts)} rows have neither one caption nor one for each clip: "
+                f"{listed(texts, total=len(uneven))}; give each scene one caption, or the row a single one."
+            )
         )
     return np.minimum(_repeated(scenes)[1], counts[clips.source] - 1)
 
 
-def _named(dataset: Dataset, clips: Clips, media_column: str) -> str:
-    """Return the first rows whose clips are wrong, with their times, frames and files."""
-    rows = list(dict.fromkeys(clips.source[clips.wrong].tolist()))
-    first = rows[:NAMED_ROWS]
-    names = [SCENE_START, SCENE_END, "num_frames", "fps", media_column]
-    shown = undecoded(dataset.select_columns(names), [media_column]).select(first)
+def _wrong_rows(clips: Clips) -> list[int]:
+    """Return the rows some of whose clips are wrong, each once."""
+    return list(dict.fromkeys(clips.source[clips.wrong].tolist()))
+
+
+def _of_wrong_clips(
+    cells: Mapping[str, Sequence[Any]], rows: Sequence[int], *, count: int, media_column: str | None
+) -> str:
+    """Return how many clips are wrong, and the times, frames and files of the first rows, whose cells are given."""
     texts = []
-    for row, cells in zip(first, shown, strict=True):
-        file = path_of(cells[media_column])
-        seconds = cells["num_frames"] / cells["fps"] if cells["fps"] else 0.0
-        times = f"{cells[SCENE_START]} to {cells[SCENE_END]} s of {seconds:.3f} s"
+    for place, row in enumerate(rows[:NAMED_ROWS]):
+        file = None if media_column is None else path_of(cells[media_column][place])
+        fps = cells["fps"][place]
+        seconds = cells["num_frames"][place] / fps if fps else 0.0
+        times = f"{cells[SCENE_START][place]} to {cells[SCENE_END][place]} s of {seconds:.3f} s"
         texts.append(f"row {row}: {times}" + (f", {file}" if file is not None else ""))
-    return listed(texts, total=len(rows))
+    return f"{count} clips do not lie in their files: {listed(texts, total=len(rows))}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -25,7 +25,10 @@ from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
 from .arrays import SIZE_COLUMNS, column_batches, media_kind
-from .faults import NAMED_ROWS, listed, path_of, paths_of
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, paths_of, raise_error
+from .settings import OnFileError
+
+_ADVICE = ["correct these files or their paths", 'reject the rows with `on_error="reject"`']
 
 CONDITION_FAULT = "condition_fault"
 """Column that says what is wrong with the conditions of a row."""
@@ -46,14 +49,14 @@ class ConditionColumns:
 
     Args:
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns of the files.
-        on_error (`"raise"` or `"reject"`): Whether the first fault stops the map, or rows are marked.
+        on_error (`"raise"` or `"reject"`): Whether a batch with faults stops the map, or rows are marked.
 
     Raises:
         ColumnError: If `on_error` is unknown.
     """
 
     files: MediaColumns
-    on_error: Literal["raise", "reject"] = field(default="raise", kw_only=True)
+    on_error: OnFileError = field(default="raise", kw_only=True)
     rule_version: int = field(default=1, init=False)
 
     optional_columns = (CLIP_START,)
@@ -69,15 +72,26 @@ class ConditionColumns:
         """Columns that a batch must have."""
         return (*self.files.conditions.values(), *SIZE_COLUMNS, "fps")
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
         """Return the marked sizes, and what is wrong with each row.
 
+        Args:
+            batch (mapping of sequences of length `n`): Columns.
+            report ([`Report`]): As in [`check_conditions`].
+
         Raises:
-            MediaError: Under `on_error="raise"`, for the first fault; the message names the file.
+            MediaError: Under `on_error="raise"`, if a row does not pass; the message counts such rows and names the
+                first.
         """
         columns = {name: list(batch[name]) for name in SIZE_COLUMNS}
         headers: dict[str, MediaInfo] = {}
         faults = [self._fault(batch, row, headers) for row in range(len(columns["width"]))]
+        rows = [row for row, fault in enumerate(faults) if fault]
+        if rows and self.on_error == "raise":
+            first = rows[:NAMED_ROWS]
+            cells = batch.get(self.files.column, [None] * len(faults))
+            named = [(row, path_of(cells[row]), faults[row]) for row in first]
+            report(MediaError(_summary(named, count=len(rows), total=len(faults)) + OF_BATCH, advice=_ADVICE))
         for row, fault in enumerate(faults):
             for sizes in columns.values():
                 sizes[row] = CONDITION_SIZE if fault else sizes[row]
@@ -91,10 +105,6 @@ class ConditionColumns:
             for name, column in self.files.conditions.items():
                 self._check(name, batch[column][row], batch, row, headers)
         except MediaError as error:
-            if self.on_error == "raise":
-                path = path_of(batch[self.files.column][row]) if self.files.column in batch else None
-                name = f"Row {row} of its batch" if path is None else f"Row {row} of its batch ({path})"
-                raise MediaError(f"{name}: {error}") from error
             return str(error)
         return ""
 
@@ -147,7 +157,12 @@ def check_condition_columns(dataset: Dataset, conditions: Mapping[str, str]) -> 
 
 
 def check_conditions(
-    dataset: Dataset, columns: ConditionColumns, *, media_column: str, num_proc: int | None = None
+    dataset: Dataset,
+    columns: ConditionColumns,
+    *,
+    media_column: str,
+    num_proc: int | None = None,
+    report: Report = raise_error,
 ) -> tuple[Dataset, list[str]]:
     """Check the conditions of all rows, and mark those that do not pass.
 
@@ -156,6 +171,7 @@ def check_conditions(
         columns ([`ConditionColumns`]): What is checked; with `on_error="raise"`, all rows before the error is raised.
         media_column (`str`): Media column, whose files messages name beside the row numbers.
         num_proc (`int`, *optional*): Number of processes that read headers.
+        report (callable): Called with the error under `on_error="raise"`; by default it raises it.
 
     Returns:
         `tuple`: The data set, in which rows that do not pass have sizes of `CONDITION_SIZE`, and sentences on what was
@@ -181,12 +197,12 @@ def check_conditions(
     )
     rows = np.flatnonzero(faults)
     if len(rows):
-        faulty = _named(marked, rows, media_column)
-        summary = f"{len(rows)} of {len(dataset)} rows have conditions that do not fit: {faulty}."
+        first = rows[:NAMED_ROWS].tolist()
+        reasons = marked.select_columns([CONDITION_FAULT]).select(first)[CONDITION_FAULT]
+        named = list(zip(first, paths_of(marked, first, media_column), reasons, strict=True))
+        summary = _summary(named, count=len(rows), total=len(dataset))
         if columns.on_error == "raise":
-            raise MediaError(
-                summary, advice=["correct these files or their paths", 'reject the rows with `on_error="reject"`']
-            )
+            report(MediaError(summary, advice=_ADVICE))
         sentences.insert(0, summary)
     words = ", ".join(f"{name} from column {column}" for name, column in given.items())
     if MASK in given and (missing := sum(cells.null_count for cells in column_batches(marked, given[MASK]))):
@@ -194,15 +210,7 @@ def check_conditions(
     return marked.select_columns(order), [f"Conditions: {words}.", *sentences]
 
 
-def _named(dataset: Dataset, rows: np.ndarray, media_column: str) -> str:
-    """Return the numbers, files and faults of the first rows."""
-    first = rows[:NAMED_ROWS].tolist()
-    paths, faults = (
-        paths_of(dataset, first, media_column),
-        dataset.select_columns([CONDITION_FAULT]).select(first)[CONDITION_FAULT],
-    )
-    texts = [
-        f"row {row}{'' if path is None else f' ({path})'}: {fault.rstrip('.')}"
-        for row, path, fault in zip(first, paths, faults, strict=True)
-    ]
-    return listed(texts, total=len(rows))
+def _summary(named: Sequence[tuple[int, str | None, str]], *, count: int, total: int) -> str:
+    """Return how many rows do not pass, and the numbers, files and faults of the first ones."""
+    texts = [f"row {row}{'' if path is None else f' ({path})'}: {fault.rstrip('.')}" for row, path, fault in named]
+    return f"{count} of {total} rows have conditions that do not fit: {listed(texts, total=count)}."

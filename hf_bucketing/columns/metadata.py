@@ -19,17 +19,14 @@ from ..media.source import MediaSource
 from ..settings import check_literals
 from .apply import map_columns, undecoded, with_columns
 from .arrays import column_array, column_batches, is_text, numbers, whole_numbers
-from .faults import NAMED_ROWS, listed, path_of
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
 from .layouts import STILL_IMAGES
+from .settings import SIDES, TIMES, SizesFrom
 
 _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
 _SAMPLED_FILES = 16
-_SIZES = ("width", "height")
-_TIMES = ("num_frames", "fps")
 _ROUNDED_FRAMES = 0.01
 """Frames by which a duration may be too short, since its decimals are rounded."""
-
-SizesFrom = Literal["auto", "columns", "headers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +78,32 @@ class MediaMetadata:
         """Columns that a batch must have."""
         return (self.column,)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
         """Return the five columns for a batch of cells.
 
+        Args:
+            batch (mapping of sequences of length `n`): Columns.
+            report ([`Report`]): As in [`add_sizes`].
+
         Raises:
-            MediaError: Under `on_error="raise"`, for the first unreadable file; the message names it.
+            MediaError: Under `on_error="raise"`, for unreadable files; the message counts them and names the first.
         """
-        infos = [self._read(cell, row) for row, cell in enumerate(batch[self.column])]
+        found = [self.read(cell) for cell in batch[self.column]]
+        faults = {row: str(info) for row, info in enumerate(found) if isinstance(info, MediaError)}
+        if faults and self.on_error == "raise":
+            report(_unreadable_files(faults, count=len(faults), total=len(found), sentence=OF_BATCH))
+        infos = [_UNREADABLE if isinstance(info, MediaError) else info for info in found]
         columns = {name: [getattr(info, name) for info in infos] for name in self.output_columns}
         num_frames, fps = frames_at_fps(columns["num_frames"], columns["fps"], self.target_fps)
         return {**columns, "num_frames": num_frames.tolist(), "fps": fps.tolist()}
 
-    def _read(self, cell: Any, row: int) -> MediaInfo:
+    def read(self, cell: Any) -> MediaInfo | MediaError:
+        """Return what the header of a cell's file says, at its own frame rate, or why it cannot be read."""
         try:
-            source = MediaSource.from_cell(cell, root=self.root, name=f"row {row} of its batch")
+            source = MediaSource.from_cell(cell, root=self.root, name="its file")
             return probe(source, exact=self.exact, max_pixels=self.max_pixels)
-        except MediaError:
-            if self.on_error == "raise":
-                raise
-            return _UNREADABLE
+        except MediaError as error:
+            return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ class ExistingMetadata:
 
     @property
     def _names(self) -> dict[str, str]:
-        names = (*_SIZES, *_TIMES, "duration")
+        names = (*SIDES, *TIMES, "duration")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
@@ -221,6 +225,7 @@ def add_sizes(
     sizes_from: SizesFrom = "auto",
     size_columns: Mapping[str, str] | None = None,
     num_proc: int | None = None,
+    report: Report = raise_error,
 ) -> SizedDataset:
     """Add `width`, `height`, `num_frames` and `fps`, from columns or from the headers of the files.
 
@@ -236,9 +241,12 @@ def add_sizes(
         size_columns (mapping of `str` to `str`, *optional*): Columns that have other names, such as
             `{"num_frames": "frame", "duration": "seconds"}`; see [`read_size_columns`].
         num_proc (`int`, *optional*): Number of processes that read headers.
+        report (callable): Called with the error about files that cannot be read, unless `metadata.on_error` is
+            `"reject"`, and about columns that differ from files; by default it raises it. If it returns, unreadable
+            files have sizes of −1.
 
     Raises:
-        ColumnError: If the data set's sizes differ from those of a sampled file, or, with `"columns"`, if columns or
+        ColumnError: If the data set's sizes differ from those of sampled files, or, with `"columns"`, if columns or
             sizes are missing; the message names them.
         MediaError: If files cannot be read, unless `metadata.on_error` is `"reject"`; the message counts them, and
             names the first ones with their rows.
@@ -258,14 +266,14 @@ def add_sizes(
                 advice=["name columns as `size_columns`", 'read the files with `sizes_from="headers"`'],
             )
     if names and sizes_from == "auto":
-        unreadable = _compare_with_files(dataset, names, metadata)
+        unreadable = _compare_with_files(dataset, names, metadata, report)
         if unreadable:
             names, reason = {}, f"{unreadable} of the files that were checked cannot be read"
     if not names:
         sized = map_columns(dataset, replace(metadata, on_error="reject"), num_proc=num_proc, overwrite=True)
         if metadata.on_error == "raise":
-            _check_readable(sized, metadata)
-        present = [name for name in (*_SIZES, *_TIMES) if name in dataset.column_names]
+            _check_readable(sized, metadata, report)
+        present = [name for name in (*SIDES, *TIMES) if name in dataset.column_names]
         unused = f", instead of the columns {', '.join(present)}: {reason}" if present else ""
         return SizedDataset(sized, f"Sizes are read from the headers of the files{unused}.")
     batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
@@ -276,45 +284,27 @@ def add_sizes(
     return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", names)
 
 
-def _check_readable(sized: Dataset, metadata: MediaMetadata) -> None:
-    """Raise MediaError if files could not be read; the first ones are read again, for the reason."""
+def _check_readable(sized: Dataset, metadata: MediaMetadata, report: Report) -> None:
+    """Report a MediaError if files could not be read; the first ones are read again, for the reason."""
     rows = np.flatnonzero(column_array(sized, "width") < 0)
     if not len(rows):
         return
-    named = []
+    faults = {}
     for row in rows[:NAMED_ROWS].tolist():
         cell = sized.select_columns([metadata.column]).select([row])[metadata.column][0]
-        try:
-            replace(metadata, on_error="raise")({metadata.column: [cell]})
-        except MediaError as error:
-            named.append(f"row {row}: {str(error).rstrip('.')}")
-        else:
-            named.append(f"row {row}: {path_of(cell)} could not be read before, and can be now")
-    raise MediaError(
-        f"{len(rows)} of {len(sized)} files cannot be read: {listed(named, total=len(rows))}.",
+        found = metadata.read(cell)
+        can_be_now = f"{path_of(cell)} could not be read before, and can be now"
+        faults[row] = str(found) if isinstance(found, MediaError) else can_be_now
+    report(_unreadable_files(faults, count=len(rows), total=len(sized)))
+
+
+def _unreadable_files(faults: Mapping[int, str], *, count: int, total: int, sentence: str = "") -> MediaError:
+    """Return the error about files, by what is wrong with those of the first rows."""
+    named = [f"row {row}: {fault.rstrip('.')}" for row, fault in [*faults.items()][:NAMED_ROWS]]
+    return MediaError(
+        f"{count} of {total} files cannot be read: {listed(named, total=count)}.{sentence}",
         advice=["correct the files or their paths", 'reject their rows with `on_error="reject"`'],
     )
-
-
-def read_size_columns(text: str) -> dict[str, str]:
-    """Parse the value of a flag such as `num_frames=frame,duration=seconds`.
-
-    The names on the left are `width`, `height`, `num_frames`, `fps`, and `duration`, in seconds, in place of
-    `num_frames`.
-
-    Raises:
-        ColumnError: If a name on the left is none of these or occurs twice, or a column is missing.
-    """
-    pairs = [part.partition("=") for part in text.split(",")]
-    columns = {name: column for name, _, column in pairs}
-    known = (*_SIZES, *_TIMES, "duration")
-    if len(columns) < len(pairs) or not set(columns) <= set(known) or not all(columns.values()):
-        raise ColumnError(
-            f"`size_columns` must be as width=w,height=h, with names of {', '.join(known)}; got {text!r}."
-        )
-    if {"num_frames", "duration"} <= set(columns):
-        raise ColumnError("`size_columns` names num_frames and duration, which both give frames; name one of them.")
-    return columns
 
 
 def _usable_columns(
@@ -325,8 +315,8 @@ def _usable_columns(
     Where unreadable files are rejected, sizes of −1 as `MediaMetadata` writes them are sizes too; no value is one only
     if not `all_rows` need a size.
     """
-    times = ("duration", "fps") if "duration" in given else _TIMES
-    names = {name: given.get(name, name) for name in (*_SIZES, *times)}
+    times = ("duration", "fps") if "duration" in given else TIMES
+    names = {name: given.get(name, name) for name in (*SIDES, *times)}
     present = set(dataset.column_names)
     if absent := sorted(set(given.values()) - present):
         return {}, f"there is no column {' or '.join(absent)}"
@@ -335,13 +325,13 @@ def _usable_columns(
     if not set(names.values()) <= present:
         if not _all_still_images(dataset, metadata.column):
             return {}, "videos need num_frames and fps too"
-        names = {name: names[name] for name in _SIZES}
+        names = {name: names[name] for name in SIDES}
     batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
     try:
         sizes = _sizes(batch, names)
     except ColumnError as error:
         return {}, str(error)
-    incomplete = np.minimum.reduce([sizes[name] for name in (*_SIZES, "num_frames")]) < 1
+    incomplete = np.minimum.reduce([sizes[name] for name in (*SIDES, "num_frames")]) < 1
     if metadata.on_error == "reject":
         whole = [name for name in names if name not in ("fps", "duration")]
         incomplete &= all_rows & ~np.logical_and.reduce([numbers(batch, names[name]) == -1 for name in whole])
@@ -362,8 +352,8 @@ def _all_still_images(dataset: Dataset, column: str) -> bool:
     )
 
 
-def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: MediaMetadata) -> int:
-    """Read some headers; return how many cannot be read, or raise if one differs from the columns.
+def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: MediaMetadata, report: Report) -> int:
+    """Read some headers, report those that differ from the columns, and return how many cannot be read.
 
     Frames are those of the file, before any `target_fps`. A frame rate may be rounded, and a number of frames that was
     computed from the duration may be off by a few.
@@ -371,10 +361,11 @@ def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: Me
     rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLED_FILES).astype(int)).tolist()
     sample = undecoded(dataset.select_columns([metadata.column, *names.values()]).select(rows), [metadata.column])
     cells = sample[metadata.column][:]
-    found = replace(metadata, target_fps=None)({metadata.column: cells})
+    found = replace(metadata, target_fps=None, on_error="reject")({metadata.column: cells})
     given = _sizes(sample.select_columns(list(names.values())).with_format("arrow")[:], names)
-    compared = [*_SIZES, *(_TIMES if "fps" in names else ())]
+    compared = [*SIDES, *(TIMES if "fps" in names else ())]
     unreadable = 0
+    differing = []
     for position, row in enumerate(rows):
         file = {name: values[position] for name, values in found.items()}
         if file["width"] < 0:
@@ -385,10 +376,16 @@ def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: Me
         if wrong:
             columns = ", ".join(f"{name} {given[name][position]}" for name in compared)
             header = ", ".join(f"{name} {file[name]}" for name in compared)
-            raise ColumnError(
-                f"Row {row} ({path_of(cells[position])}) has {columns}, but the file has {header}, as shown; "
-                'correct the columns, or use `sizes_from="headers"`, which reads the sizes of all files instead.'
+            differing.append(f"row {row} ({path_of(cells[position])}) has {columns}, but the file has {header}")
+    if differing:
+        named = listed(differing[:NAMED_ROWS], total=len(differing))
+        report(
+            ColumnError(
+                f"{len(differing)} of {len(rows)} files that were checked have other sizes than their columns: "
+                f"{named}, as shown.",
+                advice=["correct the columns", 'read the sizes of all files with `sizes_from="headers"`'],
             )
+        )
     return unreadable
 
 

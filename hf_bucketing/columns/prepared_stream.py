@@ -18,14 +18,15 @@ from ..buckets.assignment import AssignmentRule, count_rejections
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import BucketingError, quoted
+from ..errors import BucketingError, MediaError, quoted
 from ..files import complete_folder
 from ..settings import names_of, not_default
 from .buckets import BucketColumns
 from .clips import SCENE_END, SCENE_START
-from .metadata import SizedDataset, add_sizes, read_size_columns
-from .preparation import SourceConfig
+from .faults import Faults, Report
+from .metadata import SizedDataset, add_sizes
 from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
+from .settings import SourceConfig, read_size_columns
 from .stream_columns import CAPTION, MEDIA, name_of, named_cell, value_at
 from .stream_source import (
     StreamSource,
@@ -48,6 +49,7 @@ _USED = (
         "clips",
         "clip_frames",
         "on_error",
+        "on_caption_error",
         "bucket_tokens",
         "buckets",
         "table",
@@ -227,8 +229,9 @@ def prepare_stream(
     Raises:
         BucketingError: If a setting needs all rows, the table does not suit the model, or none of the first rows is
             usable.
-        MediaError: If there are no files, or one of the first rows cannot be read, unless `on_error` is `"reject"`.
-        ColumnError: If columns cannot be found, or a caption is not text.
+        MediaError: If there are no files, or files of the first rows cannot be read, unless `on_error` is `"reject"`.
+        ColumnError: If columns cannot be found, or captions are not text.
+        RowsError: If several of these are so.
     """
     if given := not_default(config, *(name for name in names_of(SourceConfig) if name not in _USED)):
         raise BucketingError(f"Omit {quoted(given)}: a stream reads only its first rows before it is trained from.")
@@ -248,6 +251,7 @@ def prepare_stream(
         clips=config.clips,
         clip_frames=None if clips is None else clips.frames,
         on_error=config.on_error,
+        on_caption_error=config.on_caption_error,
         conditions=config.conditions,
     )
     check_present(rows, config.conditions)
@@ -257,11 +261,12 @@ def prepare_stream(
         f"{config.dataset}: a stream of {dataset.num_shards} shards; media column {source.media_column}, caption "
         f"column {', '.join(source.caption_columns)}"
     )
-    sized = _sized(source, rows, features=dataset.features, config=config)
-    source = replace(source, sizes=dict(sized.columns))
-    say(sized.origin)
     batch = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    found = source.columns(BucketColumns(table, spec, rule=config.rule))(batch)
+    with Faults() as faults:
+        sized = _sized(source, rows, features=dataset.features, config=config, report=faults.report)
+        source = replace(source, sizes=dict(sized.columns))
+        say(sized.origin)
+        found = source.columns(BucketColumns(table, spec, rule=config.rule))(batch)
     columns = {name: np.array(found[name]) for name in ("num_frames", "height", "width", "bucket_id", "rejection")}
     if not (columns["bucket_id"] >= 0).any():
         reasons = ", ".join(f"{count} {label}" for label, count in count_rejections(columns["rejection"]).items())
@@ -281,9 +286,12 @@ def prepare_stream(
 
 
 def _sized(
-    source: StreamSource, rows: Sequence[Mapping[str, Any]], *, features: Any, config: SourceConfig
+    source: StreamSource, rows: Sequence[Mapping[str, Any]], *, features: Any, config: SourceConfig, report: Report
 ) -> SizedDataset:
-    """Compare the sizes that the first rows have with the headers of their files, as for a data set of rows."""
+    """Compare the sizes that the first rows have with the headers of their files, as for a data set of rows.
+
+    Unreadable files are not reported, because `StreamColumns` reads and reports them.
+    """
     typed = type((features or {}).get(source.media_column)) is Image
     given = None if config.size_columns is None else read_size_columns(config.size_columns)
     usual = [name for name in ("width", "height", "num_frames", "fps") if all(name in row for row in rows)]
@@ -295,4 +303,10 @@ def _sized(
     })  # fmt: skip
     if typed:
         sample = sample.cast_column(MEDIA, Image(decode=False))
-    return add_sizes(sample, source.metadata, sizes_from=config.sizes_from, size_columns=given)
+    return add_sizes(
+        sample,
+        source.metadata,
+        sizes_from=config.sizes_from,
+        size_columns=given,
+        report=lambda error: None if isinstance(error, MediaError) else report(error),
+    )

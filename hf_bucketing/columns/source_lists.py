@@ -11,12 +11,9 @@ from ..command_line.config_file import SOURCES, ConfigFile, Entry
 from ..command_line.flags import FlagParser
 from ..errors import FlagError
 from ..settings import build, flatten, names_of
-from .preparation import SourceConfig
+from .settings import SourceConfig
 from .shares import name_sources
 from .trainer_toml import load_repeats, load_toml
-
-NOT_FLAGS = ("name", "repeats", "weight", "metric")
-"""Settings of a source that are no flags: what tells several sources apart, and the metric of assignment."""
 
 _TABLES = ("bucket_tokens", "buckets", "table")
 

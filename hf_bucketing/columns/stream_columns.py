@@ -11,10 +11,10 @@ from typing import Any
 from ..errors import ColumnError
 from ..media.rows import CLIP_END, CLIP_START
 from .buckets import BucketColumns
-from .captions import CaptionTexts
+from .captions import CaptionTexts, for_source
 from .clips import SCENE_END, SCENE_START, ClipRows
 from .conditions import CONDITION_FAULT, ConditionColumns
-from .faults import path_of
+from .faults import NAMED_ROWS, OF_BATCH, Faults, Report, listed, path_of
 from .metadata import ExistingMetadata, MediaMetadata
 
 MEDIA = "media"
@@ -70,19 +70,24 @@ class StreamColumns:
             ColumnError: If a column is missing, or, under `on_error="raise"`, a caption is not text, a size is missing
                 or a clip does not lie in its file.
             MediaError: If a file cannot be read or a condition does not fit, unless `on_error` is `"reject"`.
+            RowsError: If several of these are so.
         """
+        with Faults() as faults:
+            return self._columns(batch, faults)
+
+    def _columns(self, batch: Batch, faults: Faults) -> dict[str, Any]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         columns: dict[str, Any] = {MEDIA: _cells(rows, self.media_column)}
         columns |= {name: _cells(rows, column) for name, column in self.conditions.items()}
-        columns |= self._sizes(rows, columns[MEDIA])
+        columns |= self._sizes(rows, columns[MEDIA], faults.report)
         texts = {name: [value_at(row, name) for row in rows] for name in self.captions.columns}
-        columns |= self.captions({**columns, **texts})
+        columns |= self.captions({**columns, **texts}, lambda error: faults.report(for_source(error)))
         columns[CAPTION] = columns.pop(self.captions.columns[0])
         if self.clips is not None:
             scenes = {name: [value_at(row, name) for row in rows] for name in (SCENE_START, SCENE_END)}
-            columns = self.clips({**columns, **scenes})
+            columns = self.clips({**columns, **scenes}, faults.report)
             del columns[SCENE_START], columns[SCENE_END]
-        columns |= self.check(columns)
+        columns |= self.check(columns, faults.report)
         del columns[CONDITION_FAULT]
         assigned: Any = self.buckets(columns)
         count = len(columns[MEDIA])
@@ -90,20 +95,32 @@ class StreamColumns:
         index = map(index_of, columns[MEDIA], columns[CAPTION], times)
         return {**columns, **{name: values.tolist() for name, values in assigned.items()}, "index": list(index)}
 
-    def _sizes(self, rows: Sequence[Mapping[str, Any]], media: Sequence[Any]) -> dict[str, list[Any]]:
+    def _sizes(self, rows: Sequence[Mapping[str, Any]], media: Sequence[Any], report: Report) -> dict[str, list[Any]]:
         if self.existing is None:
-            return self.metadata({MEDIA: media})
+            return self.metadata({MEDIA: media}, report)
         given = {name: [value_at(row, name) for row in rows] for name in self.existing.input_columns}
         found = self.existing(given)
         names = ("width", "height", "num_frames", "fps")
         sizes = {name: found[name].tolist() if name in found else given[name] for name in names}
-        for position, size in enumerate(zip(*(sizes[name] for name in names[:3]), strict=True)):
-            if self.metadata.on_error == "raise" and min(-1 if side is None else side for side in size) < 1:
-                cells = ", ".join(f"{name} {values[position]}" for name, values in given.items())
-                raise ColumnError(
-                    f"Row {position} of its batch ({name_of(media[position])}) lacks a size: it has {cells}.",
+        lacking = [
+            row
+            for row, size in enumerate(zip(*(sizes[name] for name in names[:3]), strict=True))
+            if min(-1 if side is None else side for side in size) < 1
+        ]
+        if lacking and self.metadata.on_error == "raise":
+            texts = [
+                f"row {row} ({name_of(media[row])}) has "
+                + ", ".join(f"{name} {values[row]}" for name, values in given.items())
+                for row in lacking[:NAMED_ROWS]
+            ]
+            report(
+                ColumnError(
+                    f"{len(lacking)} of {len(media)} rows lack a size: {listed(texts, total=len(lacking))}.{OF_BATCH}",
                     advice=["correct the columns", 'reject such rows with `on_error="reject"`'],
                 )
+            )
+        for name in names[:3]:
+            sizes[name] = [-1 if row in lacking else size for row, size in enumerate(sizes[name])]
         return sizes
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from datasets import IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
@@ -19,11 +19,12 @@ from ..media.rows import MediaColumns
 from ..randomness import Purpose, integer_seed
 from .apply import undecoded
 from .buckets import BucketColumns
-from .captions import CaptionTexts, OnCaptionError
-from .clips import ClipRows, ClipRule
+from .captions import CaptionTexts
+from .clips import ClipRows
 from .conditions import ConditionColumns
 from .layouts import TABLES, builder_of, choose_column, hub_root, stream_part, usual_captions, usual_media
 from .metadata import ExistingMetadata, MediaMetadata
+from .settings import ClipRule, OnCaptionError, Treatment
 from .stream_columns import CAPTION, MEDIA, StreamColumns
 
 SAMPLED_ROWS = 64
@@ -53,7 +54,9 @@ class StreamSource:
         target_fps (`float`): Frame rate to train at.
         clips (`str`, *optional*): Clips that files are cut into, as [`ClipRule`] reads them.
         clip_frames (`int`, *optional*): Frames of a clip.
-        on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files and of captions that are not text.
+        on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files, and, with `on_caption_error`,
+            of captions that are not text; see [`Treatment`].
+        on_caption_error (`"raise"`, `"reject"` or `"empty"`, *optional*): Treatment of such captions.
         conditions (mapping of `str` to `str`): Column of each condition.
     """
 
@@ -68,18 +71,20 @@ class StreamSource:
     clips: str | None = None
     clip_frames: int | None = None
     on_error: OnCaptionError = "raise"
+    on_caption_error: OnCaptionError | None = None
     conditions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def metadata(self) -> MediaMetadata:
         """How sizes are read from headers."""
         return MediaMetadata(
-            MEDIA, target_fps=self.target_fps, root=root_of(self.dataset), on_error=self._on_file_error
+            MEDIA, target_fps=self.target_fps, root=root_of(self.dataset), on_error=self.treatment.files
         )
 
     @property
-    def _on_file_error(self) -> Literal["raise", "reject"]:
-        return "reject" if self.on_error == "reject" else "raise"
+    def treatment(self) -> Treatment:
+        """Treatment of rows at fault."""
+        return Treatment.of(self.on_error, self.on_caption_error)
 
     def columns(self, buckets: BucketColumns) -> StreamColumns:
         """Return the function that computes the columns of its rows."""
@@ -88,7 +93,7 @@ class StreamSource:
             existing = ExistingMetadata(**self.sizes, target_fps=self.target_fps if "fps" in self.sizes else None)
         if self.clips is not None:
             rule = ClipRule.parse(self.clips, frames=self.clip_frames)
-            clips = ClipRows(rule, on_error=self._on_file_error, caption_column=CAPTION, media_column=MEDIA)
+            clips = ClipRows(rule, on_error=self.treatment.files, caption_column=CAPTION, media_column=MEDIA)
         files = MediaColumns(
             column=MEDIA, root=self.metadata.root, conditions={name: name for name in self.conditions}
         )
@@ -96,7 +101,7 @@ class StreamSource:
             media_column=self.media_column,
             captions=CaptionTexts(
                 tuple(self.caption_columns),
-                on_error=self.on_error,
+                on_error=self.treatment.captions,
                 template=self.caption_template,
                 media_column=MEDIA,
             ),
@@ -104,7 +109,7 @@ class StreamSource:
             existing=existing,
             clips=clips,
             conditions=self.conditions,
-            check=ConditionColumns(files, on_error=self._on_file_error),
+            check=ConditionColumns(files, on_error=self.treatment.files),
             buckets=buckets,
         )
 

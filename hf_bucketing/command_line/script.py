@@ -19,6 +19,7 @@ from typing import NoReturn
 from ..errors import BucketingError, FlagError, Interrupted, WriteError
 from ..files import explain
 from .flags import FlagParser
+from .quiet import hide_known_lines
 
 _ENDED_BY = 128
 """Exit code of a program that a signal ended, less the signal's number, by the convention of shells."""
@@ -49,6 +50,7 @@ def run_script(
         interrupted (`str`): How to continue after Ctrl-C, unless main raises [`Interrupted`] with a message.
     """
     flags: dict[str, str] = {}
+    hide_known_lines()
     with _Interruption(interrupted) as interruption, _threads_in_one_line():
         try:
             parser = make_parser()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import BucketingError, ColumnError
 from ..randomness import Purpose, generator, sample_key
@@ -90,6 +89,8 @@ def texts_of(row: Mapping[str, Any], column: str) -> Sequence[str]:
 
 def _generator(purpose: Purpose, row: Mapping[str, Any], *, seed: int | None, epoch: int) -> np.random.Generator:
     if seed is None:
+        import torch  # its state makes these draws; the settings of captions need no torch
+
         return generator(purpose, int(torch.randint(2**62, ())))
     if "index" not in row:
         raise ColumnError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 OCCURRENCE = "occurrence_in_epoch"
 """Cell of a row and list of a batch: how often the epoch held the row before, on all processes together."""
@@ -42,6 +43,7 @@ class NumberedRows:
         dataset (`Dataset`): Data set with rows of cells by name.
 
     Example:
+        >>> from datasets import Dataset
         >>> rows = NumberedRows(Dataset.from_dict({"caption": ["a", "b"]}))
         >>> rows.__getitems__([1, RepeatedRow(1, 2)])
         [{'caption': 'b', 'occurrence_in_epoch': 0}, {'caption': 'b', 'occurrence_in_epoch': 2}]

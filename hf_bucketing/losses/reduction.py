@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from ..errors import BucketingError
+from .names import Reduction
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Reduction = Literal["sample", "token"]
 
 
 def reduction_weights(num_tokens: torch.Tensor, reduction: Reduction) -> torch.Tensor:

@@ -4,17 +4,6 @@ To add a family, add a file with a [`Family`][hf_bucketing.packing.family.Family
 to train it, make that a folder whose `recipe.py` has a [`Recipe`][hf_bucketing.models.recipe.Recipe] named `RECIPE`.
 """
 
-from .enable import disable_packing, enable_packing
-from .ltx import PackedLTXVideoAttnProcessor
-from .verify import VerificationCheck, VerificationReport, verify_packing
-from .wan import PackedWanAttnProcessor
+import lazy_loader
 
-__all__ = [
-    "PackedLTXVideoAttnProcessor",
-    "PackedWanAttnProcessor",
-    "VerificationCheck",
-    "VerificationReport",
-    "disable_packing",
-    "enable_packing",
-    "verify_packing",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

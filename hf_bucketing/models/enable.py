@@ -12,7 +12,7 @@ from ..errors import PackingError
 from ..packing.attachment import ATTRIBUTE, attach, attachment_of, unwrap
 from ..packing.attention.dispatch import resolve_backend
 from ..packing.family import Family
-from ..packing.layout import Grid
+from ..packing.names import Grid
 from ..packing.pack import Packing
 from .registry import family_of
 from .stock import warn_of_changes

@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..packing.context import active_layout
-from ..packing.layout import Grid
+from ..packing.names import Grid
 from ..packing.positions import Tables, over_grid, position_strips
 
 

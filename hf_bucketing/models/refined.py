@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import PackingError
-from ..packing.attention.dispatch import Backend
 from ..packing.family import Draw, Transformer
-from ..packing.layout import Grid, PackedLayout
+from ..packing.layout import PackedLayout
+from ..packing.names import Backend, Grid
 from ..packing.processors import PackedRowAttnProcessor, RowScope
 from .joint import JointFamily
 

@@ -3,29 +3,6 @@
 No model family is known here; those are in `hf_bucketing.models`, with `enable_packing`.
 """
 
-from .attention.dispatch import packed_attention
-from .batch import PackedBatch
-from .context import active_layout, use_layout
-from .layout import PackedLayout
-from .losses import packed_mse, packed_vlb
-from .pack import Packing, packed_forward
-from .processors import PackedAttnProcessor, PackedJointAttnProcessor
-from .segments import SegmentSpans
-from .token_drop import BetaRate, TokenDrop
+import lazy_loader
 
-__all__ = [
-    "BetaRate",
-    "PackedAttnProcessor",
-    "PackedBatch",
-    "PackedJointAttnProcessor",
-    "PackedLayout",
-    "Packing",
-    "SegmentSpans",
-    "TokenDrop",
-    "active_layout",
-    "packed_attention",
-    "packed_forward",
-    "packed_mse",
-    "packed_vlb",
-    "use_layout",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

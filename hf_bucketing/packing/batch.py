@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import PackingError
-from .layout import Grid, PackedLayout
+from .layout import PackedLayout
+from .names import Grid
 from .strips import from_strips, to_strips, token_grid
 
 

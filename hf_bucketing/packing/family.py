@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from ..devices import to_device
 from ..errors import PackingError
-from .attention.dispatch import Backend
 from .batch import PackedBatch, Rows, token_timesteps
 from .context import exact_inputs, keep_inputs_exact, keeps_inputs_exact
-from .layout import Grid, PackedLayout
+from .layout import PackedLayout
+from .names import Backend, Grid
 from .positions import hook_output, hook_rotary
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
 from .strips import patchify, token_grid, unpatchify

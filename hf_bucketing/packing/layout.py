@@ -19,11 +19,9 @@ import torch
 from ..buckets.sizes import IntOrArray
 from ..devices import to_device
 from ..errors import PackingError
-from .attention.dispatch import Backend, prepare_segments
+from .attention.dispatch import prepare_segments
+from .names import Backend, Grid
 from .segments import SegmentSpans, Span
-
-Grid = tuple[int, int, int]
-"""Frames, rows and columns of tokens, or of latent pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)

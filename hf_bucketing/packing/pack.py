@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from ..devices import to_device
 from ..errors import PackingError
 from .attachment import attachment_of
-from .attention.dispatch import Backend
 from .batch import PackedBatch, token_timesteps
 from .context import bind_checkpoints, exact_inputs, exact_timesteps, use_layout
 from .family import Family, output_of
-from .layout import Grid, PackedLayout
+from .layout import PackedLayout
+from .names import Backend, Grid
 from .strips import by_strip, to_strips, token_grid
 from .texts import apply_text_mask, deduplicate
 from .token_drop import Seed, TokenDrop

@@ -10,7 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .context import active_layout
-from .layout import Grid, PackedLayout
+from .layout import PackedLayout
+from .names import Grid
 from .strips import by_strip
 
 Table: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]

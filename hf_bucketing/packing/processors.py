@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from ..errors import PackingError
-from .attention.dispatch import Backend, packed_attention
+from .attention.dispatch import packed_attention
 from .context import active_layout
 from .layout import PackedLayout, permute
+from .names import Backend
 from .segments import SegmentSpans
 from .ulysses import all_tokens, own_heads, own_part, own_tokens
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..errors import PackingError
-from .layout import Grid, PackedLayout
+from .layout import PackedLayout
+from .names import Grid
 
 
 def token_grid(latent: torch.Tensor, patch: Grid, *, sample: int) -> Grid:

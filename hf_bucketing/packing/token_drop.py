@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import PackingError, refuse_old_names
 from ..randomness import Purpose, generator
-from .layout import Grid
+from .names import Grid
 
 Mode = Literal["random", "tube", "frames"]
 Seed: TypeAlias = "int | Sequence[int]"

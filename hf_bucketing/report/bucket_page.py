@@ -59,7 +59,7 @@ def bucket_page(report: Report, beside: Beside) -> Page:
     sections = [
         Section(name="overview", title="Overview", blocks=_overview(report, beside)),
         Section(name="data", title="The data", blocks=[_histograms(report)]),
-        *([Section(name="sources", title="Sources", blocks=[_sources(beside.sources)])] if beside.sources else []),
+        Section(name="sources", title="Sources", blocks=[_sources(beside.sources)] if beside.sources else []),
         Section(name="buckets", title="Buckets", blocks=_buckets(report)),
         Section(name="crops", title="Worst crops", blocks=_crops(report.worst_crops, beside)),
         Section(name="rejections", title="Rejections", blocks=_rejections(report, beside)),
@@ -130,7 +130,11 @@ def _histograms(report: Report) -> Charts:
         (
             "Tokens",
             histogram_chart(
-                report.tokens, alt=counts("tokens"), x_label="tokens per sample, log scale", y_label="samples"
+                report.tokens,
+                alt=counts("tokens"),
+                x_label="tokens per sample, log scale",
+                y_label="samples",
+                colours=(2, 3),
             ),
             "What the model computes per sample: cut to its bucket, or whole as in packs.",
         ),
@@ -230,7 +234,7 @@ def _named(bucket: BucketUse) -> tuple[str, str, str]:
 
 def _crops(crops: Sequence[WorstCrop], beside: Beside) -> list[Block]:
     if not crops:
-        return [Paragraphs(texts=["No bucket crops a sample."])]
+        return []
     blocks: list[Block] = [
         Paragraphs(
             texts=[
@@ -270,7 +274,7 @@ def _crops(crops: Sequence[WorstCrop], beside: Beside) -> list[Block]:
 
 def _rejections(report: Report, beside: Beside) -> list[Block]:
     if not report.rejected:
-        return [Paragraphs(texts=["No row is rejected."])]
+        return []
     rows = []
     for reason in report.rejected:
         each = zip(reason.examples, reason.sizes, strict=True)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 480, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 50
-_LETTER = 8.2
-"""Mean width of a letter, in the units of WIDTH."""
+_LETTER, _WIDE_LETTER = 9.0, 13.6
+"""Widths of letters on a phone, where they are largest, in the units of WIDTH."""
+_WIDE = frozenset("×÷%mwMW")
 _MOST_POINTS = 400
 """Points of a line; a longer one is thinned, its first and last point kept."""
 
@@ -94,28 +95,31 @@ def even_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
     return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
 
 
-def histogram_chart(histogram: Histogram, *, alt: str, x_label: str, y_label: str) -> Chart:
-    """Draw groups of a histogram over each other, on a logarithmic axis of places.
+def histogram_chart(
+    histogram: Histogram, *, alt: str, x_label: str, y_label: str, colours: Sequence[int] = (0, 1)
+) -> Chart:
+    """Draw groups of a histogram over each other, on a logarithmic axis of places, without those of no sample.
 
     Args:
         histogram ([`Histogram`]): Counts.
         alt (`str`): What the chart shows, for those who do not see it.
         x_label (`str`): Title and unit of the axis of places.
         y_label (`str`): Title of the axis of counts.
+        colours (sequence of `int`): Colour of each group.
     """
     edges = histogram.edges
-    most = max((max(counts) for counts in histogram.counts.values()), default=0)
+    groups = [one for one in zip(histogram.counts.items(), colours, strict=False) if any(one[0][1])]
+    most = max((max(counts) for (_, counts), _ in groups), default=0)
     x = _Scale(edges[0], edges[-1], _LEFT, WIDTH - _RIGHT, True)
     y = _Scale(0, max(most, 5) * 1.05, HEIGHT - _BOTTOM, _TOP)  # from 5 on, ticks are whole numbers
     parts = [_axes(x, y, x_label=x_label, y_label=y_label)]
-    for number, counts in enumerate(histogram.counts.values()):
+    for (_, counts), colour in groups:
         places = [x(edge) for edge in edges]
         path = [f"M{places[0]} {y(0)}"]
         for count, end in zip(counts, places[1:], strict=True):
             path.append(f"V{y(count)}H{end}")
-        parts.append(_markup('<path class="area s{}" d="{}V{}Z"/>', number, "".join(path), y(0)))
-    totals = {name: sum(counts) for name, counts in histogram.counts.items()}
-    legend = tuple((f"{name} ({total:,})", f"s{number}") for number, (name, total) in enumerate(totals.items()))
+        parts.append(_markup('<path class="area s{}" d="{}V{}Z"/>', colour, "".join(path), y(0)))
+    legend = tuple((f"{name} ({sum(counts):,})", f"s{colour}") for (name, counts), colour in groups)
     return Chart(_svg(parts, alt=alt), legend)
 
 
@@ -165,12 +169,12 @@ def bar_chart(
             finite have no length.
         alt (`str`): What the chart shows, for those who do not see it.
         x_label (`str`): Title and unit of the axis.
-        parts (sequence of `str`, *optional*): Names of the parts, for the legend.
+        parts (sequence of `str`, *optional*): Names of the parts, for the legend; those that no bar has are left out.
         colours (sequence of `int`, *optional*): Colour of each bar of one part.
     """
     row = 24
-    left = 12 + max((len(label) for label, _, _ in bars), default=0) * _LETTER
-    right = 12 + max((len(text) for _, _, text in bars), default=0) * _LETTER
+    left = 12 + max((_width(label) for label, _, _ in bars), default=0)
+    right = 12 + max((_width(text) for _, _, text in bars), default=0)
     values = [[value if math.isfinite(value) else 0.0 for value in own] for _, own, _ in bars]
     height = _TOP + row * max(len(bars), 1) + _BOTTOM
     x = _Scale(0, max([sum(own) for own in values], default=0) or 1, left, WIDTH - right)
@@ -188,7 +192,8 @@ def bar_chart(
             pieces.append(_markup('<rect class="bar s{}" x="{}" y="{}" width="{}" height="{}"/>', *shape))
             start += value
         pieces.append(_text(x(start) + 6, top + row / 2 + 4.5, text, "start"))
-    legend = tuple((name, f"s{number}") for number, name in enumerate(parts))
+    used = [any(own[number] for own in values) for number in range(len(parts))]
+    legend = tuple((name, f"s{number}") for number, name in enumerate(parts) if used[number])
     return Chart(_svg(pieces, alt=alt, height=height), legend)
 
 
@@ -203,6 +208,10 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
     return f"{value:.4g}"
+
+
+def _width(text: str) -> float:
+    return sum(_WIDE_LETTER if letter in _WIDE else _LETTER for letter in text)
 
 
 def _axes(x: _Scale, y: _Scale, *, x_label: str, y_label: str) -> Markup:

@@ -99,7 +99,7 @@ Block = Paragraphs | Facts | Charts | Table | Gallery
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A section of a page: its name in links, its title, and what it holds."""
+    """A section of a page: its name in links, its title, and what it holds; one without blocks is not shown."""
 
     name: str
     title: str

@@ -28,10 +28,13 @@ _REASONS = {
     Rejection.TOO_SMALL: ("every bucket near their aspect ratio would enlarge them", ""),  # depends on their sizes
     Rejection.UNREADABLE: (
         "their size or frames could not be read",
-        "repair the files; --on_error raise says what is wrong with the first one",
+        "repair the files; --on_error raise says what is wrong with the first ones",
     ),
     Rejection.EMPTY: ("they hold no frame or no pixel", "write the files again or remove the rows"),
-    Rejection.CAPTION: ("their caption is missing or not a text", "add captions, or name another --caption_column"),
+    Rejection.CAPTION: (
+        "their caption is missing or not a text",
+        "add captions, name another --caption_column, or train them without a text: --on_caption_error empty",
+    ),
     Rejection.CONDITION: (
         "what they would be shown is missing or does not fit",
         "write those files again; --on_error raise says what is wrong with the first ones",

@@ -1,7 +1,5 @@
 """Batches from streams, and their resume."""
 
-from .batcher import StreamingBucketBatcher
-from .grouping import BucketGrouping, PackGrouping
-from .resume import ResumableStream
+import lazy_loader
 
-__all__ = ["BucketGrouping", "PackGrouping", "ResumableStream", "StreamingBucketBatcher"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

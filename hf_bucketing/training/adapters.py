@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from ..errors import BucketingError
 from ..files import complete_parts
 from ..models.registry import family_of
-from ..settings import check_at_least
 from .memory.shards import copy_whole, gather, named_weights
+from .settings.adapters import AdapterConfig
 
 logger = get_logger(__name__)
 
@@ -44,37 +44,6 @@ _PAIRS = (
 
 ADAPTER = "default"
 """Name of the adapter in peft; files do not hold it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
-    """LoRA adapters.
-
-    Args:
-        lora_rank (`int`, *optional*): Rank of the adapters; by default the whole transformer is trained, without
-            adapters.
-        lora_alpha (`int`, *optional*): Numerator of the scale, which is alpha ÷ rank; by default the alpha of
-            `init_from_adapters`, or else the rank.
-        lora_targets (`str`, *optional*): Module-name suffixes that receive LoRA, separated by commas; by default the
-            model's projections of attention.
-        init_from_adapters (`str`, *optional*): LoRA weights to start from, by default none: a file, or a folder with
-            pytorch_lora_weights.safetensors.
-
-    Raises:
-        BucketingError: On a number below 1, or a setting of adapters without a rank.
-    """
-
-    lora_rank: int | None = None
-    lora_alpha: int | None = None
-    lora_targets: str | None = None
-    init_from_adapters: str | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(1, self, "lora_rank", "lora_alpha")
-        if self.lora_alpha is not None and self.lora_rank is None:
-            raise BucketingError("`lora_alpha` scales adapters; give their rank too (`lora_rank`).")
-        if self.init_from_adapters is not None and self.lora_rank is None:
-            raise BucketingError("`init_from_adapters` starts from LoRA weights; give their rank too (`lora_rank`).")
 
 
 def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> None:

@@ -24,10 +24,10 @@ from ..models.recipe import IMAGES, Recipe, dtypes
 from ..settings import names_of, settings_in
 from .config import TrainingConfig
 from .data import TrainingData
-from .hub import HubConfig
 from .recount import count_replaced
 from .review import draw_losses, plans_of
 from .run_log import read_log, read_sample_logs
+from .settings.hub import HubConfig
 from .streamed import StreamedData
 
 LOSSES = "loss.png"

@@ -10,12 +10,11 @@ from typing import Any, Literal
 from ..errors import BucketingError, quoted
 from ..loaders.captions import CaptionRule
 from ..loaders.faults import FaultRule
-from ..losses.reduction import Reduction
+from ..losses.names import Reduction
 from ..media.views import ViewRule
 from ..models.shift import read_shift
-from ..packing.attention import Backend
-from ..packing.token_drop import Mode as TokenDropMode
-from ..packing.token_drop import TokenDrop
+from ..packing.names import Backend
+from ..packing.token_drop import Mode as TokenDropMode, TokenDrop
 from ..plans.bin_packing import PackStrategy
 from ..plans.deal import Remainder
 from ..plans.packs import Balance
@@ -30,14 +29,16 @@ from ..settings import (
     number_or_text,
 )
 from ..streaming.config import StreamConfig
-from .adapters import AdapterConfig
-from .checkpoint import CheckpointConfig
-from .held_out import HeldOutConfig
-from .hub import HubConfig
-from .memory.config import MemoryConfig
-from .optimizers import OptimizerConfig
-from .run_log import COST_MODEL
-from .validation import ValidationConfig
+from .settings.adapters import AdapterConfig
+from .settings.checkpoints import CheckpointConfig
+from .settings.held_out import HeldOutConfig
+from .settings.hub import HubConfig
+from .settings.memory import MemoryConfig
+from .settings.optimizer import OptimizerConfig
+from .settings.validation import ValidationConfig
+
+COST_MODEL = "cost_model.json"
+"""File in the output folder of a run that holds the measured cost of its steps."""
 
 _OF_PACKS = (
     *("pack_strategy", "balance", "random_resize", "attention_backend", "positions", "base_size"),

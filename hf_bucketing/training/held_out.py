@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,57 +15,8 @@ from ..buckets.arrays import IntArray
 from ..columns.arrays import column_array
 from ..columns.faults import NAMED_ROWS
 from ..columns.prepared import CacheInfo, PreparedDataset
-from ..errors import BucketingError, quoted
+from ..errors import BucketingError
 from ..randomness import Purpose, generator
-from ..settings import check_at_least, not_default
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOutConfig:
-    """Samples held out of training, and how often their loss is computed.
-
-    They are taken without augmentation, each with its own caption, and with the same noise every time. One that cannot
-    be read ends the run; with `on_error="replace"` it does not count, and is named.
-
-    Args:
-        validation_dataset_dir (`str`, *optional*): Prepared folder of samples whose loss is computed while training,
-            made as that of `dataset_dir`, and cached if that is. By default there is none.
-        validation_split (`float`, *optional*): Share of the rows of `dataset_dir`, above 0 and below 1, held out of
-            training for that loss, in place of a folder. Whole files are held out, of images and of videos the same
-            share, and the same files whatever the seed.
-        validation_loss_steps (`int`): Optimizer steps between two computations of the held-out loss; the last step is
-            followed by one too.
-        validation_noise_levels (`int`): Noise levels of each held-out sample, one of each of as many equally likely
-            ranges of those that training draws.
-
-    Raises:
-        BucketingError: On an impossible value, both a folder and a share, or settings without effect.
-    """
-
-    validation_dataset_dir: str | None = None
-    validation_split: float | None = None
-    validation_loss_steps: int = 500
-    validation_noise_levels: int = 4
-
-    def __post_init__(self) -> None:
-        check_at_least(1, self, "validation_loss_steps", "validation_noise_levels")
-        share = self.validation_split
-        if share is not None and not 0 < share < 1:
-            raise BucketingError(f"`validation_split` must be above 0 and below 1, got {share}.")
-        if share is not None and self.validation_dataset_dir is not None:
-            raise BucketingError(
-                "`validation_dataset_dir` names the held-out samples, and `validation_split` takes them from "
-                "`dataset_dir`; give one of them."
-            )
-        if not self.given and (unused := not_default(self, "validation_loss_steps", "validation_noise_levels")):
-            raise BucketingError(
-                f"Omit {quoted(unused)}: no effect without `validation_dataset_dir` or `validation_split`."
-            )
-
-    @property
-    def given(self) -> bool:
-        """Whether samples are held out."""
-        return self.validation_split is not None or self.validation_dataset_dir is not None
 
 
 class Files(NamedTuple):

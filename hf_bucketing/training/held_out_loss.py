@@ -24,7 +24,7 @@ from ..loaders.faults import OnFault
 from ..loaders.workers import worker_options
 from .config import LoaderConfig
 from .data import TrainingData
-from .held_out import HeldOutConfig
+from .settings.held_out import HeldOutConfig
 from .steps import Step
 
 logger = get_logger(__name__)

@@ -18,14 +18,12 @@ from ..buckets.calibration import fit_costs
 from ..devices import to_device
 from ..errors import BucketingError
 from ..files import complete_file
+from .config import COST_MODEL
 
 _BINS = 10
 """Bins of noise levels."""
 
 _COUNTS = 6
-
-COST_MODEL = "cost_model.json"
-"""File in the output folder of a run that holds the measured cost of its steps."""
 
 TABLE = "table.json"
 """File in the folder of logs that holds the buckets of a run, if it has any."""

@@ -96,7 +96,7 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
         Section(name="noise", title="Loss by noise level", blocks=[_noise(runs)]),
         Section(name="buckets", title="Loss by bucket", blocks=_buckets(runs)),
         Section(name="speed", title="Speed, fill and balance", blocks=[_speed(runs)]),
-        *([Section(name="sources", title="Sources", blocks=blocks)] if (blocks := _sources(runs)) else []),
+        Section(name="sources", title="Sources", blocks=_sources(runs)),
         Section(name="samples", title="Samples", blocks=_samples(runs)),
         Section(name="settings", title="Settings", blocks=_settings(runs)),
         Section(name="resumes", title="Resumes", blocks=_resumes(runs)),
@@ -205,14 +205,14 @@ def _noise(runs: Sequence[_Run]) -> Charts:
         levels = np.array([float(name.removeprefix(_NOISE)) + 0.05 for name in names])
         half = len(run.lines) // 2
         lines = []
-        for number, (title, part) in enumerate({"first half": slice(half), "second half": slice(half, None)}.items()):
+        for title, part, style in (("first half", slice(half), "faint"), ("second half", slice(half, None), "line")):
             columns = [run.column(name)[part] for name in names]
             means = [np.nan if np.isnan(one).all() else float(np.nanmean(one)) for one in columns]
-            lines.append(Line(f"trained on, {title}", levels, np.array(means), number))
+            lines.append(Line(f"trained on, {title}", levels, np.array(means), run.colour, style))
         if run.held_out:
             last = run.held_out[-1]["by_noise"]
             x, y = (np.array([one[name] for one in last]) for name in ("noise_level", "loss"))
-            lines.append(Line("held out, last", x, y, 2, "dots"))
+            lines.append(Line("held out, last", x, y, run.colour, "dots"))
         alt = f"Mean loss of {run.name} by noise level."
         chart = line_chart(lines, alt=alt, x_label="noise level, 0 clean, 1 only noise", y_label="loss")
         charts.append((run.name, chart, "Means over steps; each point covers a tenth of the noise levels."))
@@ -333,7 +333,7 @@ def _samples(runs: Sequence[_Run]) -> list[Block]:
             blocks.append(Paragraphs(texts=faults, warning=True))
         if beyond:
             blocks.append(Paragraphs(texts=[f"{beyond:,} more renderings lie in {run.folder / 'validation'}."]))
-    return blocks or [Paragraphs(texts=["No run rendered a prompt (--validation_prompts)."])]
+    return blocks
 
 
 def _step_of(file: Path) -> int:
@@ -363,7 +363,7 @@ def _picture(file: Path, prompt: str) -> Picture:
 def _settings(runs: Sequence[_Run]) -> list[Block]:
     names = [*dict.fromkeys(name for run in runs for name in run.settings)]
     if not names:
-        return [Paragraphs(texts=[f"No run left its settings ({SETTINGS})."])]
+        return []
     table = {name: [_setting(run.settings.get(name)) for run in runs] for name in names}
     head, texts = ("setting", *(run.name for run in runs)), range(1, len(runs) + 1)
     different = [(name, *values) for name, values in table.items() if len(set(values)) > 1]
@@ -388,7 +388,7 @@ def _resumes(runs: Sequence[_Run]) -> list[Block]:
                 (run.name, f"{line['global_step']:,}", f"{line['epoch']}", f"{line['num_processes']}", changes)
             )
     if not rows:
-        return [Paragraphs(texts=["No run was resumed."])]
+        return []
     head = ("run", "after step", "in epoch", "processes", "settings that changed")
     return [Table(title="Resumes", head=head, rows=rows, texts=(4,))]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..caching.columns import CacheConfig
-from ..columns.preparation import SourceConfig
-from ..columns.source_lists import NOT_FLAGS
+from ..caching.settings import CacheConfig
+from ..columns.settings import NOT_FLAGS, SourceConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
 from ..report.measure import ReportConfig
 from ..settings import names_of
 from .config import TrainingConfig
-from .memory.planner import PlanConfig
+from .settings.plan import PlanConfig
 
 TRAINED_ON = (CACHED_DIR, "dataset_dir")
 """Names in a file of the folder that training reads: what scripts/cache_latents.py writes, if that is given, or else

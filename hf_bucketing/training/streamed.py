@@ -208,7 +208,6 @@ class StreamedData:
             steps = f"{stream.steps_per_epoch} on each process, fewer where the rows end"
         most = f"{batches.train_batch_size} samples" if batches.max_tokens is None else f"{batches.token_limit} tokens"
         lines = [
-            "***** Running training *****",
             f"  Num processes = {processes}",
             f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
             f"  Stream = {shards} shards, {each}; {self._order(stream.shuffle_buffer)}",

@@ -19,43 +19,9 @@ from ..media.sample import load_first_frame
 from ..media.source import MediaSource
 from ..media.write import write_image, write_video
 from ..models.recipe import IMAGES, Recipe
-from ..settings import check_at_least
+from .settings.validation import ValidationConfig
 
 _FRAMES_SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationConfig:
-    """Prompts rendered while training.
-
-    Args:
-        validation_prompts (`list` of `str`, *optional*): Prompts to render, to mp4 or png files and the tracker; by
-            default none.
-        validation_images (`list` of `str`, *optional*): Files of the images that an image-to-video model begins the
-            renderings with, one per prompt; with its last frame after it where the model takes both. Each is cropped
-            to the sizes.
-        validation_sizes (`str`): Sizes to render each prompt at, as "frames,height,width;…" in pixels.
-        validation_steps (`int`): Optimizer steps between renderings.
-        validation_inference_steps (`int`): Scheduler steps of a rendering.
-        validation_guidance_scale (`float`): Scale of classifier-free guidance in a rendering.
-        validation_fps (`float`): Frame rate of the rendered files.
-
-    Raises:
-        BucketingError: If a number of steps is below 1, or there are images without prompts.
-    """
-
-    validation_prompts: list[str] | None = None
-    validation_images: list[str] | None = None
-    validation_sizes: str = "17,480,832"
-    validation_steps: int = 500
-    validation_inference_steps: int = 30
-    validation_guidance_scale: float = 5.0
-    validation_fps: float = 16.0
-
-    def __post_init__(self) -> None:
-        check_at_least(1, self, "validation_steps", "validation_inference_steps")
-        if self.validation_images and not self.validation_prompts:
-            raise BucketingError("Omit `validation_images`: no effect without `validation_prompts`.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from peft import LoraConfig
 from hf_bucketing import BucketTable, LatentSpec, Size
 from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import AdapterConfig, lora_targets
+from hf_bucketing.training.adapters import lora_targets
 from hf_bucketing.training.memory.quantization import quantization_of
+from hf_bucketing.training.settings.adapters import AdapterConfig
 
 Grid = tuple[int, int, int]
 RANK = 16

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from hf_bucketing.training.adapters import AdapterConfig
-from hf_bucketing.training.memory.config import MemoryConfig
-from hf_bucketing.training.memory.planner import PlanConfig, plan_memory
+from hf_bucketing.training.memory.planner import plan_memory
+from hf_bucketing.training.settings.adapters import AdapterConfig
+from hf_bucketing.training.settings.memory import MemoryConfig
+from hf_bucketing.training.settings.plan import PlanConfig
 
 from .models import RANK, Scale, load_transformer, make_transformer
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, LatentSpec, Size, novelai_ladder, token_ladder
 from hf_bucketing.buckets.ladders import COMMON_RATIOS

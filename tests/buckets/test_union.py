@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hf_bucketing import BucketingError, BucketTable, LatentSpec, Size, token_ladder
 from hf_bucketing.buckets.union import union_of_tables

@@ -20,7 +20,8 @@ from hf_bucketing.caching import CacheConfig, CachedCollator
 from hf_bucketing.caching.columns import LatentColumns
 from hf_bucketing.columns import BucketColumns, CacheInfo, ClipRows, ClipRule, PreparedDataset, cut_clips, map_columns
 from hf_bucketing.columns.clips import scene_clips, spaced_clips
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import BucketCollator, PackCollator
 from hf_bucketing.media import write_video
 from tests.conftest import run_script_here
@@ -202,7 +203,7 @@ def test_a_scene_takes_its_own_caption(videos: Path) -> None:
     rows = [{"start": [0.0, 1.0], "end": [1.0, 2.0], "caption": ["a", "b", "c"], "file": "x.mp4"}]
     sizes = {"width": 8, "height": 8, "num_frames": 30, "fps": 10.0}
     three = Dataset.from_list([{**row, **sizes} for row in rows])
-    with pytest.raises(ColumnError, match="Row 0 has 3 captions for 2 clips"):
+    with pytest.raises(ColumnError, match=r"1 of 1 rows have .*: row 0: 3 captions for 2 clips; give"):
         cut_clips(three, ClipRule(mode="scenes"), media_column="file", caption_column="caption")
 
 
@@ -270,7 +271,9 @@ def test_streams_are_cut_by_the_same_rules() -> None:
         expected = cut_clips(dataset, clips, media_column="file", **options).dataset
         stream = dataset.to_iterable_dataset().map(ClipRows(clips, **options), batched=True)
         assert [*stream] == [*expected]
-    with pytest.raises(ColumnError, match=r"Row 1 of its batch has clips from \[8.0\] to \[9.9\] s"):
+    with pytest.raises(
+        ColumnError, match=r"1 clips do not lie in their files: row 1: \[8.0\] to \[9.9\] s of 9.500 s"
+    ):
         next(iter(dataset.to_iterable_dataset().map(ClipRows(scenes), batched=True)))
 
 

@@ -15,7 +15,8 @@ from hf_bucketing import ColumnError, LatentSpec, MediaError
 from hf_bucketing.buckets.assignment import CONDITION_SIZE, count_rejections
 from hf_bucketing.columns import PreparedDataset, map_columns
 from hf_bucketing.columns.conditions import ConditionColumns
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.media import MediaColumns, write_video
 from tests.conftest import run_script_here
 

@@ -16,7 +16,8 @@ from datasets import Dataset, Features, Value, Video
 from hf_bucketing import ColumnError, LatentSpec, MediaError
 from hf_bucketing.columns import MediaMetadata, PreparedDataset, check_captions, load_source, map_columns
 from hf_bucketing.columns.nested import nested_column, nested_names
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from tests.columns.formats import (
     TEXTS,
     captions_beside,
@@ -237,7 +238,7 @@ def test_files_of_the_same_stems_in_other_folders_become_columns(tmp_path: Path)
 def test_a_media_column_of_another_type_is_an_error_that_names_the_row(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"path": 1, "text": "x"}\n{"path": 2, "text": "y"}\n')
     loaded = load_source(str(tmp_path / "data.jsonl"))
-    with pytest.raises(MediaError, match=r"Expected a path.*got int \(row 0"):
+    with pytest.raises(MediaError, match=r"2 of 2 files .*: row 0: Expected a path.*got int.*; row 1: Expected"):
         map_columns(loaded.dataset, MediaMetadata("path", root=loaded.root))
     reject = MediaMetadata("path", root=loaded.root, on_error="reject")
     assert map_columns(loaded.dataset, reject)["width"][:] == [-1, -1]

@@ -12,8 +12,9 @@ from datasets import IterableDataset
 
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset, column_array, prepared_stream, stream_source
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.errors import ColumnError, MediaError
 from hf_bucketing.loaders import BucketCollator, CaptionRule
 from hf_bucketing.media import ViewRule
@@ -114,7 +115,10 @@ def test_columns_of_conditions_come_with_their_row_under_their_own_names(media_d
     with pytest.raises(ColumnError, match="no control column 'pose'"):
         prepared(path, control_column="pose")
     write_table(path, [{**row, "file_name": file, "depth": depth} for depth in (file, short, None)])
-    with pytest.raises(MediaError, match=rf"Row 1 of its batch \({file}\): The control .* has .* pixels, but its"):
+    with pytest.raises(
+        MediaError,
+        match=rf"2 of 3 rows .*: row 1 \({file}\): The control .* has .* pixels, but its.*; row 2 \({file}\): ",
+    ):
         prepared(path, control_column="depth")
     stream = prepared(path, control_column="depth", on_error="reject")
     assert [shown["rejection"] for shown in stream.open()] == ["none", "condition", "condition"]
@@ -146,7 +150,7 @@ def test_sizes_come_from_columns_of_other_names_without_opening_a_file(tmp_path:
     stream = PreparedStream.load(tmp_path / "stream")
     assert {tuple(row[name] for name in SIZES) for row in stream.open()} == {(96, 80, 16, 8.0)}
     write_table(path, [row] * 64 + [{**row, "seconds": None}])
-    with pytest.raises(ColumnError, match=r"Row 0 of its batch \(gone\.mp4\) lacks a size: .* seconds None"):
+    with pytest.raises(ColumnError, match=r"1 of 1 rows lack a size: row 0 \(gone\.mp4\) has .* seconds None"):
         list(prepared(path, **names).open())
     assert list(prepared(path, **names, on_error="reject").open())[-1]["rejection"] == "unreadable"
     with pytest.raises(ColumnError, match="there is no column width2"):
@@ -175,7 +179,7 @@ def test_clips_are_those_of_rows_prepared_whole_and_each_has_its_own_index(clips
     assert not torch.equal(pixels[0][..., :1, :, :], pixels[1][..., :1, :, :])
     if clips == "scenes":
         write_table(path, [{**rows[0], "end": [1.2, 1.7, 20.0]}])
-        with pytest.raises(ColumnError, match=rf"Row 0 of its batch \({rows[0]['file_name']}\) has clips from"):
+        with pytest.raises(ColumnError, match=rf"1 clips do not lie .*: row 0: .*, {rows[0]['file_name']}"):
             prepared(path, **settings)
         assert [row["rejection"] for row in prepared(path, **settings, on_error="reject").open()][2] == "clip"
         write_table(path, samples_of(media_dir)[:1])

@@ -13,8 +13,9 @@ from datasets import Dataset
 
 from hf_bucketing import LatentSpec
 from hf_bucketing.columns import load_source
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.errors import BucketingError, ColumnError, MediaError
 from tests.conftest import run_script_here
 

@@ -15,8 +15,9 @@ from datasets import Dataset, Value
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import MediaDataset, PreparedDataset
 from hf_bucketing.columns.merge import merge_sources
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig, prepare
+from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared import ROW_WEIGHT
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.columns.shares import name_sources, row_weights
 from hf_bucketing.columns.source_lists import make_sources, settings_of_sources, sources_from
 from hf_bucketing.errors import ColumnError, MediaError

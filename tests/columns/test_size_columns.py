@@ -11,7 +11,7 @@ from PIL import Image as PillowImage
 
 from hf_bucketing import ColumnError, MediaError
 from hf_bucketing.columns import ExistingMetadata, MediaMetadata, PreparedDataset, add_sizes
-from hf_bucketing.columns.metadata import read_size_columns
+from hf_bucketing.columns.settings import read_size_columns
 from hf_bucketing.media import write_video
 from tests.conftest import run_script_here
 
@@ -65,10 +65,13 @@ def test_only_a_sample_of_the_files_is_opened(folder: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"width": [16, 48], "height": [32, 32]},
-            r"Row 0 \(video.mp4\) has width 16, height 32.*width 32, height 16",
+            {"width": [16, 48], "height": [32, 31]},
+            r"2 of 2 files .*: row 0 \(video.mp4\) has width 16, height 32.*width 32, height 16.*; row 1 \(",
         ),
-        ({"height": [16, 31]}, r"Row 1 \(image.PNG\)"),
+        (
+            {"height": [16, 31]},
+            r"1 of 2 files that were checked have other sizes than their columns: row 1 \(image.PNG\)",
+        ),
         ({"num_frames": [10, 1]}, "num_frames 10.*num_frames 9"),
         ({"fps": [15.0, None]}, "fps 15.0.*fps 16.0"),
     ],
@@ -147,7 +150,7 @@ def test_columns_of_other_names_are_checked_with_files_or_taken_as_they_are(fold
         assert gone.origin.endswith("; no file was opened.")
         assert gone.columns["width"] == "w"
     wrong = {"width": "w", "duration": "minutes"}
-    with pytest.raises(ColumnError, match=r"Row 0 \(video.mp4\) has .* num_frames 5.*num_frames 9"):
+    with pytest.raises(ColumnError, match=r"row 0 \(video.mp4\) has .* num_frames 5.*num_frames 9"):
         add_sizes(dataset.add_column("minutes", [0.33, 0.0]), metadata, size_columns=wrong)
 
 

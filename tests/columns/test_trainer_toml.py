@@ -9,7 +9,7 @@ import pytest
 
 from hf_bucketing import MediaError
 from hf_bucketing.columns import load_source, load_toml
-from hf_bucketing.columns.preparation import SourceConfig
+from hf_bucketing.columns.settings import SourceConfig
 from hf_bucketing.columns.source_lists import make_sources
 from hf_bucketing.columns.trainer_toml import load_repeats
 from hf_bucketing.settings import build, names_of

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from hf_bucketing.columns.preparation import heights_and_widths
+from hf_bucketing.columns.settings import heights_and_widths
 from hf_bucketing.command_line.config_file import read_config_file, write_config
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.errors import FlagError

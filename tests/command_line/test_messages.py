@@ -6,6 +6,7 @@ import argparse
 import errno
 import io
 import json
+import logging
 import os
 import pickle
 import resource
@@ -25,6 +26,7 @@ from tqdm import tqdm
 from hf_bucketing import BucketingError, MediaError, PackingError, PlanError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.command_line.quiet import hide_known_lines
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError, WriteError
 from hf_bucketing.files import check_folder_writable, check_writable, writing
@@ -35,7 +37,7 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.plans import PackPlanConfig, plan_packs
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
-from tests.conftest import run, run_script_here
+from tests.conftest import ROOT, run, run_script_here
 from tests.models.cases import Samples, make_model
 from tests.test_scripts import SCRIPTS
 
@@ -348,3 +350,32 @@ def test_a_full_disk_is_one_line_also_from_a_thread_and_other_faults_of_threads_
     assert first.startswith("writer ended: events cannot be written: the disk is full")
     assert others[0] == "Exception in thread writer:"
     assert others[-1] == "ValueError: another fault"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("make_tiny_pipeline.py", ("--output_dir", "tiny")),
+        ("plan_memory.py", ("pipeline", "--gpu_memory", 24, "--sample_size", 1, 64, 64)),
+    ],
+)
+def test_scripts_do_not_print_what_other_libraries_warn_users_of_in_vain(
+    script: str, flags: tuple[object, ...], pipeline_dir: Path, tmp_path: Path
+) -> None:
+    """About torchvision, which nothing here needs, and about norms in float32 between activations in bf16."""
+    (tmp_path / "pipeline").symlink_to(pipeline_dir)
+    result = run([sys.executable, ROOT / "scripts" / script, *flags], cwd=tmp_path)
+    vain = ("torchvision", "Warn", "Fail")
+    assert not [line for line in result.stderr.splitlines() if any(word in line for word in vain)]
+
+
+def test_other_lines_of_a_logger_are_printed(caplog: pytest.LogCaptureFixture) -> None:
+    hide_known_lines()
+    logger = logging.getLogger("transformers.utils.import_utils")
+    logger.propagate, before = True, logger.propagate
+    try:
+        logger.warning("`A` requires torchvision (not installed); falling back to `B` for backward compatibility.")
+        logger.warning("`A` requires sentencepiece (not installed).")
+    finally:
+        logger.propagate = before
+    assert [record.getMessage() for record in caplog.records] == ["`A` requires sentencepiece (not installed)."]

@@ -53,9 +53,14 @@ class Page:
         """Return what stands under a heading, up to the next one."""
         return Page(self.name, re.split(r"^#+ ", self.whole.split(f"\n{heading}\n")[1], maxsplit=1, flags=re.M)[0])
 
+    def commands(self) -> list[str]:
+        """Return every command of the bash blocks, each on one line."""
+        lines = [line for block in self.blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+        return [" ".join(line.split()) for line in lines if line.strip()]
+
     def script_calls(self) -> list[tuple[str, list[str]]]:
         """Return every call of a script with arguments: in bash blocks, and in the text."""
-        lines = [line for block in self.blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+        lines = self.commands()
         lines += [span for span in self.spans if re.search(r"scripts/\w+\.py ", span)]
         calls = [re.search(r"scripts/(\w+\.py) (.*)", line) for line in lines]
         return [(call[1], shlex.split(call[2], comments=True)) for call in calls if call]

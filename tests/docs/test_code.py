@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import hf_bucketing
@@ -32,19 +36,22 @@ from hf_bucketing.loaders import (
     PlannedBatchSampler,
 )
 from hf_bucketing.loaders.collators import MediaCollator
+from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import PackedBatch, Packing
 from hf_bucketing.streaming import StreamingBucketBatcher
 from tests.docs.pages import PAGES, spans
 
 REPLACEMENTS = {
-    '"clips"': 'f"{MEDIA}/videos"',
+    '"clips"': "CLIPS",
     '"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"': "WAN",
     '"Lightricks/LTX-Video"': "LTX",
     "tokens=[8190, 32760]": "tokens=[60, 110]",
     "frames=[1, 17, 49, 81]": "frames=[1, 9, 17]",
     "batch_size=8": "batch_size=2",
     "num_proc=8": "num_proc=2",
+    '(ds["num_tokens"], max_tokens=32768': '(ds["num_tokens"], max_tokens=4096',
+    "loader.step % 500": "loader.step % 3",
 }
 
 
@@ -66,8 +73,8 @@ def test_every_replacement_replaces_something() -> None:
 class Given:
     """What pages speak of as given: a data set, a table, a model, and functions that encode; fresh for each page."""
 
-    def __init__(self, media: Path, pipelines: dict[str, Path]) -> None:
-        self.paths = {"MEDIA": media, "WAN": str(pipelines["wan"]), "LTX": str(pipelines["ltx"])}
+    def __init__(self, media: Path, clips: Path, pipelines: dict[str, Path]) -> None:
+        self.paths = {"MEDIA": media, "CLIPS": str(clips), "WAN": str(pipelines["wan"]), "LTX": str(pipelines["ltx"])}
         self.recipe = recipe_of(self.paths["WAN"]).load(self.paths["WAN"])
         self.spec = self.recipe.read_spec(self.paths["WAN"])
         self.table = hf_bucketing.token_ladder(self.spec, tokens=[60, 110], frames=[1, 9, 17])
@@ -117,8 +124,20 @@ class Given:
 
 
 @pytest.fixture(scope="module")
-def given(media_dir: Path, pipeline_dirs: dict[str, Path]) -> Given:
-    return Given(media_dir, pipeline_dirs)
+def given(media_dir: Path, clips_dir: Path, pipeline_dirs: dict[str, Path]) -> Given:
+    return Given(media_dir, clips_dir, pipeline_dirs)
+
+
+@pytest.fixture(scope="module")
+def clips_dir(media_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The videos in a folder with a `.txt` caption beside each."""
+    folder = tmp_path_factory.mktemp("captioned") / "clips"
+    folder.mkdir()
+    for line in (media_dir / "videos" / "metadata.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        shutil.copy(media_dir / "videos" / row["file_name"], folder)
+        (folder / row["file_name"]).with_suffix(".txt").write_text(row["caption"])
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +189,50 @@ def test_packing_returns_each_sample(run_page: Any) -> None:
     assert names["loss"].isfinite()
 
 
-def test_the_whole_loop_trains(run_page: Any) -> None:
+def test_the_whole_loop_trains_adapters_alone(run_page: Any) -> None:
     names = run_page("docs/your-own-loop.md", "global_mean(losses")
     assert names["losses"].isfinite().all()
     assert names["text"].mask is not None
-    weights = names["recipe"].transformer.state_dict()
+    weights = {
+        name.replace(".base_layer", ""): weight for name, weight in names["recipe"].transformer.state_dict().items()
+    }
     fresh = type(names["recipe"]).load(names["LTX"]).transformer.state_dict()
-    assert any(not torch.equal(weights[name], fresh[name]) for name in fresh), "it has trained"
+    assert all(torch.equal(weights[name], fresh[name]) for name in fresh), "the base is frozen"
+    upper = [weight for name, weight in weights.items() if "lora_B" in name]
+    assert upper
+    assert all(weight.any() for weight in upper), "they begin at 0, so that each has trained"
+    assert set(names["ds"]["caption"]) == {path.read_text() for path in Path(names["CLIPS"]).glob("*.txt")}
+
+
+def test_the_whole_loop_resumes_and_saves_the_same_adapters_as_diffusers_loads_them(
+    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (loop,) = [block for block in PAGES["docs/your-own-loop.md"].blocks("python") if "add_adapter" in block]
+    indices: list[list[int]] = []
+    draw = FlowMatching.__call__
+
+    def counted(self: FlowMatching, *args: Any, **options: Any) -> Any:
+        indices.append(options["indices"])
+        return draw(self, *args, **options)
+
+    monkeypatch.setattr(FlowMatching, "__call__", counted)
+    saved = []
+    for _ in range(2):  # the second time, it finds the checkpoint of the first
+        names = given.names()
+        run(loop, names, page="docs/your-own-loop.md")
+        saved.append(load_file("trained/pytorch_lora_weights.safetensors"))
+        shutil.rmtree("trained")
+        indices.append([])
+    whole, resumed = (list(group) for drawn, group in itertools.groupby(indices, key=bool) if drawn)
+    steps = names["sampler"].plan(1).num_steps
+    assert 3 < steps < 6, "the last checkpoint is that of step 3 of the second epoch"
+    assert resumed == whole[3 - steps :]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(weight, saved[1][name]) for name, weight in saved[0].items())
+    pipeline = type(names["recipe"]).load(names["LTX"]).pipeline
+    pipeline.load_lora_weights({name: weight.clone() for name, weight in saved[0].items()})
+    assert pipeline.get_active_adapters() == ["default_0"]
 
 
 # A diff

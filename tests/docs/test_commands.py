@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_bucketing.columns.preparation import SourceConfig
-from hf_bucketing.columns.source_lists import NOT_FLAGS, sources_from
+from hf_bucketing.columns.settings import NOT_FLAGS, SourceConfig
+from hf_bucketing.columns.source_lists import sources_from
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.training.script_settings import settings_of_scripts
 from tests.conftest import run_script_here

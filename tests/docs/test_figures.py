@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
-from tests.conftest import run_script_here
+from tests.conftest import ROOT, run_script_here
 from tests.docs.pages import PAGES, Page
 
 MEASURED = re.compile(
@@ -44,6 +45,41 @@ def numbers(page: Page) -> list[str]:
     for phrase in GIVEN:
         prose = prose.replace(phrase, "")
     return [prose[max(0, match.start() - 30) : match.end() + 20] for match in MEASURED.finditer(prose)]
+
+
+PEERS = {
+    "knapformer": ("way", ("as dealt", "longest first"), ("mix",)),
+    "videosys": ("batches", ("their sizes",), ("limit",)),
+    "durations": ("batches", ("one size",), ("data set",)),
+}
+"""By file: the column that names the ways, how those of others begin, and the columns that two rows must share."""
+
+
+def test_results_compare_with_others_at_their_best() -> None:
+    """Each pair of README's table from rows of one file: no other way of theirs does better on the same data."""
+    compared = set()
+    for row in PAGES["README.md"].table("## Results"):
+        cells = re.findall(r"figure: (\w+)\.json rows\.(\d+)\.(.+?) \.\d[%f] -->", row)
+        if not cells:
+            continue
+        (file, before, measure), (same_file, after, same_measure) = cells
+        assert (file, measure) == (same_file, same_measure), row
+        rows = json.loads((ROOT / "scripts" / "benchmark_results" / f"{file}.json").read_text())["rows"]
+        theirs, ours = rows[int(before)], rows[int(after)]
+        name, beginnings, shared = PEERS[file]
+        assert theirs[name].startswith(beginnings)
+        assert not ours[name].startswith(beginnings)
+        others = [
+            one
+            for one in rows
+            if one[name].startswith(beginnings) and all(one[column] == ours[column] for column in shared)
+        ]
+        assert theirs in others, "on the same data"
+        assert theirs[measure] == max(one[measure] for one in others), row
+        if file == "knapformer":
+            assert theirs["samples per step"] == pytest.approx(ours["samples per step"], rel=0.01)
+        compared.add(file)
+    assert compared == set(PEERS)
 
 
 def test_figures_in_the_documentation_are_up_to_date() -> None:

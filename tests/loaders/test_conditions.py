@@ -20,8 +20,8 @@ from PIL import Image
 from hf_bucketing import BucketCollator, BucketTable, LatentSpec, MediaError, PackCollator, Size
 from hf_bucketing.caching import CacheConfig, CachedCollator, LatentColumns
 from hf_bucketing.columns import CacheInfo, map_columns
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import FaultRule, RandomResize, resume
 from hf_bucketing.media import MediaColumns, ViewRule, write_video
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher

@@ -13,8 +13,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, PlanError, Size

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing

@@ -16,9 +16,10 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
 from hf_bucketing.testing import make_tiny_pipeline
-from hf_bucketing.training.adapters import AdapterConfig, start_adapters
+from hf_bucketing.training.adapters import start_adapters
 from hf_bucketing.training.memory.components import read_components
 from hf_bucketing.training.memory.trace import TracedStep, trace
+from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.models.cases import Samples, largest_difference
 from tests.models.families import CASES
 

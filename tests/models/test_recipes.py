@@ -14,8 +14,7 @@ from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.losses import batch_vlb, masked_mse
 from hf_bucketing.models.objectives import Denoising, FlowMatching
 from hf_bucketing.models.recipe import Recipe, Samples, TextEmbeddings
-from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.models.registry import recipes as recipes_by_class
+from hf_bucketing.models.registry import recipe_of, recipes as recipes_by_class
 from tests.models.recipe_cases import samples_of
 
 SPECS = {

@@ -19,8 +19,10 @@ from hf_bucketing.models.recipe import Loading, Recipe, Samples
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.memory.components import read_components
-from hf_bucketing.training.memory.planner import PlanConfig, plan_components
-from hf_bucketing.training.validation import Validation, ValidationConfig, images_of
+from hf_bucketing.training.memory.planner import plan_components
+from hf_bucketing.training.settings.plan import PlanConfig
+from hf_bucketing.training.settings.validation import ValidationConfig
+from hf_bucketing.training.validation import Validation, images_of
 from tests.conftest import run_script_here
 from tests.models.recipe_cases import samples_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hf_bucketing import PackingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward, packed_mse
 from hf_bucketing.packing.attention import dispatch, flex
+from tests.conftest import ROOT
 from tests.models.cases import (
     SIZES,
     Samples,
@@ -43,6 +45,24 @@ def packs(packing, count: int):
         samples = Samples(seed=seed, order=order)
         inputs = {"timesteps": samples.timesteps, "text": samples.text}
         yield samples, packing.pack(samples.latents, **inputs, pad_to=STRIPS, pad_text_to=TEXT)
+
+
+def test_packs_of_one_shape_need_both_limits_that_the_pages_name() -> None:
+    pages = [(ROOT / "docs" / name).read_text() for name in ("packing.md", "buckets-or-packs.md")]
+    (arguments,) = {found for page in pages for found in re.findall(r"pack\(…, (pad_to=\d+[^)]*)\)", page)}
+    limits = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", arguments)}
+    assert set(limits) == {"pad_to", "pad_text_to"}
+    packing = enable_packing(make_model(), strip_length=4)
+
+    def shapes(**given: int) -> set[tuple[torch.Size, ...]]:
+        found = set()
+        for samples, _ in packs(packing, 6):
+            batch = packing.pack(samples.latents, timesteps=samples.timesteps, text=samples.text, **given)
+            found.add((batch.strips.shape, batch.text.shape, batch.layout.segment_ids.shape))
+        return found
+
+    assert len(shapes(**limits)) == 1
+    assert len(shapes(pad_to=limits["pad_to"])) > 1
 
 
 def fake_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, enable_gqa):

@@ -6,8 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hf_bucketing.plans import MIXED, EpochPlan, LengthPlanConfig, length_buckets, plan_lengths
 from hf_bucketing.plans.boundaries import batch_sizes, fitted_bounds

@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.plans import MIXED, BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hf_bucketing import PlanError
 from hf_bucketing.plans import MIXED, EpochPlan, LengthPlanConfig, length_buckets, plan_lengths

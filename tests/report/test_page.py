@@ -15,7 +15,8 @@ from PIL import Image
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import Beside, MemoryRow, SizeColumns, bucket_page, make_report, render_page
-from hf_bucketing.report.charts import HEIGHT, Line, bar_chart, even_ticks, line_chart
+from hf_bucketing.report.charts import HEIGHT, Line, bar_chart, even_ticks, histogram_chart, line_chart
+from hf_bucketing.report.histograms import Histogram
 from hf_bucketing.report.page import Charts, Gallery, Page, Paragraphs, Picture, Section, Table
 from tests.browser import look_at
 from tests.conftest import run_script_here
@@ -211,11 +212,46 @@ def test_the_script_shows_frames_and_names_files_that_cannot_be_read(tmp_path: P
     assert [one["examples"] for one in report["rejected"]] == [[2]]
 
 
+def test_what_does_not_occur_is_not_shown() -> None:
+    """No group or kind without a sample in a legend, and no empty section."""
+    sizes = Histogram(edges=(1.0, 2.0, 4.0), counts={"with a bucket": (3, 1), "rejected": (0, 0)})
+    chart = histogram_chart(sizes, alt="a", x_label="x", y_label="y")
+    assert chart.legend == (("with a bucket (4)", "s0"),)
+    assert "s1" not in chart.svg
+    rejected = Histogram(edges=(1.0, 2.0, 4.0), counts={"with a bucket": (0, 0), "rejected": (0, 2)})
+    assert histogram_chart(rejected, alt="a", x_label="x", y_label="y").legend == (("rejected (2)", "s1"),)
+    kinds = bar_chart([("a", (0.0, 2.0, 0.0), "2")], alt="a", x_label="x", parts=("full", "short", "mixed"))
+    assert kinds.legend == (("short", "s1"),)
+    blocks = {"one": [Paragraphs(texts=["p"])], "two": []}
+    sections = [Section(name=name, title=name, blocks=own) for name, own in blocks.items()]
+    page = Parsed(render_page(Page(title="t", subtitle="", sections=sections)))
+    assert "one" in page.ids
+    assert "two" not in page.ids
+    assert "#two" not in page.links
+
+
+NAMES = dict.fromkeys(range(10_000), "a.mp4")
+
+
+def test_histograms_beside_each_other_mean_different_things_by_different_colours() -> None:
+    page = bucket_page(
+        make_report(SAMPLES, TABLE, spec=SPEC, config=TWO), Beside(name="clips", assignment="", files=NAMES)
+    )
+    (charts,) = next(section for section in page.sections if section.name == "data").blocks
+    meanings: dict[str, set[str]] = {}
+    for _, chart, _ in charts.charts:
+        for name, colour in chart.legend:
+            meanings.setdefault(colour, set()).add(name.partition(" (")[0])
+    assert {"s0", "s2", "s3"} <= set(meanings)
+    assert all(len(names) == 1 for names in meanings.values())
+
+
 @pytest.mark.slow
-def test_the_page_is_whole_in_a_browser(prepared_dir: Path, tmp_path: Path, browser) -> None:
+def test_the_page_is_whole_in_a_browser(prepared_dir: Path, pipeline_dir: Path, tmp_path: Path, browser) -> None:
     for name, folder in {"videos": prepared_dir, "images": save_images(tmp_path / "images")}.items():
         page = tmp_path / f"{name}.html"
-        run_script_here("report_buckets.py", folder, "--num_processes", 1, "--batch_size", 2, "--html", page)
+        named = ("--pretrained_model_name_or_path", pipeline_dir) if name == "videos" else ()
+        run_script_here("report_buckets.py", folder, "--num_processes", 1, "--batch_size", 2, "--html", page, *named)
         assert page.stat().st_size < 3_000_000
         assert not any(look_at(browser, page.as_uri())), name
     assert "tiny-wan on one GPU" in (tmp_path / "videos.html").read_text()

@@ -18,11 +18,12 @@ from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
-from hf_bucketing.training.adapters import LORA_WEIGHTS, AdapterConfig, add_lora
+from hf_bucketing.training.adapters import LORA_WEIGHTS, add_lora
 from hf_bucketing.training.memory.blocks import blocks_of
 from hf_bucketing.training.memory.offload import offload_blocks
 from hf_bucketing.training.memory.quantization import quantization_of, quantized_linears
 from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.training.test_offload import gradients, run_once
 from tests.training.training_cases import BATCHING, in_process, run, train
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
 from hf_bucketing.testing import make_tiny_pipeline
-from hf_bucketing.training.adapters import ADAPTER, AdapterConfig, adapters_of, add_lora, start_adapters
+from hf_bucketing.training.adapters import ADAPTER, adapters_of, add_lora, start_adapters
+from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.models.families import RECIPES
 
 RANK, ALPHA = 4, 16

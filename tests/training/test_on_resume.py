@@ -23,12 +23,13 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed, names_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import LORA_WEIGHTS, AdapterConfig, add_lora, save_lora
+from hf_bucketing.training.adapters import LORA_WEIGHTS, add_lora, save_lora
 from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.on_resume import ON_RESUME, applied_changes, resumed_config, settings_of
 from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_log import read_log
+from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.training.training_cases import in_process, run
 
 Make = Callable[..., TrainingConfig]

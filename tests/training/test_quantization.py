@@ -21,15 +21,15 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import Packing, packed_forward
-from hf_bucketing.training.adapters import AdapterConfig, add_lora, save_lora
+from hf_bucketing.training.adapters import add_lora, save_lora
 from hf_bucketing.training.memory.quantization import (
     kept_linears,
     quantization_of,
     quantized_linears,
 )
+from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.conftest import ROOT, run
-from tests.training.training_cases import in_process
-from tests.training.training_cases import run as train_here
+from tests.training.training_cases import in_process, run as train_here
 
 CASES = "tests/training/quantization_cases.py"
 

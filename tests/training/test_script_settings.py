@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hf_bucketing.caching.columns import CacheConfig
-from hf_bucketing.columns.preparation import SourceConfig
+from hf_bucketing.caching.settings import CacheConfig
+from hf_bucketing.columns.settings import SourceConfig
 from hf_bucketing.command_line.config_file import PATHS, read_config_file, write_config
 from hf_bucketing.report.measure import ReportConfig
 from hf_bucketing.settings import names_of, parts_of, settings_in
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.memory.planner import PlanConfig
 from hf_bucketing.training.script_settings import settings_of_scripts, settings_to_repeat
+from hf_bucketing.training.settings.plan import PlanConfig
 from tests.conftest import ROOT
 
 

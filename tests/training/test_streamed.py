@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.columns.preparation import SourceConfig, TableConfig
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import resume
 from hf_bucketing.losses import global_mean
 from hf_bucketing.models.registry import recipe_of
@@ -141,6 +141,7 @@ def test_a_dry_run_says_the_limits_and_the_shards_before_weights_are_loaded(
     trainer = Trainer(config)
     lines = "\n".join(trainer.describe())
     trainer.release()
+    assert lines.startswith("***** Dry run: nothing is trained *****\n  Num processes = 1\n")
     assert any("do not divide among its 3 workers" in line for line in at_load)
     assert "Stream = 4 shards, 4 per process; rows shuffled among 50 in each worker, about" in lines
     assert "Samples per epoch = not known before they come; of the first 14, 14 have a bucket" in lines

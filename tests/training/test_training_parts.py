@@ -15,11 +15,14 @@ from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.adapters import AdapterConfig, add_lora, save_lora
+from hf_bucketing.training.adapters import add_lora, save_lora
 from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
 from hf_bucketing.training.memory.estimate import find_max_tokens
-from hf_bucketing.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from hf_bucketing.training.validation import Validation, ValidationConfig, parse_sizes
+from hf_bucketing.training.optimizers import make_optimizer, make_schedule
+from hf_bucketing.training.settings.adapters import AdapterConfig
+from hf_bucketing.training.settings.optimizer import OptimizerConfig
+from hf_bucketing.training.settings.validation import ValidationConfig
+from hf_bucketing.training.validation import Validation, parse_sizes
 from tests.models.recipe_cases import samples_of
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ from safetensors.torch import load_file
 from hf_bucketing import BucketingError, CostModel, Size
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags
-from hf_bucketing.media import ViewRule
+from hf_bucketing.errors import OversizeError
+from hf_bucketing.media import ViewRule, write_video
 from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.settings import changed
@@ -431,6 +433,8 @@ def test_a_dry_run_and_automatic_max_tokens_train_nothing(
                         strip_length=16, dry_run=True)  # fmt: skip
     run_training(config)
     printed = capsys.readouterr().out
+    assert "***** Dry run: nothing is trained *****" in printed
+    assert "Running training" not in printed
     assert tried[0] >= sum(tokens) * 0.9
     assert f"--max_tokens auto found {tried[-1]} tokens" in printed
     assert 900 <= tried[-1] <= 1000
@@ -458,6 +462,32 @@ def test_samples_beyond_the_models_positions_are_refused_before_training(
     assert [size.frames for size in sizes] == cut
     assert max(data.dataset["num_frames"]) > 16
     assert len(run(config)) == 3
+
+
+def test_a_row_that_exceeds_the_limit_of_packs_is_told_what_numbers_of_frames_keep(
+    pipeline_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "clips").mkdir()
+    for frames, (height, width) in {17: (48, 80), 49: (64, 96), 161: (64, 96), 481: (96, 96)}.items():
+        write_video(tmp_path / "clips" / f"{frames}.mp4", np.zeros((frames, height, width, 3), np.uint8), fps=8)
+        (tmp_path / "clips" / f"{frames}.txt").write_text("a clip")
+    prepare = ("prepare_dataset.py", "--dataset", tmp_path / "clips", "--pretrained_model_name_or_path", pipeline_dir)
+    prepare += ("--target_fps", 8, "--buckets", "64,96", "--output_dir", tmp_path / "p", "--max_frames")
+    run_script_here(*prepare, "none")
+    config = in_process(pipeline_dir, tmp_path / "p", tmp_path, batching="pack", max_tokens=512)
+    with pytest.raises(OversizeError) as raised:
+        Trainer(config)
+    message = str(raised.value)
+    assert "takes 4416 tokens, in strips of 64, and exceeds `max_tokens=512` (2 rows do)" in message
+    assert "with --clips all --clip_frames 53 beside it" in message
+    assert re.findall(r"--max_frames (\d+) \(keeps (\d) rows\)", message) == [("81", "3"), ("53", "4")]
+    run_script_here(*prepare, 53)
+    assert Trainer(config).data.sampler.plan(0).kept == 4
+    run_script_here(*prepare, 81)
+    with pytest.raises(OversizeError, match=r"\(1 rows do\)"):
+        Trainer(config)
+    run_script_here(*prepare, 53, "--clips", "all", "--clip_frames", 53)
+    assert Trainer(config).data.sampler.plan(0).kept == 1 + 1 + 4 + 10
 
 
 @pytest.mark.parametrize("batching", [{}, PACKED], ids=["bucket", "pack"])

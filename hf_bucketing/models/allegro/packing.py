@@ -11,7 +11,7 @@ from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.family import Family, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
 

@@ -20,7 +20,8 @@ from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Transformer
-from ...packing.layout import Grid, PackedLayout
+from ...packing.layout import PackedLayout
+from ...packing.names import Grid
 from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import Rotary
 from ..joint import JointFamily, of_text

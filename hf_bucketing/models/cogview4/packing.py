@@ -17,7 +17,7 @@ from ...devices import to_device
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Grid
 from ...packing.positions import shape_only
 from ...packing.processors import PackedJointAttnProcessor, Rotary, rotate_channels
 from ..joint import JointFamily, of_text

@@ -15,7 +15,7 @@ from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid, position_strips, shape_only
 
 

@@ -13,7 +13,7 @@ import torch
 from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.family import Transformer
-from ...packing.layout import Grid
+from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
 from ...packing.texts import TextRule

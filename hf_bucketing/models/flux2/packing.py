@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...packing.attention.dispatch import Backend
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
-from ...packing.layout import Grid
+from ...packing.names import Backend, Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
 from ..flux.packing import FluxFamily, token_ids
 from ..joint import JointFamily, of_text

@@ -18,11 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...devices import to_device
 from ...errors import PackingError
-from ...packing.attention.dispatch import Backend
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
-from ...packing.layout import Grid, PackedLayout
+from ...packing.layout import PackedLayout
+from ...packing.names import Backend, Grid
 from ...packing.positions import shape_only
 from ...packing.processors import Rotary
 from ...packing.texts import apply_text_mask

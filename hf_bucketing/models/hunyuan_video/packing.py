@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import PackingError
-from ...packing.attention.dispatch import Backend
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
-from ...packing.layout import Grid, PackedLayout
+from ...packing.layout import PackedLayout
+from ...packing.names import Backend, Grid
 from ...packing.positions import axis_coordinates
 from ...packing.processors import Rotary
 from ..joint import JointFamily, hook_text_modulation, texts_by_sample

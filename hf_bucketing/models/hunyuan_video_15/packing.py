@@ -25,7 +25,7 @@ from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Grid
 from ...packing.texts import apply_text_mask
 from ..hunyuan_video.packing import HunyuanVideoFamily
 from ..joint import JointFamily, hook_text_modulation, order_by_sample

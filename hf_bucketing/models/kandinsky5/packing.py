@@ -16,11 +16,10 @@ from typing import Any, Literal
 import torch
 
 from ...errors import PackingError
-from ...packing.attention.dispatch import Backend
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Backend, Grid
 from ...packing.processors import Processor, attend
 from ...packing.strips import by_strip
 from ..joint import JointFamily, of_text

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid
 
-from ...packing.attention.dispatch import Backend
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Family, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Backend, Grid
 from ...packing.positions import axis_coordinates, position_strips
 from ...packing.processors import PackedAttnProcessor
 from ..positions import hook_patch_embed, sincos_table

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 
 from ...devices import to_device
-from ...packing.attention.dispatch import Backend
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Backend, Grid
 from ...packing.positions import Tables, position_strips
 from ...packing.processors import PackedAttnProcessor, Rotary
 

@@ -16,7 +16,7 @@ import torch
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Grid
 from ...packing.positions import position_strips
 from ...packing.processors import PackedJointAttnProcessor, Rotary
 from ..joint import JointFamily, hook_text_modulation, texts_by_sample

@@ -10,7 +10,7 @@ import torch
 
 from ...packing.batch import Rows
 from ...packing.family import Draw, Family, Transformer
-from ...packing.layout import Grid
+from ...packing.names import Grid
 from ..positions import hook_patch_embed, sincos_table
 
 

@@ -15,7 +15,8 @@ from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.family import Draw, Transformer
-from ...packing.layout import Grid, PackedLayout
+from ...packing.layout import PackedLayout
+from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
 from ..joint import JointFamily, of_text
 

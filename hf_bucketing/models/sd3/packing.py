@@ -12,7 +12,7 @@ import torch
 
 from ...errors import PackingError
 from ...packing.family import Transformer
-from ...packing.layout import Grid
+from ...packing.names import Grid
 from ...packing.positions import axis_coordinates
 from ..joint import JointFamily, hook_text_modulation
 from ..positions import hook_patch_embed

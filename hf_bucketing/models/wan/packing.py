@@ -15,7 +15,8 @@ import torch
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.family import Draw, Family, Transformer
-from ...packing.layout import Grid, PackedLayout
+from ...packing.layout import PackedLayout
+from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
 from ...packing.processors import Keys, PackedAttnProcessor, Rotary, project
 from ..positions import rotary_tables

@@ -23,7 +23,8 @@ from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Transformer
-from ...packing.layout import Grid, PackedLayout
+from ...packing.layout import PackedLayout
+from ...packing.names import Grid
 from ...packing.positions import Tables
 from ...packing.processors import PackedRowAttnProcessor
 from ...packing.strips import by_strip

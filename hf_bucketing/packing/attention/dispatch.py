@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from ...errors import PackingError
+from ..names import Backend
 from ..segments import AttentionOptions, SegmentSpans
 from .dense import attend_densely, dense_mask
 from .flex import attend_by_blocks, block_mask
@@ -16,8 +17,6 @@ from .grouped import attend_by_segments
 from .varlen import attend_by_offsets, varlen_kernel
 
 logger = logging.getLogger(__name__)
-
-Backend = Literal["auto", "segments", "dense", "flex", "varlen"]
 
 _BACKENDS = {
     "segments": attend_by_segments,

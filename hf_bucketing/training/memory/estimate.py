@@ -24,12 +24,13 @@ from ...units import format_bytes
 from ..checkpoint import SHARDED
 from ..config import TrainingConfig
 from ..data import TrainingData, describe_conditions, make_data
+from ..settings.memory import Precision
+from ..settings.plan import PlanConfig
 from ..steps import Step
 from ..streamed import StreamedData
 from .components import read_components
-from .planner import PLAN_ERROR, MemoryPlan, PlanConfig, StepShape, largest_tokens, plan_components, verdict_on
+from .planner import PLAN_ERROR, MemoryPlan, StepShape, largest_tokens, plan_components, verdict_on
 from .precision import parts_called
-from .trace import Precision
 
 logger = get_logger(__name__)
 
@@ -48,8 +49,9 @@ def describe(
     max_train_steps: str,
 ) -> list[str]:
     """Return the plan of the first epoch and its cost, as lines of text; see [`describe_memory`] for its memory."""
+    heading = "***** Dry run: nothing is trained *****" if config.dry_run else "***** Running training *****"
     if isinstance(data, StreamedData):
-        return data.describe(config, accelerator=accelerator, max_train_steps=max_train_steps)
+        return [heading, *data.describe(config, accelerator=accelerator, max_train_steps=max_train_steps)]
     plan, batches, epoch = data.sampler.plan(), config.batches, data.sampler.epoch
     if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
         epoch += 1
@@ -64,7 +66,7 @@ def describe(
     fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
     groups = f", in groups of {degree} that share their samples" if degree > 1 else ""
     return [
-        "***** Running training *****",
+        heading,
         f"  Num processes = {accelerator.num_processes}{groups}",
         f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
         f"  Samples per epoch = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",

@@ -11,8 +11,9 @@ from ...errors import BucketingError
 from ...settings import changed, flatten, settings_in
 from ...units import format_bytes
 from ..config import TrainingConfig
+from ..settings.plan import PlanConfig
 from .components import Components, read_components
-from .planner import MOST_TOKENS, PLAN_ERROR, MemoryPlan, PlanConfig, largest_tokens, plan_components, verdict_on
+from .planner import MOST_TOKENS, PLAN_ERROR, MemoryPlan, largest_tokens, plan_components, verdict_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from multiprocessing import get_context
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,15 @@ from ...models.registry import families
 from ...packing.batch import Rows
 from ...packing.context import bind_checkpoints
 from ...packing.family import output_of
-from ...packing.layout import Grid
-from ..adapters import AdapterConfig, add_adapters
+from ...packing.names import Grid
+from ..adapters import add_adapters
+from ..settings.adapters import AdapterConfig
+from ..settings.memory import Precision, Quantization
 from .blocks import block_names, blocks_of
 from .components import Component
-from .config import Quantization
 from .quantization import quantized_linears
 from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
 from .values import KnownValues
-
-Precision: TypeAlias = Literal["no", "fp16", "bf16"]
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias
 
 from ...settings import check_at_least, check_literals
 
+Precision: TypeAlias = Literal["no", "fp16", "bf16"]
+
 Quantization: TypeAlias = Literal["int8", "float8", "nf4"]
 
 

@@ -1,0 +1,350 @@
+"""Settings of a source of data and of its bucket table; they need neither torch nor datasets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ..buckets.assignment import AssignmentRule
+from ..buckets.ladders import token_ladder
+from ..buckets.open_table import OpenTable, open_table
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
+from ..command_line.flags import numbers
+from ..errors import BucketingError, ColumnError, FlagError
+from ..media.conditions import CONDITIONS
+from ..settings import check_literals
+
+OnFileError = Literal["raise", "reject"]
+
+OnCaptionError = Literal["raise", "reject", "empty"]
+
+ClipMode = Literal["head", "uniform", "slide", "all", "scenes"]
+
+SizesFrom = Literal["auto", "columns", "headers"]
+
+NOT_FLAGS = ("name", "repeats", "weight", "metric")
+"""Settings of a source that are no flags: what tells several sources apart, and the metric of assignment."""
+
+CAPTION = "{caption}"
+"""Place of the caption in a template."""
+
+SIDES = ("width", "height")
+TIMES = ("num_frames", "fps")
+"""Columns of the sizes of samples, in pixels, and of their frames and frames per second."""
+
+
+class Treatment(NamedTuple):
+    """Treatment of rows at fault.
+
+    Attributes:
+        files: Of unreadable files, clips that do not lie in their files, and conditions that do not fit.
+        captions: Of captions that are missing or not text.
+    """
+
+    files: OnFileError
+    captions: OnCaptionError
+
+    @classmethod
+    def of(cls, on_error: OnCaptionError, on_caption_error: OnCaptionError | None) -> Treatment:
+        """Return the treatment by two settings, the second of which follows the first where it is not given.
+
+        Raises:
+            BucketingError: If `on_error` is `"empty"`, which is about captions, and `on_caption_error` is another.
+        """
+        if on_error == "empty" and on_caption_error not in (None, "empty"):
+            raise BucketingError(
+                f'`on_error="empty"` and `on_caption_error="{on_caption_error}"` contradict each other; leave out the '
+                "first of them."
+            )
+        return cls("reject" if on_error == "reject" else "raise", on_caption_error or on_error)
+
+
+def heights_and_widths(text: str) -> list[tuple[int, int]]:
+    """Parse the sizes of a flag, `480,832;720,1280`, or `none`."""
+    return [] if text == "none" else [size[1:] for size in BucketTable.parse(text).sizes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableConfig:
+    """Bucket table.
+
+    Args:
+        bucket_tokens (`list` of `int`, *optional*): Token budgets per sample, such as 8190,18480 (no default: give
+            this, `buckets` or `table`).
+        buckets (`str`, *optional*): Buckets in diffusers' form "height,width;height,width", in place of
+            `bucket_tokens` (default: none).
+        table (`Path`, *optional*): File that BucketTable.to_json wrote, in place of `bucket_tokens` (default: none).
+        bucket_frames (`list` of `int`): Numbers of frames that buckets have.
+        bucket_sizes (list of pairs, *optional*): Sizes in pixels that token buckets always contain, such as
+            480,832;720,1280, or none (default: the model's own).
+        aspect_step (`float`): Distance between aspect ratios of token buckets; 0.08 is 8 %, and a larger distance
+            makes fewer buckets.
+        max_aspect_ratio (`float`): Largest ratio of the longer to the shorter side of token buckets.
+        image_sizes (`"own"` or `"video"`): Whether images are trained at buckets of one frame, or packed at their own
+            size, or both at the sizes of videos.
+        max_frames (`int`, `"table"` or `"none"`): Most frames that a sample keeps in packs: a number, those of the
+            longest bucket, or all that it has.
+
+    Raises:
+        FlagError: Unless one of `bucket_tokens`, `buckets` and `table` is given.
+        BucketingError: If `max_frames` is not as described.
+    """
+
+    bucket_tokens: list[int] | None = field(default=None, metadata={"parse": numbers, "argument": "tokens"})
+    buckets: str | None = None
+    table: Path | None = None
+    bucket_frames: list[int] = field(
+        default_factory=lambda: [1, 17, 49, 81], metadata={"parse": numbers, "argument": "frames"}
+    )
+    bucket_sizes: list[tuple[int, int]] | None = field(default=None, metadata={"parse": heights_and_widths})
+    aspect_step: float = 0.08
+    max_aspect_ratio: float = 2.5
+    image_sizes: Literal["own", "video"] = "own"
+    max_frames: int | Literal["table", "none"] = "table"
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        if self.max_frames not in ("table", "none") and (not isinstance(self.max_frames, int) or self.max_frames < 1):
+            raise BucketingError(
+                f'`max_frames` must be a number of frames of at least 1, "table" or "none", got {self.max_frames!r}.'
+            )
+        if sum(option is not None for option in (self.bucket_tokens, self.buckets, self.table)) != 1:
+            raise FlagError("Give one of --bucket_tokens, --buckets and --table.")
+
+    def make(self, spec: LatentSpec, *, native_sizes: Sequence[tuple[int, int]] = ()) -> BucketTable:
+        """Return the table for a model of these strides and of these own sizes, `(height, width)` in pixels."""
+        if self.buckets is not None:
+            table = BucketTable.parse(self.buckets, frames=self.bucket_frames)
+        elif self.table is not None:
+            table = BucketTable.from_json(self.table.read_text())
+        else:
+            table = token_ladder(
+                spec,
+                self.bucket_tokens or [],
+                frames=self.bucket_frames,
+                sizes=native_sizes if self.bucket_sizes is None else self.bucket_sizes,
+                max_aspect_ratio=self.max_aspect_ratio,
+                aspect_step=self.aspect_step,
+            )
+        return table.images_at_video_sizes() if self.image_sizes == "video" else table
+
+    def make_open(self, spec: LatentSpec, table: BucketTable) -> OpenTable:
+        """Return the table of the sizes in packs, beside the bucket table of a data set."""
+        limits = {"table": table.max_frames, "none": None}
+        return open_table(spec, max_frames=limits.get(self.max_frames, self.max_frames))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideConfig:
+    """Files beside media.
+
+    Args:
+        caption_extension (`str`, *optional*): Ending of the caption files beside the media; giving it also chooses
+            them where a table could be meant as well (default: .txt).
+        missing_caption (`str`, *optional*): Caption of media that have no caption file (default: none, so that it is
+            missing).
+        control_folder (`Path`, *optional*): Folder of control videos or images with the names of the media, which
+            become the column control (default: none).
+        mask_folder (`Path`, *optional*): Folder of masks with the names of the media, which become the column mask
+            (default: none).
+    """
+
+    caption_extension: str | None = None
+    missing_caption: str | None = None
+    control_folder: Path | None = None
+    mask_folder: Path | None = None
+
+    @property
+    def companions(self) -> dict[str, str]:
+        """Folder of each column that is added."""
+        folders = {"control": self.control_folder, "mask": self.mask_folder}
+        return {column: str(folder) for column, folder in folders.items() if folder is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipRule:
+    """Cut videos into clips.
+
+    Frames are counted at the rate of the `fps` column. Images, and videos of no more frames than a clip, stay one row.
+
+    Args:
+        mode (`"head"`, `"uniform"`, `"slide"`, `"all"` or `"scenes"`): One clip from the start; `number` clips spread
+            evenly from the start to the end (fewer if a video has fewer starts); a clip every `number` frames;
+            consecutive clips, the last of them shorter, unless one frame is left, which the clip before it keeps; or
+            the scenes whose seconds the columns `start` and `end` hold.
+        frames (`int`, *optional*): Frames of a clip; needed by all modes but `"scenes"`.
+        number (`int`): Clips of `"uniform"`, or frames from one start to the next of `"slide"`.
+
+    Raises:
+        ColumnError: If the mode is unknown, a number is below 1, or `frames` is missing or has no effect.
+    """
+
+    mode: ClipMode
+    frames: int | None = None
+    number: int = 1
+
+    def __post_init__(self) -> None:
+        check_literals(self, error=ColumnError)
+        if self.number < 1 or (self.frames is not None and self.frames < 1):
+            raise ColumnError(f"Clips need numbers of 1 or more, got {self}.")
+        if (self.mode == "scenes") != (self.frames is None):
+            raise ColumnError(f"`clip_frames` goes with every mode but scenes, got {self.frames} with {self.mode}.")
+
+    @classmethod
+    def parse(cls, text: str, *, frames: int | None) -> ClipRule:
+        """Read the value of a flag: `head`, `uniform:N`, `slide:STRIDE`, `all` or `scenes`.
+
+        Raises:
+            ColumnError: If it is none of these.
+        """
+        mode, colon, number = text.partition(":")
+        if mode not in ("head", "uniform", "slide", "all", "scenes") or bool(colon) != (mode in ("uniform", "slide")):
+            raise ColumnError(f"`clips` must be head, uniform:N, slide:STRIDE, all or scenes, got {text!r}.")
+        if colon and not (number.isascii() and number.isdigit() and int(number) >= 1):
+            raise ColumnError(f"`clips` {mode} needs a whole number of 1 or more behind the colon, got {text!r}.")
+        return cls(mode=mode, frames=None if mode == "scenes" else frames, number=int(number or 1))  # type: ignore[arg-type]
+
+
+def check_template(template: str) -> None:
+    """Raise unless a template has one place for the caption.
+
+    Raises:
+        ColumnError: If it has none, or several.
+    """
+    if template.count(CAPTION) != 1:
+        raise ColumnError(
+            f"`caption_template` must hold {CAPTION} once, as in 'TOK, {CAPTION}'; got {template!r}.",
+        )
+
+
+def read_size_columns(text: str) -> dict[str, str]:
+    """Parse the value of a flag such as `num_frames=frame,duration=seconds`.
+
+    The names on the left are `width`, `height`, `num_frames`, `fps`, and `duration`, in seconds, in place of
+    `num_frames`.
+
+    Raises:
+        ColumnError: If a name on the left is none of these or occurs twice, or a column is missing.
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    columns = {name: column for name, _, column in pairs}
+    known = (*SIDES, *TIMES, "duration")
+    if len(columns) < len(pairs) or not set(columns) <= set(known) or not all(columns.values()):
+        raise ColumnError(
+            f"`size_columns` must be as width=w,height=h, with names of {', '.join(known)}; got {text!r}."
+        )
+    if {"num_frames", "duration"} <= set(columns):
+        raise ColumnError("`size_columns` names num_frames and duration, which both give frames; name one of them.")
+    return columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """Source of data, and how it is read.
+
+    Args:
+        dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file, or its URL; tars of webdataset; a
+            folder with such a file named metadata, with videos.txt and prompts.txt, or with a .txt caption beside each
+            image and video; or a data set on the hub.
+        dataset_config_name (`str`, *optional*): Configuration of a hub data set.
+        split (`str`): Split, such as train or train[:100].
+        media_column (`str`, *optional*): Image or video column, of files, paths or URLs (default: found by its name).
+        first_frame_column (`str`, *optional*): Column of images to begin each clip with.
+        last_frame_column (`str`, *optional*): Column of images to end each clip with.
+        control_column (`str`, *optional*): Column of control videos or images, which lie over their samples frame by
+            frame.
+        mask_column (`str`, *optional*): Column of masks, videos or images: white is learned, black is not. A row
+            without a mask is learned as a whole.
+        reference_column (`str`, *optional*): Column of reference images, which keep their own size.
+        caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
+            short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
+            the caption within the dicts of a column json (default: found by its name).
+        caption_template (`str`, *optional*): Text that each caption becomes, with {caption} in its place, such as
+            "TOK, {caption}"; an empty caption becomes the rest of it.
+        sizes_from (`"auto"`, `"columns"` or `"headers"`): Origin of the sizes: columns if the headers of a sample of
+            files agree, columns without opening a file, or the headers of all files.
+        size_columns (`str`, *optional*): Columns of sizes that have other names than width, height, num_frames and
+            fps, such as num_frames=frame; duration=seconds takes the place of num_frames (default: none).
+        target_fps (`float`): Frame rate to train at.
+        clips (`str`, *optional*): Clips that each longer video is cut into, one row each: head, one from the start;
+            uniform:N, N of them spread evenly; slide:STRIDE, one every STRIDE frames; all, consecutive ones; or
+            scenes, those of the columns start and end, in seconds (default: each file is one row).
+        clip_frames (`int`, *optional*): Frames of a clip at `target_fps` (default: the most frames of a bucket).
+        on_error (`"raise"`, `"reject"` or `"empty"`): Treatment of unreadable files, and of clips and conditions that
+            do not fit: raise ends the script and reports all of them, reject rejects their rows; empty is raise with
+            `on_caption_error` empty.
+        on_caption_error (`"raise"`, `"reject"` or `"empty"`, *optional*): Treatment of captions that are missing or
+            not text: raise ends the script, reject rejects their rows, and empty trains them without a text (default:
+            as `on_error`).
+        beside ([`BesideConfig`]): Captions and other files that have the names of the media.
+        name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
+        repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
+            each row twice, 0.5 every row in every other epoch.
+        weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
+            3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
+        table ([`TableConfig`]): Bucket table of its rows.
+        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
+
+    Raises:
+        BucketingError: If `repeats` or `weight` is not above 0, or both are given, if `on_error` and
+            `on_caption_error` contradict each other, or if `caption_template`, `clips`, `clip_frames` or
+            `size_columns` is not as described.
+    """
+
+    dataset: str
+    dataset_config_name: str | None = None
+    split: str = "train"
+    media_column: str | None = None
+    caption_column: str | None = None
+    first_frame_column: str | None = None
+    last_frame_column: str | None = None
+    control_column: str | None = None
+    mask_column: str | None = None
+    reference_column: str | None = None
+    caption_template: str | None = None
+    sizes_from: SizesFrom = "auto"
+    size_columns: str | None = None
+    target_fps: float = 16.0
+    clips: str | None = None
+    clip_frames: int | None = None
+    on_error: OnCaptionError = "raise"
+    on_caption_error: OnCaptionError | None = None
+    beside: BesideConfig = field(default_factory=BesideConfig)
+    name: str | None = None
+    repeats: float = 1.0
+    weight: float | None = None
+    table: TableConfig
+    rule: AssignmentRule = field(default_factory=AssignmentRule)
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        if self.caption_template is not None:
+            check_template(self.caption_template)
+        if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
+            raise ColumnError("Omit `clip_frames`: no effect without `clips`, nor with the scenes of a data set.")
+        self.clip_rule(1)
+        Treatment.of(self.on_error, self.on_caption_error)
+        if self.size_columns is not None:
+            read_size_columns(self.size_columns)
+        for name in ("repeats", "weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BucketingError(f"`{name}` must be above 0 and finite, got {value}.")
+        if self.weight is not None and self.repeats != 1:
+            raise BucketingError("`repeats` and `weight` both say how often a row occurs; give one of them.")
+
+    def clip_rule(self, longest: int) -> ClipRule | None:
+        """Return the rule of the clips, of `longest` frames where their number is not given; None for whole files."""
+        frames = longest if self.clip_frames is None else self.clip_frames
+        return None if self.clips is None else ClipRule.parse(self.clips, frames=frames)
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """Column of each condition that is given."""
+        columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
+        given: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
+        return {**{name: name for name in self.beside.companions}, **given}

@@ -1,0 +1,5 @@
+"""Names of ways to reduce losses; they need no torch."""
+
+from typing import Literal
+
+Reduction = Literal["sample", "token"]

@@ -1,0 +1,12 @@
+from .attention.dispatch import packed_attention as packed_attention
+from .batch import PackedBatch as PackedBatch
+from .context import active_layout as active_layout, use_layout as use_layout
+from .layout import PackedLayout as PackedLayout
+from .losses import packed_mse as packed_mse, packed_vlb as packed_vlb
+from .pack import Packing as Packing, packed_forward as packed_forward
+from .processors import (
+    PackedAttnProcessor as PackedAttnProcessor,
+    PackedJointAttnProcessor as PackedJointAttnProcessor,
+)
+from .segments import SegmentSpans as SegmentSpans
+from .token_drop import BetaRate as BetaRate, TokenDrop as TokenDrop

@@ -1,0 +1,102 @@
+"""Settings of a plan of memory, and which of them cannot be combined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...errors import BucketingError
+from ...settings import check_at_least, check_literals
+from .adapters import AdapterConfig
+from .memory import MemoryConfig, Precision
+from .optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """What memory is planned for.
+
+    Args:
+        sample_size (`list` of `int`, *optional*): Frames, height and width of the samples, in pixels; by default 81
+            frames, or as many as the model takes, at the model's own smallest size.
+        train_batch_size (`int`): Samples per process and step.
+        max_tokens (`int`, *optional*): Tokens per process and step instead, those of text in the sequence of its
+            sample included: as many samples as fit, at least one.
+        batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs, which the VAE encodes one by one.
+        cached (`"nothing"`, `"latents"` or `"all"`): What scripts/cache_latents.py has encoded: with `"latents"` the
+            VAE is not loaded, with `"all"` no text encoder either.
+        mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
+        sharding (`"ddp"` or `"fsdp2"`): How several processes share the training: each holds everything, or a part.
+        num_processes (`int`): Processes, one per GPU.
+        gradient_accumulation_steps (`int`): Batches per optimizer step.
+        ema_decay (`float`, *optional*): Decay of averaged weights, which are kept beside the others.
+        trained_component (`"transformer"` or `"transformer_2"`): Transformer to train.
+        max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+        device (`"cuda"` or `"cpu"`): Device of the run. On a GPU, a constant of 1 GiB stands for the CUDA context,
+            and AdamW works on all weights at once.
+        memory ([`MemoryConfig`]): How the model is kept in memory.
+        adapters ([`AdapterConfig`]): LoRA.
+        optimizer ([`OptimizerConfig`]): AdamW, or its 8-bit form.
+
+    Raises:
+        BucketingError: On an impossible value, or settings that cannot be combined.
+    """
+
+    sample_size: list[int] | None = None
+    train_batch_size: int = 1
+    max_tokens: int | None = None
+    batching: Literal["bucket", "pack"] = "bucket"
+    cached: Literal["nothing", "latents", "all"] = "nothing"
+    mixed_precision: Precision = "bf16"
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    num_processes: int = 1
+    gradient_accumulation_steps: int = 1
+    ema_decay: float | None = None
+    trained_component: Literal["transformer", "transformer_2"] = "transformer"
+    max_sequence_length: int | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_at_least(
+            1, self, "train_batch_size", "max_tokens", "num_processes", "gradient_accumulation_steps",
+            "max_sequence_length",
+        )  # fmt: skip
+        if self.sample_size is not None and (len(self.sample_size) != 3 or min(self.sample_size) < 1):
+            raise BucketingError(
+                f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
+            )
+        if reason := refusal(self):
+            raise BucketingError(reason)
+
+
+def refusal(config: PlanConfig) -> str | None:
+    """Return why settings cannot be combined, and the nearest ones that can; None if they can."""
+    memory, degree = config.memory, config.memory.context_parallel_degree
+    has_adapters, sharded = config.adapters.lora_rank is not None, config.sharding == "fsdp2"
+    if memory.trained_dtype == "bf16" and config.mixed_precision != "bf16":
+        return '`trained_dtype="bf16"` needs `mixed_precision="bf16"`.'
+    if memory.trained_dtype == "bf16" and sharded:
+        return 'Omit `trained_dtype="bf16"`, or use `sharding="ddp"`: under FSDP2 accelerate trains in float32.'
+    if sharded and config.num_processes == 1:
+        return '`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.'
+    if degree > 1 and config.num_processes % degree:
+        return (
+            f"`context_parallel_degree={degree}` must divide the {config.num_processes} processes (`num_processes`)."
+        )
+    for option, is_set in {
+        f'`quantize_base="{memory.quantize_base}"`': memory.quantize_base is not None,
+        f"`offload_blocks={memory.offload_blocks}`": memory.offload_blocks > 0,
+    }.items():
+        if is_set and not has_adapters:
+            return f"{option} needs frozen weights; train adapters (`lora_rank=16`), or omit it."
+        if is_set and sharded:
+            return f'{option} cannot be sharded; use `sharding="ddp"`, or omit it.'
+        if is_set and not memory.gradient_checkpointing and memory.quantize_base != "nf4":
+            return f"{option} saves nothing without `gradient_checkpointing=True`; add it."
+    if memory.quantize_base == "nf4" and memory.offload_blocks:
+        return '`offload_blocks` cannot move weights in nf4; use `quantize_base="int8"`, or omit one of the two.'
+    return None
