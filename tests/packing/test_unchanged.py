@@ -13,8 +13,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from accelerate.utils import convert_outputs_to_fp32
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
-from diffusers.hooks import HookRegistry
-from diffusers.hooks import ModelHook as DiffusersHook
+from diffusers.hooks import HookRegistry, ModelHook as DiffusersHook
 from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from peft import LoraConfig
