@@ -57,7 +57,7 @@ def without_torch(clone: Path) -> Path:
     PyPI has torch for Linux only with CUDA, several gigabytes, and a CPU build at hand may be for one Python alone.
     """
     python = make_venv(clone.parent / "without_torch", newest_python())
-    packages = [requirement(name) for name in ("av", "datasets", "numpy", "pillow")]
+    packages = [requirement(name) for name in ("av", "datasets", "lazy_loader", "numpy", "pillow")]
     pip_install(python, *packages, *TEST_TOOLS)
     pip_install(python, "--no-deps", "--editable", clone)
     return python

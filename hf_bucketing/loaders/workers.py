@@ -15,6 +15,10 @@ from typing import Any
 from ..errors import BucketingError
 
 
+_PRELOADED = [f"{__package__}.{module}" for module in ("check", "collators", "padding", "planned")]
+"""What the fork server imports once for all workers; the package by itself imports nothing before it is used."""
+
+
 def worker_options(num_workers: int) -> dict[str, Any]:
     """Return options of a `DataLoader` that start its workers from a process without threads.
 
@@ -47,7 +51,7 @@ def worker_options(num_workers: int) -> dict[str, Any]:
         return {"num_workers": num_workers}  # Windows spawns workers, which copies no locks either
     _check_main_guard(num_workers)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__package__])
+    context.set_forkserver_preload(_PRELOADED)
     return {"num_workers": num_workers, "multiprocessing_context": context, "worker_init_fn": _end_with_parent}
 
 

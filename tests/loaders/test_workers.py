@@ -32,6 +32,21 @@ if __name__ == "__main__":
 """
 
 
+IMPORTED = """
+import sys
+from hf_bucketing.loaders import worker_options
+
+def print_imported():
+    print(*sys.modules)
+
+if __name__ == "__main__":
+    assert "torch" not in sys.modules
+    process = worker_options(1)["multiprocessing_context"].Process(target=print_imported)
+    process.start()
+    process.join()
+"""
+
+
 UNGUARDED = """
 from torch.utils.data import DataLoader
 from hf_bucketing.loaders import worker_options
@@ -60,6 +75,19 @@ def test_workers_come_from_a_fork_server() -> None:
     workers = set(DataLoader(range(8), collate_fn=process_of, batch_size=1, **options))
     assert len(workers) == 2
     assert os.getpid() not in workers
+
+
+def test_the_fork_server_imports_what_workers_need_once_for_all(tmp_path: Path) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(IMPORTED)
+    imported = set(run([sys.executable, script]).stdout.split())
+    assert {
+        "torch",
+        "datasets",
+        "accelerate",
+        "hf_bucketing.loaders.collators",
+        "hf_bucketing.media.sample",
+    } <= imported
 
 
 def test_a_script_without_a_main_guard_is_told_before_workers_start(tmp_path: Path) -> None:
