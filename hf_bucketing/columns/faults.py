@@ -47,7 +47,7 @@ class Faults:
         """Keep an error, or all of which it consists; with a source, each names it."""
         errors = error.errors if isinstance(error, RowsError) else [error]
         if source is not None:
-            errors = [type(one)(f"{source}: {one.fact}", advice=one.advice) for one in errors]
+            errors = [type(fault)(f"{source}: {fault.fact}", advice=fault.advice) for fault in errors]
         self.errors += errors
 
     def __enter__(self) -> Faults:

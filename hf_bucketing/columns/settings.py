@@ -38,11 +38,12 @@ TIMES = ("num_frames", "fps")
 
 
 class Treatment(NamedTuple):
-    """Treatment of rows at fault.
+    """What happens to rows at fault.
 
     Attributes:
-        files: Of unreadable files, clips that do not lie in their files, and conditions that do not fit.
-        captions: Of captions that are missing or not text.
+        files: What happens to rows with an unreadable file, a clip outside of its file, or a condition that does not
+            fit.
+        captions: What happens to rows with a caption that is missing or not text.
     """
 
     files: OnFileError

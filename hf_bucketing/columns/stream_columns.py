@@ -120,7 +120,8 @@ class StreamColumns:
                 )
             )
         for name in names[:3]:
-            sizes[name] = [-1 if row in lacking else size for row, size in enumerate(sizes[name])]
+            for row in lacking:
+                sizes[name][row] = -1
         return sizes
 
 

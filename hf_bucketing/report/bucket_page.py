@@ -381,7 +381,7 @@ def _plan(report: Report, beside: Beside) -> list[Block]:
     ]
     if not beside.memory:
         asked = "Name a pipeline by --pretrained_model_name_or_path to see the memory of the most expensive step here."
-        return [*blocks, Paragraphs(texts=[beside.model or asked])]
+        return [*blocks, Paragraphs(texts=[asked])]
     return [*blocks, *_memory(beside)]
 
 

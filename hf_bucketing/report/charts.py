@@ -108,18 +108,22 @@ def histogram_chart(
         colours (sequence of `int`): Colour of each group.
     """
     edges = histogram.edges
-    groups = [one for one in zip(histogram.counts.items(), colours, strict=False) if any(one[0][1])]
-    most = max((max(counts) for (_, counts), _ in groups), default=0)
+    groups = [
+        (name, counts, colour)
+        for (name, counts), colour in zip(histogram.counts.items(), colours, strict=True)
+        if any(counts)
+    ]
+    most = max((max(counts) for _, counts, _ in groups), default=0)
     x = _Scale(edges[0], edges[-1], _LEFT, WIDTH - _RIGHT, True)
     y = _Scale(0, max(most, 5) * 1.05, HEIGHT - _BOTTOM, _TOP)  # from 5 on, ticks are whole numbers
     parts = [_axes(x, y, x_label=x_label, y_label=y_label)]
-    for (_, counts), colour in groups:
+    for _, counts, colour in groups:
         places = [x(edge) for edge in edges]
         path = [f"M{places[0]} {y(0)}"]
         for count, end in zip(counts, places[1:], strict=True):
             path.append(f"V{y(count)}H{end}")
         parts.append(_markup('<path class="area s{}" d="{}V{}Z"/>', colour, "".join(path), y(0)))
-    legend = tuple((f"{name} ({sum(counts):,})", f"s{colour}") for (name, counts), colour in groups)
+    legend = tuple((f"{name} ({sum(counts):,})", f"s{colour}") for name, counts, colour in groups)
     return Chart(_svg(parts, alt=alt), legend)
 
 
@@ -192,8 +196,9 @@ def bar_chart(
             pieces.append(_markup('<rect class="bar s{}" x="{}" y="{}" width="{}" height="{}"/>', *shape))
             start += value
         pieces.append(_text(x(start) + 6, top + row / 2 + 4.5, text, "start"))
-    used = [any(own[number] for own in values) for number in range(len(parts))]
-    legend = tuple((name, f"s{number}") for number, name in enumerate(parts) if used[number])
+    legend = tuple(
+        (name, f"s{number}") for number, name in enumerate(parts) if any(lengths[number] for lengths in values)
+    )
     return Chart(_svg(pieces, alt=alt, height=height), legend)
 
 

@@ -205,14 +205,14 @@ def _noise(runs: Sequence[_Run]) -> Charts:
         levels = np.array([float(name.removeprefix(_NOISE)) + 0.05 for name in names])
         half = len(run.lines) // 2
         lines = []
-        for title, part, style in (("first half", slice(half), "faint"), ("second half", slice(half, None), "line")):
+        for colour, (title, part) in {3: ("first half", slice(half)), 4: ("second half", slice(half, None))}.items():
             columns = [run.column(name)[part] for name in names]
             means = [np.nan if np.isnan(one).all() else float(np.nanmean(one)) for one in columns]
-            lines.append(Line(f"trained on, {title}", levels, np.array(means), run.colour, style))
+            lines.append(Line(f"trained on, {title}", levels, np.array(means), colour))
         if run.held_out:
             last = run.held_out[-1]["by_noise"]
             x, y = (np.array([one[name] for one in last]) for name in ("noise_level", "loss"))
-            lines.append(Line("held out, last", x, y, run.colour, "dots"))
+            lines.append(Line("held out, last", x, y, 5, "dots"))
         alt = f"Mean loss of {run.name} by noise level."
         chart = line_chart(lines, alt=alt, x_label="noise level, 0 clean, 1 only noise", y_label="loss")
         charts.append((run.name, chart, "Means over steps; each point covers a tenth of the noise levels."))
