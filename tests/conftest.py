@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from tests.browser import browser  # noqa: F401  (a fixture of the session: playwright starts once)
-from tests.processes import launch_forked, run, run_forked
+from tests.processes import kill_forked_when, launch_forked, launched_environments, run, run_forked
 
 # Results of an earlier run in datasets' cache must not hide what this run would compute.
 _cache = tempfile.TemporaryDirectory(prefix="hf_bucketing_cache_")
@@ -58,24 +58,25 @@ def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A WanPipeline of small random weights."""
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a pipeline of small random weights, by its name; tests read it and write elsewhere."""
     from hf_bucketing.testing import make_tiny_pipeline
 
-    folder = tmp_path_factory.mktemp("pipeline") / "tiny-wan"
-    make_tiny_pipeline(folder)
-    return folder
+    return lambda name: made_once(
+        tmp_path_factory, f"tiny-{name}", lambda folder: make_tiny_pipeline(folder, family=name)
+    )
 
 
 @pytest.fixture(scope="session")
-def pipeline_dirs(pipeline_dir: Path) -> dict[str, Path]:
-    """A pipeline of small random weights for each training recipe."""
-    from hf_bucketing.testing import make_tiny_pipeline
+def pipeline_dir(tiny_folder: Callable[[str], Path]) -> Path:
+    """A WanPipeline of small random weights."""
+    return tiny_folder("wan")
 
-    folders = {family: pipeline_dir.with_name(f"tiny-{family}") for family in ("wan", "ltx", "latte")}
-    for family in ("ltx", "latte"):
-        make_tiny_pipeline(folders[family], family=family)
-    return folders
+
+@pytest.fixture(scope="session")
+def pipeline_dirs(tiny_folder: Callable[[str], Path]) -> dict[str, Path]:
+    """A pipeline of small random weights for each training recipe."""
+    return {family: tiny_folder(family) for family in ("wan", "ltx", "latte")}
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +98,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
         folder = factory.getbasetemp().parent / name
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            partial = folder.with_suffix(".partial")
+            partial = folder.with_name(f"{folder.name}.partial")
             make(partial)
             partial.rename(folder)
     return folder
@@ -152,11 +153,11 @@ def launch_training(*args: object, **options: Any) -> subprocess.CompletedProces
     return launch(TRAINING_SCRIPT, *args, **options)
 
 
-def start_training(*args: object, num_processes: int) -> subprocess.Popen[bytes]:
-    """Start the training script under `accelerate launch`, and return without waiting for it."""
-    command = [str(part) for part in _launch_command(TRAINING_SCRIPT, *args, num_processes=num_processes)]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def kill_training_when(done: Callable[[], bool], *args: object, num_processes: int) -> None:
+    """Run the training script as [`launch`] does, and kill all its processes at once when something is done."""
+    launched = launched_environments(launch_flags(num_processes), num_processes)
+    each = [{**environment, "ACCELERATE_USE_CPU": "true"} for environment in launched]
+    kill_forked_when(done, [TRAINING_SCRIPT, *args], each)
 
 
 def launch(

@@ -1,8 +1,8 @@
 """Programs in processes of their own: started anew, or forked from one that has imported what training needs.
 
-Forked processes save the seconds of imports. They have the environment that `accelerate launch` gives, run the script
-as `__main__`, and end together if one fails. What depends on the launcher itself (its messages, Ctrl-C, a killed
-process) is tested with `accelerate launch`.
+Forked processes save the seconds of imports, also those of the fork server of their workers. They have the
+environment that `accelerate launch` gives, run the script as `__main__`, and end together if one fails. What depends
+on the launcher itself (its messages, Ctrl-C, a process that dies) is tested with `accelerate launch`.
 
 As a program, this is the process that is forked: it reads a job per line from its standard input.
 """
@@ -10,6 +10,7 @@ As a program, this is the process that is forked: it reads a job per line from i
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -17,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +63,16 @@ def launch_forked(
         check (`bool`): Whether a command that fails fails the test.
         cwd (`Path`, *optional*): Working directory.
     """
-    each = [{**one, **env} for one in _environments([*flags, "--main_process_port", 0], num_processes)]
+    each = [{**launched, **env} for launched in launched_environments(flags, num_processes)]
     return run_forked(command, each, check=check, cwd=cwd)
 
 
-def _environments(flags: Sequence[object], num_processes: int) -> list[dict[str, str]]:
+def launched_environments(flags: Sequence[object], num_processes: int) -> list[dict[str, str]]:
     """Return the environment of each process that `accelerate launch` with these flags would start."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-    arguments = launch_command_parser().parse_args([*map(str, flags), "script.py"])
+    arguments = launch_command_parser().parse_args([*map(str, flags), "--main_process_port", "0", "script.py"])
     arguments, _, _ = _validate_launch_command(arguments)
     if num_processes == 1:
         return [prepare_simple_launcher_cmd_env(arguments)[1]]
@@ -91,17 +93,7 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, or `-m` and a module, with arguments, once for each environment, as [`run`] does."""
     with tempfile.TemporaryDirectory() as name:
-        files = {file: Path(name) / file for file in ("stdout", "stderr", "pid", "code")}
-        job = {
-            "arguments": [str(part) for part in command],
-            "environments": [{**one, "PYTHONFAULTHANDLER": "1"} for one in each],
-            "files": {file: str(path) for file, path in files.items()},
-            "cwd": str(cwd or Path.cwd()),
-        }
-        stdin = _server().stdin
-        assert stdin is not None
-        stdin.write(json.dumps(job) + "\n")
-        stdin.flush()
+        files = _submit(command, each, folder=Path(name), cwd=cwd)
         end = time.monotonic() + HANG_GUARD
         while not files["code"].exists():
             assert _server().poll() is None, "the process that is forked has ended"
@@ -110,7 +102,45 @@ def run_forked(
                 files["code"].write_text("hung")
             time.sleep(0.02)
         code, stdout, stderr = (files[file].read_text() for file in ("code", "stdout", "stderr"))
-    return _ended(job["arguments"], None if code == "hung" else int(code), stdout, stderr, check=check)
+    arguments = [str(part) for part in command]
+    return _ended(arguments, None if code == "hung" else int(code), stdout, stderr, check=check)
+
+
+def kill_forked_when(
+    done: Callable[[], bool], command: Sequence[object], each: Sequence[Mapping[str, str]], *, timeout: float = 240
+) -> None:
+    """Run a script as [`run_forked`] does, and kill all its processes at once when something is done."""
+    with tempfile.TemporaryDirectory() as name:
+        files = _submit(command, each, folder=Path(name), cwd=None)
+        deadline = time.monotonic() + timeout
+        while not done():
+            assert not files["code"].exists(), f"it ended before it could be killed:\n{files['stderr'].read_text()}"
+            assert time.monotonic() < deadline, "it never came as far"
+            time.sleep(0.05)
+        first = psutil.Process(int(files["pid"].read_text()))
+        processes = [first, *first.children(recursive=True)]
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes)
+
+
+def _submit(
+    command: Sequence[object], each: Sequence[Mapping[str, str]], *, folder: Path, cwd: Path | None
+) -> dict[str, Path]:
+    """Let the server fork a process for each environment; return the files for what they print, pid and exit code."""
+    files = {file: folder / file for file in ("stdout", "stderr", "pid", "code")}
+    job = {
+        "arguments": [str(part) for part in command],
+        "environments": [{**environment, "PYTHONFAULTHANDLER": "1"} for environment in each],
+        "files": {file: str(path) for file, path in files.items()},
+        "cwd": str(cwd or Path.cwd()),
+    }
+    stdin = _server().stdin
+    assert stdin is not None
+    stdin.write(json.dumps(job) + "\n")
+    stdin.flush()
+    return files
 
 
 def run(
@@ -216,6 +246,7 @@ def _run(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
+    _fork_server_of_workers()
     script, *arguments = job["arguments"]
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if script == "-m":
@@ -227,6 +258,26 @@ def _run(job: dict[str, Any]) -> None:
         sys.path[0] = str(Path(script).parent)
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
+
+
+def _fork_server_of_workers() -> None:
+    """Fork the server of this process's DataLoader workers, which multiprocessing would start anew."""
+
+    def fork(executable: str, arguments: Sequence[str], passed: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in passed:
+                with suppress(OSError):  # the one that listed them
+                    os.close(descriptor)
+        exec(arguments[-1], {})  # multiprocessing's own program, which ends with its last client
+        os._exit(0)
+
+    resource_tracker.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.util, "spawnv_passfds", fork)
+        forkserver.ensure_running()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, made_once, run
 
 pytestmark = pytest.mark.slow
 
@@ -31,40 +31,47 @@ CORE_TESTS = [*MEDIA_TESTS, "buckets/test_sizes.py", "columns/test_map_columns.p
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone in a folder named hf_bucketing, with the uncommitted changes of the working tree."""
-    folder = tmp_path_factory.mktemp("home") / "hf_bucketing"
-    listed = run(["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
+
+    def copy(home: Path) -> None:
+        listed = run(["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]).stdout
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file():
+                copied = home / "hf_bucketing" / name
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copied)
+
+    return made_once(tmp_path_factory, "home", copy) / "hf_bucketing"
 
 
 @pytest.fixture(scope="module")
-def beside(clone: Path) -> Path:
+def beside(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Python with an editable install of the clone and all other packages of the running one."""
-    python = make_venv(clone.parent / "venv", Path(sys.executable))
-    pip_install(python, "--no-deps", "--editable", clone)
-    (site_packages,) = (clone.parent / "venv" / "lib").glob("python*/site-packages")
-    (site_packages / "zz_running.pth").write_text(sysconfig.get_path("purelib"))
-    return python
+
+    def make(folder: Path) -> None:
+        pip_install(make_venv(folder, Path(sys.executable)), "--no-deps", "--editable", clone)
+        find_running_packages(folder)
+
+    return made_once(tmp_path_factory, "beside", make) / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
-def without_torch(clone: Path) -> Path:
+def without_torch(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The newest Python at hand that setup.cfg names, with the newest versions of all that columns need: no torch.
 
     PyPI has torch for Linux only with CUDA, several gigabytes, and a CPU build at hand may be for one Python alone.
     """
-    python = make_venv(clone.parent / "without_torch", newest_python())
-    packages = [requirement(name) for name in ("av", "datasets", "lazy_loader", "numpy", "pillow")]
-    pip_install(python, *packages, *TEST_TOOLS)
-    pip_install(python, "--no-deps", "--editable", clone)
-    return python
+
+    def make(folder: Path) -> None:
+        python = make_venv(folder, newest_python())
+        packages = [requirement(name) for name in ("av", "datasets", "lazy_loader", "numpy", "pillow")]
+        pip_install(python, *packages, *TEST_TOOLS)
+        pip_install(python, "--no-deps", "--editable", clone)
+
+    return made_once(tmp_path_factory, "without_torch", make) / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
-def newest(clone: Path) -> Path:
+def newest(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The running Python with the whole install and the newest versions that setup.cfg allows.
 
     Only torch is pinned, as in constraints.txt, so that a CPU build that is at hand is taken. Without one, this
@@ -72,23 +79,34 @@ def newest(clone: Path) -> Path:
     """
     if shutil.disk_usage(clone.parent).free < 12 * 2**30:
         pytest.skip(f"torch with CUDA needs 12 GiB of free disk at {clone.parent}")
-    python = make_venv(clone.parent / "newest", Path(sys.executable))
-    (torch,) = re.findall(r"^torch==.+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    pip_install(python, "--editable", f"{clone}[train]", torch, *TEST_TOOLS)
-    return python
+
+    def make(folder: Path) -> None:
+        (torch,) = re.findall(r"^torch==.+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+        python = make_venv(folder, Path(sys.executable))
+        pip_install(python, "--editable", f"{clone}[train]", torch, *TEST_TOOLS)
+
+    return made_once(tmp_path_factory, "newest", make) / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
-def lowest(clone: Path) -> Path:
+def lowest(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The running Python with the lowest versions that setup.cfg promises, but for torch, and else those at hand."""
-    python = make_venv(clone.parent / "lowest", Path(sys.executable))
-    (site_packages,) = (clone.parent / "lowest" / "lib").glob("python*/site-packages")
+
+    def make(folder: Path) -> None:
+        python = make_venv(folder, Path(sys.executable))
+        promised = CONFIG["options"]["install_requires"] + CONFIG["options.extras_require"]["train"]
+        bounds = re.findall(r"^([\w-]+)>=([\w.]+)", promised, re.MULTILINE)
+        find_running_packages(folder)
+        pip_install(python, *(f"{name}=={version}" for name, version in bounds if name != "torch"))
+        pip_install(python, "--no-deps", "--editable", clone)
+
+    return made_once(tmp_path_factory, "lowest", make) / "bin" / "python"
+
+
+def find_running_packages(venv: Path) -> None:
+    """Let a virtual environment find what it lacks among the packages of the running one."""
+    (site_packages,) = (venv / "lib").glob("python*/site-packages")
     (site_packages / "zz_running.pth").write_text(sysconfig.get_path("purelib"))
-    promised = CONFIG["options"]["install_requires"] + CONFIG["options.extras_require"]["train"]
-    bounds = re.findall(r"^([\w-]+)>=([\w.]+)", promised, re.MULTILINE)
-    pip_install(python, *(f"{name}=={version}" for name, version in bounds if name != "torch"))
-    pip_install(python, "--no-deps", "--editable", clone)
-    return python
 
 
 def requirement(name: str) -> str:

@@ -235,6 +235,8 @@ def test_a_hub_that_does_not_answer_is_named() -> None:
     with pytest.raises(BucketingError, match=r"nobody/x cannot be loaded: bad"), from_hub("nobody/x"):
         raise ValueError("bad")
     code = (
+        "import time\n"
+        "time.sleep = lambda seconds: None\n"  # between the attempts of huggingface_hub
         "from hf_bucketing.columns import load_source\n"
         "from hf_bucketing import BucketingError\n"
         "try:\n    load_source('nobody/nothing')\n"

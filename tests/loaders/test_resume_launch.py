@@ -37,18 +37,10 @@ COMBINATIONS = {
     1: [
         {"accumulation": 3, "kind": "pack"},
         {"stateful": True},
-        {"num_workers": 2},
         {"accumulation": 2, "stateful": True, "num_workers": 2, "persistent": True},
     ],
-    2: [
-        {"accumulation": 2},
-        {"accumulation": 2, "num_workers": 2, "persistent": True},
-        {"stateful": True, "num_workers": 2},
-    ],
-    3: [
-        {"accumulation": 2, "stateful": True},
-        {"accumulation": 2, "stateful": True, "num_workers": 2, "persistent": True, "kind": "pack"},
-    ],
+    2: [{"accumulation": 2, "num_workers": 1, "persistent": True}, {"stateful": True, "num_workers": 1}],
+    3: [{"accumulation": 2, "stateful": True, "kind": "pack"}],
 }
 
 

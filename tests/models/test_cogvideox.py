@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,15 @@ from hf_bucketing.losses import GaussianPosterior
 from hf_bucketing.models.objectives import Denoising
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.testing import make_tiny_pipeline
 from tests.models.recipe_cases import samples_of
 
 SCHEDULE = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tiny_folder: Callable[[str], Path]) -> dict[str, Path]:
     names = ("cogvideox-2b", "cogvideox-1.5", "cogvideox-i2v", "cogvideox-5b-i2v")
-    folders = {name: tmp_path_factory.mktemp("tiny") / name for name in names}
-    for name, folder in folders.items():
-        make_tiny_pipeline(folder, family=name)
-    return folders
+    return {name: tiny_folder(name) for name in names}
 
 
 def load(folder: Path, **options: int) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from hf_bucketing.models.objectives import EDM
 from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.packing import packed_forward
-from hf_bucketing.testing import make_tiny_pipeline
 from tests.models.cases import CASES, Samples, assert_same_gradients, gradients
 from tests.models.families.cosmos import Guardrail
 from tests.models.recipe_cases import samples_of
@@ -27,12 +27,8 @@ each_model = pytest.mark.parametrize("name", ["cosmos", "cosmos rotary only"])
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    names = ("cosmos", "cosmos2-t2i", "cosmos2-v2w")
-    folders = {name: str(tmp_path_factory.mktemp("tiny") / name) for name in names}
-    for name, folder in folders.items():
-        make_tiny_pipeline(folder, family=name)
-    return folders
+def folders(tiny_folder: Callable[[str], Path]) -> dict[str, str]:
+    return {name: str(tiny_folder(name)) for name in ("cosmos", "cosmos2-t2i", "cosmos2-v2w")}
 
 
 def by_frame(samples: Samples) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.models.objectives import DiffusionForcing, FlowMatching
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.skyreels_v2.recipe import SkyReelsV2DiffusionForcingRecipe
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.recipe_cases import samples_of
 
@@ -94,9 +94,8 @@ def test_impossible_sigmas_are_refused() -> None:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    make_tiny_pipeline(tmp_path, family="skyreels-v2-df")
-    return SkyReelsV2DiffusionForcingRecipe.load(str(tmp_path), max_sequence_length=16)
+def recipe(tiny_folder: Callable[[str], Path]) -> Recipe:
+    return SkyReelsV2DiffusionForcingRecipe.load(str(tiny_folder("skyreels-v2-df")), max_sequence_length=16)
 
 
 def test_the_recipe_forces_and_numbers_frame_rates_as_the_pipeline(recipe: Recipe) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, shown_ends, with
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Samples, TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.testing import make_tiny_pipeline
 from tests.models.families import RECIPES
 
 
@@ -76,10 +74,10 @@ def test_shown_ends_are_those_of_the_data_set_or_of_the_samples() -> None:
 
 @pytest.mark.parametrize("tiny", ["ltx-i2v", "ltx2-i2v"])
 @torch.no_grad()
-def test_a_render_shows_the_first_frame_as_training_does(tiny: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_render_shows_the_first_frame_as_training_does(tiny: str, tiny_folder, monkeypatch) -> None:
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
-    make_tiny_pipeline(tmp_path / tiny, family=tiny)
-    recipe = recipe_of(str(tmp_path / tiny)).load(str(tmp_path / tiny), max_sequence_length=64)
+    folder = str(tiny_folder(tiny))
+    recipe = recipe_of(folder).load(folder, max_sequence_length=64)
     image = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
     calls: list[dict[str, Any]] = []
     hook = recipe.transformer.register_forward_pre_hook(lambda _, args, given: calls.append(given), with_kwargs=True)

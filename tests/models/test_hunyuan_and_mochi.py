@@ -14,18 +14,17 @@ from hf_bucketing import PackingError, Size
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.testing import make_tiny_pipeline
 from tests.models.cases import Samples, largest_difference, packed_outputs
 from tests.models.families.hunyuan_video_15 import MIXED, RENDER, conditioning, make_model
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[[str], Recipe]:
-    def make(tiny: str) -> Recipe:
-        make_tiny_pipeline(tmp_path / tiny, family=tiny)
-        return recipe_of(str(tmp_path / tiny)).load(str(tmp_path / tiny), max_sequence_length=48)
+def load(tiny_folder: Callable[[str], Path]) -> Callable[[str], Recipe]:
+    def load(tiny: str) -> Recipe:
+        folder = str(tiny_folder(tiny))
+        return recipe_of(folder).load(folder, max_sequence_length=48)
 
-    return make
+    return load
 
 
 @pytest.mark.parametrize("image_tokens", [6, 0])

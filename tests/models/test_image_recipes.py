@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.caching.fingerprints import text_fingerprint
 from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.memory.planner import plan_memory
 from hf_bucketing.training.settings.plan import PlanConfig
 from tests.models.recipe_cases import samples_of
@@ -24,14 +22,9 @@ Load = Callable[[str], Recipe]
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    @cache
-    def make(tiny: str) -> str:
-        folder: Path = tmp_path_factory.mktemp("images") / tiny
-        make_tiny_pipeline(folder, family=tiny)
-        return str(folder)
-
-    return make
+def folder_of(tiny_folder: Callable[[str], Path]) -> Callable[[str], str]:
+    """Return the folder of a tiny pipeline."""
+    return lambda name: str(tiny_folder(name))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.adapters import start_adapters
 from hf_bucketing.training.memory.components import read_components
 from hf_bucketing.training.memory.trace import TracedStep, trace
@@ -25,10 +25,8 @@ from tests.models.families import CASES
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "ltx2"
-    make_tiny_pipeline(folder, family="ltx2")
-    return folder
+def folder(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("ltx2")
 
 
 @pytest.fixture

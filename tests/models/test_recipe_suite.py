@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objectiv
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.packing import PackedBatch, packed_forward
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
@@ -36,17 +34,10 @@ RUNS = [
 each_recipe = pytest.mark.parametrize(("case", "shown"), RUNS)
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that makes a case's tiny pipeline, once."""
-
-    @cache
-    def make(tiny: str) -> Path:
-        folder = tmp_path_factory.mktemp("tiny") / tiny
-        make_tiny_pipeline(folder, family=tiny)
-        return folder
-
-    return lambda case: make(case.tiny)
+@pytest.fixture
+def folder_of(tiny_folder: Callable[[str], Path]) -> Callable[[RecipeCase], Path]:
+    """Return the folder of a case's tiny pipeline."""
+    return lambda case: tiny_folder(case.tiny)
 
 
 def batch_of(case: RecipeCase, shown: Sequence[str], *, stacked: bool) -> dict[str, Any]:

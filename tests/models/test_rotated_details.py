@@ -13,7 +13,6 @@ from hf_bucketing import BucketingError, PackingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import packed_forward
-from hf_bucketing.testing import make_tiny_pipeline
 from tests.models.cases import Samples, largest_difference
 from tests.models.families import CASES
 from tests.models.recipe_cases import samples_of
@@ -54,9 +53,9 @@ def test_an_empty_text_of_hunyuan_image_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [(32, 48), (128, 128)])
-def test_cogview4_gets_the_timesteps_of_its_pipeline_at_each_noise_level(size: tuple[int, int], tmp_path) -> None:
-    make_tiny_pipeline(tmp_path / "p", family="cogview4")
-    recipe = recipe_of(str(tmp_path / "p")).load(str(tmp_path / "p"), max_sequence_length=16)
+def test_cogview4_gets_the_timesteps_of_its_pipeline_at_each_noise_level(size: tuple[int, int], tiny_folder) -> None:
+    folder = str(tiny_folder("cogview4"))
+    recipe = recipe_of(folder).load(folder, max_sequence_length=16)
     pipeline, timesteps = recipe.pipeline, []
     handle = recipe.transformer.register_forward_pre_hook(
         lambda module, args, kwargs: timesteps.append(kwargs["timestep"][0]), with_kwargs=True
@@ -71,18 +70,18 @@ def test_cogview4_gets_the_timesteps_of_its_pipeline_at_each_noise_level(size: t
     assert torch.allclose(recipe.model_inputs(samples).timesteps, torch.stack(timesteps), rtol=1e-5)
 
 
-def test_cogview4_shifts_as_its_scheduler_says(tmp_path) -> None:
-    make_tiny_pipeline(tmp_path / "p", family="cogview4")
-    recipe = recipe_of(str(tmp_path / "p")).load(str(tmp_path / "p"))
+def test_cogview4_shifts_as_its_scheduler_says(tiny_folder) -> None:
+    folder = str(tiny_folder("cogview4"))
+    recipe = recipe_of(folder).load(folder)
     law: Any = recipe.shift()
     assert law(tokens=16, pixels=32 * 128) == pytest.approx(0.75 * 2 + 0.25)  # 16 tokens, 4 of them the base
     recipe.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=2.0)
     assert recipe.shift() == 2.0
 
 
-def test_a_stack_has_no_more_padding_than_its_longest_text_needs(tmp_path) -> None:
-    make_tiny_pipeline(tmp_path / "p", family="qwen-image")
-    recipe = recipe_of(str(tmp_path / "p")).load(str(tmp_path / "p"), max_sequence_length=64)
+def test_a_stack_has_no_more_padding_than_its_longest_text_needs(tiny_folder) -> None:
+    folder = str(tiny_folder("qwen-image"))
+    recipe = recipe_of(folder).load(folder, max_sequence_length=64)
     text = recipe.encode_text(["red", "a blue"])
     assert text.values.shape[1] == 64
     assert text.mask is not None
@@ -92,9 +91,9 @@ def test_a_stack_has_no_more_padding_than_its_longest_text_needs(tmp_path) -> No
 
 
 @torch.no_grad()
-def test_words_in_quotation_marks_are_given_to_hunyuan_image_as_glyphs(tmp_path) -> None:
-    make_tiny_pipeline(tmp_path / "p", family="hunyuan-image")
-    recipe = recipe_of(str(tmp_path / "p")).load(str(tmp_path / "p"), max_sequence_length=64)
+def test_words_in_quotation_marks_are_given_to_hunyuan_image_as_glyphs(tiny_folder) -> None:
+    folder = str(tiny_folder("hunyuan-image"))
+    recipe = recipe_of(folder).load(folder, max_sequence_length=64)
     captions = ['a sign "open"', "a sign", 'a sign "closed today"']
     latents = torch.randn(3, 4, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     samples = samples_of(recipe, latents, fps=[1.0] * 3, timesteps=[100.0, 500.0, 900.0], captions=captions)
@@ -119,9 +118,9 @@ def test_words_in_quotation_marks_are_given_to_hunyuan_image_as_glyphs(tmp_path)
     assert plain.sum() == 0
 
 
-def test_a_model_of_mean_flow_is_not_trained_by_flow_matching(tmp_path) -> None:
-    make_tiny_pipeline(tmp_path / "p", family="hunyuan-image")
-    recipe = recipe_of(str(tmp_path / "p")).load(str(tmp_path / "p"))
+def test_a_model_of_mean_flow_is_not_trained_by_flow_matching(tiny_folder) -> None:
+    folder = str(tiny_folder("hunyuan-image"))
+    recipe = recipe_of(folder).load(folder)
     recipe.transformer.register_to_config(use_meanflow=True)
     with pytest.raises(BucketingError, match="mean flow"):
         recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.wan_vace.packing import CONTROL
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.memory.estimate import _random_batch
 from hf_bucketing.training.steps import media_of
 from tests.conftest import run_script_here
@@ -29,16 +29,9 @@ SIZE = Size(5, 32, 48)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that makes a tiny pipeline, once."""
-
-    @cache
-    def make(name: str) -> str:
-        path = tmp_path_factory.mktemp("tiny") / name
-        make_tiny_pipeline(path, family=name)
-        return str(path)
-
-    return make
+def folder(tiny_folder: Callable[[str], Path]) -> Callable[[str], str]:
+    """Return the folder of a tiny pipeline."""
+    return lambda name: str(tiny_folder(name))
 
 
 @cache

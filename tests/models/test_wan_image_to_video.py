@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Loading, Recipe, Samples
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.memory.components import read_components
 from hf_bucketing.training.memory.planner import plan_components
 from hf_bucketing.training.settings.plan import PlanConfig
@@ -30,16 +29,9 @@ NAMES = ("wan-i2v", "wan-flf2v", "wan-2.2-i2v", "wan-2.2-ti2v")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that makes a tiny pipeline, once."""
-
-    @cache
-    def make(name: str) -> str:
-        path = tmp_path_factory.mktemp("tiny") / name
-        make_tiny_pipeline(path, family=name)
-        return str(path)
-
-    return make
+def folder(tiny_folder: Callable[[str], Path]) -> Callable[[str], str]:
+    """Return the folder of a tiny pipeline."""
+    return lambda name: str(tiny_folder(name))
 
 
 def load(folder: str, **options: Any) -> Recipe:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +15,8 @@ from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.training import agreement
 from hf_bucketing.training.review import losses_of
-from tests.conftest import ROOT, TRAINING_SCRIPT
-from tests.processes import HANG_GUARD
+from tests.conftest import ROOT, TRAINING_SCRIPT, launch_flags
+from tests.processes import launched_environments, run_forked
 
 TWO = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
 
@@ -44,32 +43,27 @@ def test_a_folder_that_another_process_does_not_see_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def start(script: Path, rank: int, port: int, *args: object) -> subprocess.Popen[str]:
-    """Start one of two machines, which has one process."""
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", 2),
-        *("--num_processes", 2, "--machine_rank", rank, "--main_process_ip", "127.0.0.1"),
-        *("--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no", script, *args),
-    ]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    return subprocess.Popen(
-        [str(part) for part in command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
 def on_two_machines(
     *args: object, script: Path = TRAINING_SCRIPT, **folders: tuple[Path, Path]
 ) -> list[tuple[int, str]]:
-    """Return the exit code and the output of each machine, given the value of each flag on the two."""
+    """Return the exit code and the output of each machine, given the value of each flag on the two.
+
+    The processes have the environment that `accelerate launch --num_machines 2` gives the one process of a machine.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    machines = [
-        start(script, rank, port, *args, *(part for name in folders for part in (f"--{name}", folders[name][rank])))
-        for rank in range(2)
-    ]
-    texts = [machine.communicate(timeout=HANG_GUARD)[0] for machine in machines]
-    return [(machine.returncode, text) for machine, text in zip(machines, texts, strict=True)]
+    first, _ = launched_environments(launch_flags(2), 2)
+    common = {**os.environ, **first, "ACCELERATE_USE_CPU": "true", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "1"}
+
+    def run_machine(rank: int) -> tuple[int, str]:
+        flags = [part for name, values in folders.items() for part in (f"--{name}", values[rank])]
+        environment = {**common, "RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0"}
+        done = run_forked([script, *args, *flags], [environment], check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    with ThreadPoolExecutor(2) as machines:
+        return list(machines.map(run_machine, range(2)))
 
 
 @pytest.mark.slow

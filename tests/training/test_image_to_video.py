@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 
 from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, iter_frames, probe
-from hf_bucketing.testing import Clip, make_media_dataset, make_tiny_pipeline
+from hf_bucketing.testing import Clip, make_media_dataset
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import held_out_losses, losses_of
 from tests.conftest import run_script_here
@@ -24,12 +25,10 @@ TEXT = {"max_sequence_length": None}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Videos, images beside videos, and three pipelines."""
     folder = tmp_path_factory.mktemp("image-to-video")
-    made = {name: folder / name for name in ("wan-i2v", "wan-2.2-ti2v")}
-    for name, path in made.items():
-        make_tiny_pipeline(path, family=name)
+    made = {name: tiny_folder(name) for name in ("wan-i2v", "wan-2.2-ti2v")}
     made |= {"videos": folder / "videos", "mixed": folder / "mixed"}
     make_media_dataset(made["videos"], num_samples=6, clips=CLIPS)
     make_media_dataset(made["mixed"], num_samples=6, clips=(*CLIPS[:2], Clip(1, 64, 64)))

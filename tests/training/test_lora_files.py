@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.adapters import ADAPTER, adapters_of, add_lora, start_adapters
 from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.models.families import RECIPES
@@ -29,11 +29,10 @@ FAMILIES = {
 """Prefix of names in the file, for each family; readers of diffusers take both where names are the same."""
 
 
-def load(name: str, folder: Path) -> DiffusionPipeline:
-    case = RECIPES[name]
-    if not folder.exists():
-        make_tiny_pipeline(folder, family=case.tiny)
-    return DiffusionPipeline.from_pretrained(folder, **case.components)
+@pytest.fixture
+def load(tiny_folder: Callable[[str], Path]) -> Callable[[str], DiffusionPipeline]:
+    """Return a function that loads the tiny pipeline of a family."""
+    return lambda name: DiffusionPipeline.from_pretrained(tiny_folder(RECIPES[name].tiny), **RECIPES[name].components)
 
 
 def strengths(pipeline: DiffusionPipeline) -> dict[str, torch.Tensor]:
@@ -45,11 +44,11 @@ def strengths(pipeline: DiffusionPipeline) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, dict[str, torch.Tensor]]:
+def written(request: pytest.FixtureRequest, load, tmp_path: Path) -> tuple[str, Path, dict[str, torch.Tensor]]:
     """A family, a file of its adapters with alphas, and the changes that they make."""
     PartialState()  # what is logged is logged by the main process
     name = request.param
-    pipeline = load(name, tmp_path / "pipeline")
+    pipeline = load(name)
     torch.manual_seed(0)
     add_lora(pipeline, AdapterConfig(lora_rank=RANK, lora_alpha=ALPHA))
     file = {}
@@ -64,9 +63,9 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, 
 
 
 @pytest.mark.parametrize("written", FAMILIES, indirect=True)
-def test_layers_start_at_the_strength_of_alpha_tensors(written: tuple, tmp_path: Path) -> None:
+def test_layers_start_at_the_strength_of_alpha_tensors(written: tuple, load, tmp_path: Path) -> None:
     name, path, expected = written
-    pipeline = load(name, tmp_path / "pipeline")
+    pipeline = load(name)
     start_adapters(pipeline, AdapterConfig(lora_rank=RANK, init_from_adapters=str(path)))
     found = strengths(pipeline)
     assert found.keys() == expected.keys()
@@ -84,17 +83,19 @@ def test_layers_start_at_the_strength_of_alpha_tensors(written: tuple, tmp_path:
     ],
 )
 @pytest.mark.parametrize("written", ["wan"], indirect=True)
-def test_what_is_left_over_is_refused_by_name(written: tuple, change: dict, message: str, tmp_path: Path) -> None:
+def test_what_is_left_over_is_refused_by_name(
+    written: tuple, load, change: dict, message: str, tmp_path: Path
+) -> None:
     name, path, _ = written
     weights = {key: value for key, value in {**load_file(path), **change}.items() if value is not None}
     save_file(weights, path)
     with pytest.raises(BucketingError, match=message):
-        start_adapters(load(name, tmp_path / "pipeline"), AdapterConfig(lora_rank=RANK, init_from_adapters=str(path)))
+        start_adapters(load(name), AdapterConfig(lora_rank=RANK, init_from_adapters=str(path)))
 
 
 @pytest.mark.parametrize("written", ["wan"], indirect=True)
-def test_a_file_with_two_scales_is_refused(written: tuple, tmp_path: Path) -> None:
+def test_a_file_with_two_scales_is_refused(written: tuple, load, tmp_path: Path) -> None:
     name, path, _ = written
     save_file(load_file(path), path, metadata={"lora_adapter_metadata": '{"transformer.lora_alpha": 4}'})
     with pytest.raises(BucketingError, match="has two scales"):
-        start_adapters(load(name, tmp_path / "pipeline"), AdapterConfig(lora_rank=RANK, init_from_adapters=str(path)))
+        start_adapters(load(name), AdapterConfig(lora_rank=RANK, init_from_adapters=str(path)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, check_cached, text_of
 from tests.caching.test_caching import OPTIONS, cached, collator_of, first, prepared
@@ -84,9 +84,10 @@ def is_of(text: Given, tokens: torch.Tensor, *, masked: bool) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RECIPES.values(), ids=RECIPES.keys())
-def test_a_dropped_caption_is_the_empty_negative_prompt_of_the_pipeline(case: RecipeCase, tmp_path: Path) -> None:
-    make_tiny_pipeline(tmp_path / "pipeline", family=case.tiny)
-    folder = str(tmp_path / "pipeline")
+def test_a_dropped_caption_is_the_empty_negative_prompt_of_the_pipeline(
+    case: RecipeCase, tiny_folder: Callable[[str], Path]
+) -> None:
+    folder = str(tiny_folder(case.tiny))
     recipe = recipe_of(folder).load(folder, max_sequence_length=case.max_sequence_length)
     own = recipe.encode_text([PROMPT])
     null = text_of(recipe, {"caption": [PROMPT]}, dropped=[True], empty=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,12 @@ def bytes_of(*modules: torch.nn.Module) -> int:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in tiny_pipelines()]
 )
-def test_a_plan_counts_what_the_models_of_a_pipeline_hold(name: str, tmp_path: Path) -> None:
-    make_tiny_pipeline(tmp_path / "p", family=name)
-    recipe = recipe_of(str(tmp_path / "p")).load(str(tmp_path / "p"))
-    shutil.copytree(tmp_path / "p", tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors", "tokenizer*"))
+def test_a_plan_counts_what_the_models_of_a_pipeline_hold(
+    name: str, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline = tiny_folder(name)
+    recipe = recipe_of(str(pipeline)).load(str(pipeline))
+    shutil.copytree(pipeline, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors", "tokenizer*"))
     config = settings(name, tmp_path / "configs")
     plan = plan_memory(str(tmp_path / "configs"), config)
     check_holds(plan, recipe)

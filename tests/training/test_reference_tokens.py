@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from hf_bucketing.media import write_image
 from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.memory.estimate import _random_batch, plan_of_run
 from hf_bucketing.training.steps import make_step
@@ -37,10 +37,8 @@ modes = pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vace") / "pipeline"
-    make_tiny_pipeline(folder, family="wan-vace")
-    return folder
+def pipeline(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("wan-vace")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from hf_bucketing.media import ViewRule, write_video
 from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.settings import changed
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import TrainingData, make_data
 from hf_bucketing.training.loop import Trainer
@@ -207,10 +206,9 @@ def test_the_shift_reaches_the_objective_of_flow_models_alone(pipeline_dirs, pre
 
 
 def test_the_guidance_reaches_the_step_of_models_that_embed_one_alone(
-    pipeline_dirs, prepared_dir, tmp_path: Path
+    pipeline_dirs, prepared_dir, tiny_folder, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "flux"
-    make_tiny_pipeline(folder, family="flux")
+    folder = tiny_folder("flux")
     for batching in ({}, PACKED):
         for settings, scale in (({}, 1.0), ({"guidance": 3.5}, 3.5), ({"guidance": 0.0}, 0.0)):
             recipe = recipe_of(str(folder)).load(str(folder))

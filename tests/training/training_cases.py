@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import pytest
 
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_log import read_sample_logs
-from tests.conftest import launch_training, start_training
+from tests.conftest import kill_training_when, launch_training
 
 BATCHING = {
     "bucket": ("--batching", "bucket", "--train_batch_size", 2),
@@ -55,15 +52,7 @@ def train_until(
     done: Callable[[], bool], pipeline: Path, prepared: Path, output: Path, *flags: object, num_processes: int
 ) -> None:
     """Start a training, and kill all its processes at once when something is done."""
-    process = start_training(*_common(pipeline, prepared, output), *flags, num_processes=num_processes)
-    deadline = time.monotonic() + 240
-    while not done():
-        assert process.poll() is None, "the training ended before it could be killed"
-        assert time.monotonic() < deadline, "the training never came as far"
-        time.sleep(0.05)
-    for one in [process_tree := psutil.Process(process.pid), *process_tree.children(recursive=True)]:
-        one.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_training_when(done, *_common(pipeline, prepared, output), *flags, num_processes=num_processes)
 
 
 def _common(pipeline: Path, prepared: Path, output: Path) -> tuple[object, ...]:
