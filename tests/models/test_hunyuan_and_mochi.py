@@ -41,9 +41,9 @@ def test_samples_without_images_and_glyphs_attend_to_neither(image_tokens: int) 
     assert samples.pack(enable_packing(model)).layout.added_lengths == (0,) * 6
 
 
-def test_the_vae_is_loaded_for_training_from_a_cache_too(load, tmp_path: Path) -> None:
+def test_the_vae_is_loaded_for_training_from_a_cache_too(load, tiny_folder) -> None:
     recipe = load("hunyuan-video-1.5")
-    again = type(recipe).load(str(tmp_path / "hunyuan-video-1.5"), loading=Loading(parts=("trained",)))
+    again = type(recipe).load(str(tiny_folder("hunyuan-video-1.5")), loading=Loading(parts=("trained",)))
     assert again.pipeline.text_encoder is None
     assert again.latent_channels == again.pipeline.num_channels_latents
 
