@@ -37,8 +37,8 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.planner.memory import PLAN_ERROR
 from hf_bucketing.testing import make_tiny_pipeline
-from hf_bucketing.training.memory.planner import PLAN_ERROR
 
 NARROW = {"num_attention_heads": 4, "attention_head_dim": 128, "num_layers": 6}
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "num_layers": 8}
@@ -154,8 +154,8 @@ def make_dataset(folder: Path, pipeline: Path, case: Case) -> Path:
 def measure(flags: dict[str, Any], output: Path) -> None:
     """Train in this process, and write what was planned and the highest resident memory, in MB."""
     from hf_bucketing.training import TrainingConfig
+    from hf_bucketing.training.estimate import plan_of_run
     from hf_bucketing.training.loop import Trainer
-    from hf_bucketing.training.memory.estimate import plan_of_run
 
     class MeasuredTrainer(Trainer):
         def _finish(self) -> None:  # before anything is saved
@@ -177,7 +177,7 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here, and not from loading on
     trainer.run()
     measured = trainer.highest - before
-    plan = plan_of_run(trainer.config, trainer.data, accelerator=trainer.accelerator)
+    plan = plan_of_run(trainer.opened, trainer.data)
     if trainer.accelerator.is_main_process:
         figures = {"planned_mb": plan.total / 2**20, "measured_mb": measured, "plan": str(plan)}
         output.write_text(json.dumps({**figures, "ratio": figures["planned_mb"] / measured}))

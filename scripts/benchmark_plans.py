@@ -19,11 +19,11 @@ from benchmark_tools import write_figures
 
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.planner import PlanConfig
+from hf_bucketing.planner.figure import draw_options
+from hf_bucketing.planner.memory import verdict_on
+from hf_bucketing.planner.options import MemoryOption, best_option, option_rows, plan_options
 from hf_bucketing.testing.published import write_published_configs
-from hf_bucketing.training import PlanConfig
-from hf_bucketing.training.memory.figure import draw_options
-from hf_bucketing.training.memory.options import MemoryOption, best_option, option_rows, plan_options
-from hf_bucketing.training.memory.planner import verdict_on
 
 
 class Model(NamedTuple):

@@ -16,10 +16,10 @@ from hf_bucketing.files import check_writable, complete_file
 
 
 def make_parser() -> FlagParser:
+    from hf_bucketing.optimizers.settings import OptimizerConfig
+    from hf_bucketing.planner.settings import PlanConfig
     from hf_bucketing.settings import names_of
     from hf_bucketing.training.script_settings import settings_of_scripts
-    from hf_bucketing.training.settings.optimizer import OptimizerConfig
-    from hf_bucketing.training.settings.plan import PlanConfig
 
     parser = FlagParser(__doc__)
     parser.add_argument("pretrained_model_name_or_path", help="Diffusers pipeline, on the hub or in a folder.")
@@ -33,19 +33,19 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from hf_bucketing.training.memory.figure import draw_options
-    from hf_bucketing.training.memory.options import (
+    from hf_bucketing.planner.figure import draw_options
+    from hf_bucketing.planner.memory import verdict_on
+    from hf_bucketing.planner.options import (
         MemoryOption,
         best_option,
         check_fits,
-        commands_of,
         describe_verdict,
         format_options,
         option_rows,
         plan_options,
     )
-    from hf_bucketing.training.memory.planner import verdict_on
-    from hf_bucketing.training.settings.plan import PlanConfig
+    from hf_bucketing.planner.settings import PlanConfig
+    from hf_bucketing.training.script_settings import commands_of
     from hf_bucketing.units import format_bytes
 
     def show(row: MemoryOption) -> None:

@@ -121,9 +121,9 @@ def plan_of_memory(model: str | None, report: Report) -> tuple[str, list[MemoryR
     buckets = report.buckets.used
     if model is None or not buckets:
         return "", []
+    from hf_bucketing.planner.memory import plan_memory
+    from hf_bucketing.planner.settings import PlanConfig
     from hf_bucketing.settings import changed
-    from hf_bucketing.training.memory.planner import plan_memory
-    from hf_bucketing.training.settings.plan import PlanConfig
 
     largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
     base = PlanConfig(sample_size=[*largest.size], train_batch_size=samples, cached="all")

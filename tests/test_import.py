@@ -23,7 +23,11 @@ LEVELS = {
     **dict.fromkeys(["command_line", "losses", "media", "plans"], 1),
     **dict.fromkeys(["columns", "loaders", "packing"], 2),
     **dict.fromkeys(["caching", "models", "report", "streaming"], 3),
-    **dict.fromkeys(["testing", "training"], 4),
+    "testing": 4,
+    **dict.fromkeys(["optimizers", "placement"], 4),
+    "adapters": 4.2,
+    "planner": 4.4,
+    "training": 5,
 }
 TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]
 DEVELOPERS_SCRIPTS = ("benchmark_", "draw_ways", "fit_demo_vae", "train_demo_transformer")

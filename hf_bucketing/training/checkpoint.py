@@ -17,11 +17,11 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 
+from ..adapters.lora import LORA_WEIGHTS
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
 from ..models.recipe import Recipe
-from .adapters import LORA_WEIGHTS
-from .memory.shards import SHARDED
+from ..placement.shards import SHARDED
 
 logger = get_logger(__name__)
 

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError, quoted
 from ..loaders.captions import CaptionRule
 from ..loaders.faults import FaultRule
 from ..losses.names import Reduction
 from ..media.views import ViewRule
 from ..models.shift import read_shift
+from ..optimizers.settings import OptimizerConfig
 from ..packing.names import Backend
 from ..packing.token_drop import Mode as TokenDropMode, TokenDrop
+from ..placement.settings import MemoryConfig
 from ..plans.bin_packing import PackStrategy
 from ..plans.deal import Remainder
 from ..plans.packs import Balance
@@ -29,12 +32,9 @@ from ..settings import (
     number_or_text,
 )
 from ..streaming.config import StreamConfig
-from .settings.adapters import AdapterConfig
 from .settings.checkpoints import CheckpointConfig
 from .settings.held_out import HeldOutConfig
 from .settings.hub import HubConfig
-from .settings.memory import MemoryConfig
-from .settings.optimizer import OptimizerConfig
 from .settings.validation import ValidationConfig
 
 COST_MODEL = "cost_model.json"
@@ -220,15 +220,15 @@ class TrainingConfig:
             average is saved in place of the last weights; by default there is none.
         report_to (`str`): Tracker of accelerate that receives losses and renderings, or `"none"`.
         batches ([`BatchConfig`]): Batches or packs.
-        memory ([`MemoryConfig`][hf_bucketing.training.memory.config.MemoryConfig]): How the model is kept in memory.
+        memory ([`MemoryConfig`][hf_bucketing.placement.settings.MemoryConfig]): How the model is kept in memory.
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Crop, frames, flip and decoder.
         captions ([`CaptionRule`][hf_bucketing.loaders.CaptionRule]): Tags of captions.
         faults ([`FaultRule`][hf_bucketing.loaders.FaultRule]): Unreadable samples.
         loader ([`LoaderConfig`]): Worker processes.
         stream ([`StreamConfig`][hf_bucketing.streaming.config.StreamConfig]): Rows from a stream.
         objective ([`ObjectiveConfig`]): Noise levels and loss.
-        adapters ([`AdapterConfig`][hf_bucketing.training.adapters.AdapterConfig]): LoRA.
-        optimizer ([`OptimizerConfig`][hf_bucketing.training.optimizers.OptimizerConfig]): AdamW and its schedule.
+        adapters ([`AdapterConfig`][hf_bucketing.adapters.lora.AdapterConfig]): LoRA.
+        optimizer ([`OptimizerConfig`][hf_bucketing.optimizers.adamw.OptimizerConfig]): AdamW and its schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
         held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.

@@ -10,8 +10,8 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.utils import HFValidationError
 
+from ..adapters.lora import LORA_WEIGHTS
 from ..errors import HubError
-from .adapters import LORA_WEIGHTS
 from .checkpoint import PIPELINE_INDEX
 from .settings.hub import HubConfig
 

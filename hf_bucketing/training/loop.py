@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from diffusers.training_utils import cast_training_params
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..adapters.lora import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
 from ..buckets.calibration import read_cost_model
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
@@ -34,9 +36,23 @@ from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
 from ..models.recipe import PARTS, pipeline_folder, read_config
-from ..models.registry import recipe_of
+from ..optimizers.adamw import apply_settings, make_optimizer, make_schedule
+from ..placement.context_parallel import ContextParallel, prepare_in_groups
+from ..placement.offload import offload_blocks
+from ..placement.quantization import leave_frozen_weights_to_each_process
+from ..placement.sharding import (
+    block_by_block,
+    configure_deepspeed,
+    fingerprints_of,
+    loads_once,
+    rendering_in_lockstep,
+    resharded,
+    sending_weights,
+    sharded_adapters,
+)
+from ..placement.shards import SHARDED, averaged
+from ..placement.trust import refuse_code_in_shards
 from ..settings import changed
-from .adapters import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
 from .agreement import check_same, check_shared
 from .card import Run, write_card
 from .checkpoint import (
@@ -51,29 +67,12 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import UNREADABLE, TrainingData, make_data, make_held_out_data
+from .estimate import describe, describe_memory, fill_max_tokens, out_of_memory
 from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
-from .memory.context_parallel import ContextParallel, check_context_parallel, prepare_in_groups
-from .memory.estimate import describe, describe_memory, fill_max_tokens, out_of_memory
-from .memory.offload import check_offload, offload_blocks
-from .memory.precision import loading_of, parts_called, trained_dtype
-from .memory.quantization import check_quantization, leave_frozen_weights_to_each_process
-from .memory.sharding import (
-    block_by_block,
-    check_sharding,
-    configure_deepspeed,
-    fingerprints_of,
-    loads_once,
-    rendering_in_lockstep,
-    resharded,
-    sending_weights,
-    sharded_adapters,
-)
-from .memory.shards import SHARDED, averaged
-from .memory.trust import refuse_code_in_shards
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
-from .optimizers import apply_settings, make_optimizer, make_schedule
+from .opened import check_settings, open_run, trained_dtype
 from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_cost_model, write_status
 from .script_settings import settings_to_repeat
 from .skipped import SkippedSteps, check_finite
@@ -128,9 +127,8 @@ class Trainer:
             config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
         if config.batches.cost_model is not None:
             read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
-        recipe = recipe_of(config.pretrained_model_name_or_path)
-        check_context_parallel(config, self.accelerator, recipe)
-        spec = recipe.read_spec(config.pretrained_model_name_or_path)
+        run = open_run(config, self.accelerator)
+        recipe, spec, self.calls = run.recipe, run.spec, run.called
         self.validation = None
         if config.validation.validation_prompts:
             sizes = parse_sizes(config.validation.validation_sizes, spec)
@@ -142,13 +140,10 @@ class Trainer:
                 seed=config.seed,
                 folder=self.folder / "validation",
             )
-        check_quantization(config, self.accelerator)
-        check_offload(config, self.accelerator)
         self.repository = None
         if config.hub.push_to_hub and not config.dry_run and self.accelerator.is_main_process:
             self.repository = open_repository(config.hub, folder=self.folder)
         opened = open_stream(config, self.accelerator) if config.stream.streaming else None
-        self.calls = parts_called(config)
         source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
             source = str(pipeline_folder(source))
@@ -156,7 +151,7 @@ class Trainer:
             source,
             max_sequence_length=config.max_sequence_length,
             trained=config.trained_component,
-            loading=loading_of(config, self.accelerator, self.calls),
+            loading=run.loading,
         )
         self.source = source
         self.weights = fingerprints_of(self.recipe, self.accelerator)
@@ -165,7 +160,8 @@ class Trainer:
             check_weights(saved, self.weights, source=config.pretrained_model_name_or_path)
         config = self._prepare_model(config)
         self.step = make_step(config, self.recipe)
-        self.config = fill_max_tokens(config, spec, accelerator=self.accelerator, step=self.step)
+        self.config = fill_max_tokens(replace(run, config=config), self.step)
+        self.opened = replace(run, config=self.config)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
@@ -291,7 +287,7 @@ class Trainer:
         if self.held_out is not None:
             lines += self.held_out.describe()
         transformer = self.recipe.transformer
-        return lines + describe_memory(self.config, self.data, transformer=transformer, accelerator=self.accelerator)
+        return lines + describe_memory(self.opened, self.data, transformer=transformer)
 
     def run(self) -> None:
         """Train from the start or from a checkpoint, and save the pipeline.
@@ -672,8 +668,12 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         log_with=None if config.report_to == "none" else config.report_to,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
-    check_sharding(config, accelerator)
-    configure_deepspeed(config, accelerator)
+    check_settings(config, accelerator)
+    configure_deepspeed(
+        accelerator,
+        accumulation_steps=config.gradient_accumulation_steps,
+        max_grad_norm=config.optimizer.max_grad_norm,
+    )
     if loads_once(accelerator):  # transformers would leave text encoders empty, which nothing fills
         disable_fsdp_ram_efficient_loading()
     if not accelerator.is_local_main_process:

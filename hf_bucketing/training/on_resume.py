@@ -8,9 +8,9 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from ..errors import BucketingError
+from ..placement.shards import SHARDED
 from ..settings import changed
 from .config import TrainingConfig
-from .memory.shards import SHARDED
 
 Rule = Literal["applied", "equal", "plan", "weights", "free"]
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..adapters.lora import SETTINGS
 from ..buckets.arrays import FloatArray, IntArray
 from ..errors import BucketingError
 from ..files import complete_file
-from .adapters import SETTINGS
 from .recount import Leg, Recount, recount
 from .run_log import log_path, read_log, read_sample_logs
 

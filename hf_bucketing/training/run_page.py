@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..adapters.lora import SETTINGS
 from ..buckets.arrays import FloatArray
 from ..buckets.sizes import Size
 from ..buckets.table import BucketTable
@@ -22,7 +23,6 @@ from ..media.thumbnails import animation
 from ..report.charts import Chart, Line, bar_chart, line_chart
 from ..report.page import Block, Charts, Gallery, Page, Paragraphs, Picture, Section, Table
 from ..report.text import short_number, size_label
-from .adapters import SETTINGS
 from .review import (
     StepLog,
     held_out_losses,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import shlex
+from typing import TYPE_CHECKING, Any
 
 from ..caching.settings import CacheConfig
 from ..columns.settings import NOT_FLAGS, SourceConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
+from ..planner.settings import PlanConfig
 from ..report.measure import ReportConfig
-from ..settings import names_of
+from ..settings import flatten, names_of, settings_in
 from .config import TrainingConfig
-from .settings.plan import PlanConfig
+
+if TYPE_CHECKING:
+    from ..planner.options import MemoryOption
 
 TRAINED_ON = (CACHED_DIR, "dataset_dir")
 """Names in a file of the folder that training reads: what scripts/cache_latents.py writes, if that is given, or else
@@ -51,3 +55,40 @@ def settings_to_repeat(config: TrainingConfig, file: ConfigFile | None, **chosen
     others = {SOURCES, *scripts, *TRAINED_ON}.union(*(names for script, names in scripts.items() if script != own))
     kept = {} if file is None else {name: value for name, value in file.plain().items() if name in others}
     return {**kept, own: {**config.flat(), **chosen}}
+
+
+def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
+    """Return the commands of a run with the settings of an option: that which caches, if any, and that which trains.
+
+    Args:
+        name_or_path (`str`): Diffusers pipeline.
+        row ([`MemoryOption`]): The option.
+    """
+    planned, shape = flatten(row.config), row.plan.shape
+    if planned["batching"] == "pack" and planned["max_tokens"] is None:
+        planned["max_tokens"] = shape.length
+    if planned["max_tokens"] is not None:
+        del planned["train_batch_size"]
+    cached = planned["cached"] != "nothing"
+    processes = planned["num_processes"]
+    file = f"--config_file scripts/accelerate_configs/{planned['sharding']}.yaml " if processes > 1 else ""
+    launch = f"accelerate launch {file}--num_processes {processes}"
+    common = f"--pretrained_model_name_or_path {shlex.quote(name_or_path)}"
+    given = [
+        _flag(setting.name, planned[setting.name])
+        for setting in settings_in(TrainingConfig)
+        if setting.name in planned and planned[setting.name] != setting.default
+    ]
+    commands = []
+    if cached:
+        names = ("mixed_precision", "batching", "max_sequence_length", "vae_tiling")
+        of_cache = [flag for flag in given if flag.split()[0].removeprefix("--") in names]
+        folders = "--dataset_dir prepared --cache_dir cache --output_dir cached"
+        commands.append(" ".join([f"{launch} scripts/cache_latents.py", folders, common, *of_cache]))
+    folders = f"--dataset_dir {'cached' if cached else 'prepared'} --output_dir trained"
+    commands.append(" ".join([f"{launch} scripts/train_text_to_video.py", folders, common, *given]))
+    return commands
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"

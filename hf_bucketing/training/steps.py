@@ -26,10 +26,10 @@ from ..models.recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from ..packing.names import Grid
 from ..packing.pack import Packing, packed_forward
 from ..packing.token_drop import Seed, TokenDrop
+from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
 from .config import TrainingConfig
 from .data import TrainingData
-from .memory.offload import activations_on_cpu
 from .streamed import StreamedData
 
 

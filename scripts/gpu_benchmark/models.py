@@ -11,11 +11,10 @@ from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 
 from hf_bucketing import BucketTable, LatentSpec, Size
+from hf_bucketing.adapters.lora import lora_targets
+from hf_bucketing.adapters.settings import AdapterConfig
+from hf_bucketing.placement.quantization import quantization_of
 from hf_bucketing.testing.published import write_published_configs
-from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import lora_targets
-from hf_bucketing.training.memory.quantization import quantization_of
-from hf_bucketing.training.settings.adapters import AdapterConfig
 
 Grid = tuple[int, int, int]
 RANK = 16
@@ -182,15 +181,12 @@ def save_pipeline(scale: Scale, folder: Path, *, layers: int) -> None:
 
 def load_transformer(scale: Scale, folder: Path, kind: str | None) -> WanTransformer3DModel:
     """Load the saved transformer in bf16, its blocks quantised in a format of `--quantize_base`."""
-    config = TrainingConfig.from_flat(
-        pretrained_model_name_or_path=str(folder),
-        dataset_dir="",
-        output_dir="",
-        lora_rank=RANK,
-        gradient_checkpointing=True,
-        quantize_base=kind,
-    )
-    options: dict[str, Any] = {"quantization_config": quantization_of(config, torch.bfloat16)} if kind else {}
+    config = WanTransformer3DModel.load_config(str(folder), subfolder="transformer")
+    with torch.device("meta"):
+        empty = WanTransformer3DModel.from_config(config)
+    options: dict[str, Any] = {}
+    if kind is not None:
+        options = {"quantization_config": quantization_of(kind, empty, dtype=torch.bfloat16)}
     model = WanTransformer3DModel.from_pretrained(
         str(folder), subfolder="transformer", torch_dtype=torch.bfloat16, **options
     )

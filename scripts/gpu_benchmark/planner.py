@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from hf_bucketing.training.memory.planner import plan_memory
-from hf_bucketing.training.settings.adapters import AdapterConfig
-from hf_bucketing.training.settings.memory import MemoryConfig
-from hf_bucketing.training.settings.plan import PlanConfig
+from hf_bucketing.adapters.settings import AdapterConfig
+from hf_bucketing.placement.settings import MemoryConfig
+from hf_bucketing.planner.memory import plan_memory
+from hf_bucketing.planner.settings import PlanConfig
 
 from .models import RANK, Scale, load_transformer, make_transformer
 

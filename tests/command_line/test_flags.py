@@ -13,8 +13,9 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.errors import FlagError
 from hf_bucketing.loaders.faults import FaultRule
 from hf_bucketing.media import ViewRule
+from hf_bucketing.optimizers import OptimizerConfig
 from hf_bucketing.settings import build, changed, check_literals, flatten, not_default, settings_in
-from hf_bucketing.training import BatchConfig, OptimizerConfig, TrainingConfig
+from hf_bucketing.training import BatchConfig, TrainingConfig
 
 PATHS = {"pretrained_model_name_or_path": "m", "dataset_dir": "d", "output_dir": "o"}
 

@@ -32,7 +32,7 @@ GIVEN = {
     "a frame and 10 seconds": "setting of scripts/benchmark_durations.py",
     "at 5 s and at 10 s": "sizes in scripts/benchmark_durations.py",
     "cut to 5 s, and in packs up to 10 s": "the same",
-    "a constant of 1 GiB": "what `training/memory/` adds to each plan",
+    "a constant of 1 GiB": "what `planner/` adds to each plan",
     "at most 60 seconds": "setting of scripts/benchmark_lengths.py",
     "30 % images": "what scripts/benchmark_sampling.py draws",
     "Once they fill 2.5 MB": "limit of `training/run_page.py`",

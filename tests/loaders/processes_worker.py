@@ -14,7 +14,7 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketBatchSampler, PackBatchSampler, PlanError, check_loader, resume
-from hf_bucketing.training.memory.context_parallel import form_groups
+from hf_bucketing.placement.context_parallel import form_groups
 from tests.loaders.loader_worker import IDS, TABLE
 
 USABLE = np.flatnonzero(IDS >= 0).tolist()

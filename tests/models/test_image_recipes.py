@@ -14,8 +14,8 @@ from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.caching.fingerprints import text_fingerprint
 from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.memory.planner import plan_memory
-from hf_bucketing.training.settings.plan import PlanConfig
+from hf_bucketing.planner.memory import plan_memory
+from hf_bucketing.planner.settings import PlanConfig
 from tests.models.recipe_cases import samples_of
 
 Load = Callable[[str], Recipe]

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, PackingError
+from hf_bucketing.adapters.lora import start_adapters
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import text_fingerprint
 from hf_bucketing.models import enable_packing, verify_packing
 from hf_bucketing.models.ltx2 import FAMILY
@@ -16,10 +18,8 @@ from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
-from hf_bucketing.training.adapters import start_adapters
-from hf_bucketing.training.memory.components import read_components
-from hf_bucketing.training.memory.trace import TracedStep, trace
-from hf_bucketing.training.settings.adapters import AdapterConfig
+from hf_bucketing.planner.components import read_components
+from hf_bucketing.planner.trace import TracedStep, trace
 from tests.models.cases import Samples, largest_difference
 from tests.models.families import CASES
 

@@ -20,7 +20,7 @@ from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.wan_vace.packing import CONTROL
-from hf_bucketing.training.memory.estimate import _random_batch
+from hf_bucketing.training.estimate import _random_batch
 from hf_bucketing.training.steps import media_of
 from tests.conftest import run_script_here
 

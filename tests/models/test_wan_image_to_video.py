@@ -17,9 +17,9 @@ from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Loading, Recipe, Samples
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.memory.components import read_components
-from hf_bucketing.training.memory.planner import plan_components
-from hf_bucketing.training.settings.plan import PlanConfig
+from hf_bucketing.planner.components import read_components
+from hf_bucketing.planner.memory import plan_components
+from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.training.settings.validation import ValidationConfig
 from hf_bucketing.training.validation import Validation, images_of
 from tests.conftest import run_script_here

@@ -22,8 +22,8 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import TokenDrop, packed_forward, packed_mse
 from hf_bucketing.packing.batch import Rows
-from hf_bucketing.training.memory.context_parallel import ContextParallel
-from hf_bucketing.training.memory.offload import offload_blocks
+from hf_bucketing.placement.context_parallel import ContextParallel
+from hf_bucketing.placement.offload import offload_blocks
 from tests.models.cases import CROSS, FamilyCase, Samples
 
 ALIKE = (0, 4)

@@ -14,16 +14,16 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
+from hf_bucketing.adapters.lora import LORA_WEIGHTS, add_lora
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.recipe import Loading, Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.placement.blocks import blocks_of
+from hf_bucketing.placement.offload import offload_blocks
+from hf_bucketing.placement.quantization import quantization_of, quantized_linears
 from hf_bucketing.settings import changed
-from hf_bucketing.training.adapters import LORA_WEIGHTS, add_lora
-from hf_bucketing.training.memory.blocks import blocks_of
-from hf_bucketing.training.memory.offload import offload_blocks
-from hf_bucketing.training.memory.quantization import quantization_of, quantized_linears
 from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.training.test_offload import gradients, run_once
 from tests.training.training_cases import BATCHING, in_process, run, train
 
@@ -33,9 +33,10 @@ LORA = {"lora_rank": 4, "gradient_checkpointing": True, "mixed_precision": "bf16
 
 
 def load(folder: Path, kind: str | None, *, dtype: torch.dtype = torch.bfloat16) -> Recipe:
-    config = in_process(folder, folder, folder, quantize_base=kind, lora_rank=4, gradient_checkpointing=True)
-    loading = Loading(trained_dtype=dtype, quantization=quantization_of(config, dtype))
-    return recipe_of(str(folder)).load(str(folder), loading=loading)
+    recipe = recipe_of(str(folder))
+    empty = recipe.empty_transformer(str(folder), "transformer")
+    loading = Loading(trained_dtype=dtype, quantization=quantization_of(kind, empty, dtype=dtype))
+    return recipe.load(str(folder), loading=loading)
 
 
 def with_adapters(folder: Path, kind: str | None) -> Any:

@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.placement.context_parallel import form_groups
+from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.memory.context_parallel import check_context_parallel, form_groups
+from hf_bucketing.training.opened import check_settings, open_run
 from hf_bucketing.training.review import held_out_losses, losses_of
 from hf_bucketing.training.run_log import RunLog, StepMetrics
 from tests.conftest import ROOT, launch_flags, run_script_here
@@ -231,17 +232,22 @@ def test_what_context_parallelism_does_not_work_with_is_refused_before_weights_a
     chosen.update({"mesh": None, **settings})
     processes, kind, family, mesh = (chosen.pop(name) for name in ("processes", "kind", "family", "mesh"))
     config = in_process(pipeline_dirs[family], prepared_dir, tmp_path, **chosen)
-    accelerator = SimpleNamespace(
-        num_processes=processes, distributed_type=kind, torch_device_mesh=mesh, is_fsdp2=False
-    )
     with pytest.raises(BucketingError, match=reason):
-        check_context_parallel(config, accelerator, recipe_of(config.pretrained_model_name_or_path))
+        check(config, processes, kind, torch_device_mesh=mesh, is_fsdp2=False)
     works = {"context_parallel_degree": 2, **PACKS}
     config = in_process(pipeline_dirs["wan"], prepared_dir, tmp_path, **works)
-    accelerator = SimpleNamespace(
-        num_processes=4, distributed_type=DistributedType.FSDP, torch_device_mesh=None, is_fsdp2=True
-    )
-    check_context_parallel(config, accelerator, recipe_of(config.pretrained_model_name_or_path))
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=False)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    check(config, 4, DistributedType.FSDP, torch_device_mesh=None, is_fsdp2=True, state=state)
+
+
+def check(config: TrainingConfig, processes: int, kind: DistributedType, **others: Any) -> None:
+    """Check the settings of a run on as many processes."""
+    deepspeed = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2))
+    about = {"device": torch.device("cpu"), "mixed_precision": "no", "state": deepspeed, **others}
+    accelerator = SimpleNamespace(num_processes=processes, distributed_type=kind, **about)
+    check_settings(config, accelerator)
+    open_run(config, accelerator)
 
 
 def test_a_run_is_refused_before_its_weights_are_loaded(

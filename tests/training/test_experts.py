@@ -9,10 +9,10 @@ import torch
 from diffusers import DiffusionPipeline, WanPipeline
 
 from hf_bucketing import BucketingError
+from hf_bucketing.adapters.lora import check_component, start_adapters
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.wan.recipe import WanRecipe
-from hf_bucketing.training.adapters import check_component, start_adapters
-from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.training.training_cases import in_process, run
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}

@@ -19,11 +19,11 @@ from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from hf_bucketing import BucketingError
+from hf_bucketing.adapters.lora import LORA_WEIGHTS
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.errors import HubError
 from hf_bucketing.training import HubConfig
-from hf_bucketing.training.adapters import LORA_WEIGHTS
 from hf_bucketing.training.card import Run, shown, write_card
 from hf_bucketing.training.data import UNREADABLE
 from hf_bucketing.training.hub import open_repository, upload

@@ -12,8 +12,8 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.training.adapters import ADAPTER, adapters_of, add_lora, start_adapters
-from hf_bucketing.training.settings.adapters import AdapterConfig
+from hf_bucketing.adapters.lora import ADAPTER, adapters_of, add_lora, start_adapters
+from hf_bucketing.adapters.settings import AdapterConfig
 from tests.models.families import RECIPES
 
 RANK, ALPHA = 4, 16

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_bucketing import BucketingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward
-from hf_bucketing.training.memory.blocks import blocks_of
-from hf_bucketing.training.memory.offload import activations_on_cpu, offload_blocks, offloaded_blocks
+from hf_bucketing.placement.blocks import blocks_of
+from hf_bucketing.placement.offload import activations_on_cpu, offload_blocks, offloaded_blocks
 from tests.models.cases import FamilyCase, Samples, each_family
 from tests.training.training_cases import STABLE, in_process, run
 

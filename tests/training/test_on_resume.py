@@ -18,18 +18,18 @@ from diffusers import DiffusionPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError, PlanError
+from hf_bucketing.adapters.lora import LORA_WEIGHTS, add_lora, save_lora
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed, names_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.adapters import LORA_WEIGHTS, add_lora, save_lora
 from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.on_resume import ON_RESUME, applied_changes, resumed_config, settings_of
 from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_log import read_log
-from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.training.training_cases import in_process, run
 
 Make = Callable[..., TrainingConfig]

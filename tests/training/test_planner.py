@@ -15,23 +15,14 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, Size
+from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.settings import flatten
-from hf_bucketing.testing.published import write_published_configs
-from hf_bucketing.training import AdapterConfig, MemoryConfig, OptimizerConfig, PlanConfig, TrainingConfig, plan_memory
-from hf_bucketing.training.memory import estimate, options, planner, trace
-from hf_bucketing.training.memory.components import Components, read_components
-from hf_bucketing.training.memory.options import (
-    MemoryOption,
-    best_option,
-    check_fits,
-    commands_of,
-    describe_verdict,
-    format_options,
-    plan_options,
-)
-from hf_bucketing.training.memory.planner import (
+from hf_bucketing.optimizers import OptimizerConfig
+from hf_bucketing.placement import MemoryConfig
+from hf_bucketing.planner import PlanConfig, memory as planner, options, plan_memory, trace
+from hf_bucketing.planner.components import Components, read_components
+from hf_bucketing.planner.memory import (
     MOST_TOKENS,
     PLAN_ERROR,
     MemoryParts,
@@ -40,6 +31,18 @@ from hf_bucketing.training.memory.planner import (
     largest_tokens,
     plan_components,
 )
+from hf_bucketing.planner.options import (
+    MemoryOption,
+    best_option,
+    check_fits,
+    describe_verdict,
+    format_options,
+    plan_options,
+)
+from hf_bucketing.settings import flatten
+from hf_bucketing.testing.published import write_published_configs
+from hf_bucketing.training import TrainingConfig, estimate
+from hf_bucketing.training.script_settings import commands_of
 from tests.conftest import ROOT, run_script, run_script_here
 
 PLANS = ROOT / "scripts" / "benchmark_results" / "plans.json"
@@ -273,8 +276,8 @@ def test_the_command_of_an_option_has_its_settings(config: PlanConfig) -> None:
 def test_a_dry_run_ends_with_the_planners_verdict(total: int, line: str, monkeypatch) -> None:
     monkeypatch.setattr(estimate, "plan_of_run", lambda *args, **options: plan_of(total * 2**30))
     monkeypatch.setattr(estimate, "_device_bytes", lambda accelerator: 24 * 2**30)
-    about = {"transformer": torch.nn.Linear(2, 2), "accelerator": SimpleNamespace(is_main_process=True)}
-    assert line in estimate.describe_memory(SimpleNamespace(dry_run=True), None, **about)[-1]
+    opened = SimpleNamespace(config=SimpleNamespace(dry_run=True), accelerator=SimpleNamespace(is_main_process=True))
+    assert line in estimate.describe_memory(opened, None, transformer=torch.nn.Linear(2, 2))[-1]
 
 
 def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monkeypatch) -> None:
@@ -314,7 +317,7 @@ def test_combinations_that_cannot_be_are_refused_with_one_that_can(configs) -> N
         dataclasses.replace(CPU, sharding="fsdp2")
     with pytest.raises(BucketingError, match=r"trained_dtype.*needs `mixed_precision="):
         memory(trained_dtype="bf16")
-    with pytest.raises(BucketingError, match=r"context_parallel_degree=2. must divide the 3 processes"):
+    with pytest.raises(BucketingError, match=r"context_parallel_degree=2. needs .* it divides, got 3"):
         dataclasses.replace(CPU, num_processes=3, memory=MemoryConfig(context_parallel_degree=2))
     with pytest.raises(BucketingError, match=r"offload_blocks=9. is more than the 4 blocks"):
         plan_memory(str(configs["wan"]), memory(offload_blocks=9, gradient_checkpointing=True))
@@ -353,14 +356,13 @@ def test_a_model_that_cannot_be_traced_gets_a_line_that_says_why(monkeypatch) ->
         raise RuntimeError("no shape\nfor this")
 
     monkeypatch.setattr(estimate, "plan_of_run", fail)
-    about = {
-        "transformer": torch.nn.Linear(2, 2),
-        "accelerator": SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu")),
-    }
-    dry, run = SimpleNamespace(dry_run=True), SimpleNamespace(dry_run=False)
-    (line,) = estimate.describe_memory(dry, None, **about)
+    accelerator = SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu"))
+    dry, run = (
+        SimpleNamespace(config=SimpleNamespace(dry_run=dry_run), accelerator=accelerator) for dry_run in (True, False)
+    )
+    (line,) = estimate.describe_memory(dry, None, transformer=torch.nn.Linear(2, 2))
     assert "not planned: RuntimeError: no shape" in line
-    assert estimate.describe_memory(run, None, **about) == [], "too small a model to matter"
+    assert estimate.describe_memory(run, None, transformer=torch.nn.Linear(2, 2)) == [], "too small a model to matter"
 
 
 @pytest.mark.slow

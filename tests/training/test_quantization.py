@@ -17,17 +17,17 @@ import torch
 from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 
 from hf_bucketing import BucketingError
+from hf_bucketing.adapters.lora import add_lora, save_lora
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import Packing, packed_forward
-from hf_bucketing.training.adapters import add_lora, save_lora
-from hf_bucketing.training.memory.quantization import (
+from hf_bucketing.placement.quantization import (
     kept_linears,
     quantization_of,
     quantized_linears,
 )
-from hf_bucketing.training.settings.adapters import AdapterConfig
 from tests.conftest import ROOT, run
 from tests.training.training_cases import in_process, run as train_here
 
@@ -104,8 +104,8 @@ def test_nf4_layers_take_steps_on_a_transformer_that_packs(pipeline_dir: Path, t
     # diffusers refuses bitsandbytes without a GPU; its layers take steps on the CPU all the same.
     monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None)
     monkeypatch.setattr(BnB4BitDiffusersQuantizer, "update_device_map", lambda *_: {"": "cpu"})
-    config = in_process(pipeline_dir, tmp_path, tmp_path, quantize_base="nf4", lora_rank=4)
-    quantization = quantization_of(config, torch.float32)
+    empty = recipe_of(str(pipeline_dir)).empty_transformer(str(pipeline_dir), "transformer")
+    quantization = quantization_of("nf4", empty, dtype=torch.float32)
     assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)
     recipe = recipe_of(str(pipeline_dir)).load(str(pipeline_dir), loading=Loading(quantization=quantization))
     plain = recipe_of(str(pipeline_dir)).load(str(pipeline_dir))

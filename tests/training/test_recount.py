@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, Size
+from hf_bucketing.adapters.lora import SETTINGS
 from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler
-from hf_bucketing.training.adapters import SETTINGS
 from hf_bucketing.training.recount import recount
 from hf_bucketing.training.review import review_run
 from hf_bucketing.training.run_log import RunLog, log_path, write_status

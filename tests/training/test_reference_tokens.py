@@ -21,7 +21,8 @@ from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training.data import make_data
-from hf_bucketing.training.memory.estimate import _random_batch, plan_of_run
+from hf_bucketing.training.estimate import _random_batch, plan_of_run
+from hf_bucketing.training.opened import open_run
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.training.training_cases import in_process
@@ -95,7 +96,7 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
     if source == "plan":
         data = make_data(config, recipe.spec, **OPTIONS)
         loader = resume(accelerator, accelerator.prepare(data.loader))
-        memory = plan_of_run(config, data, accelerator=accelerator)
+        memory = plan_of_run(open_run(config, accelerator), data)
         assert memory.shape.tokens == data.largest_step().tokens <= 640
     else:
         config = changed(config, streaming=True)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketingError, BucketTable, Size
+from hf_bucketing.adapters.lora import SETTINGS
 from hf_bucketing.media.write import write_image, write_video
 from hf_bucketing.report import render_page
-from hf_bucketing.training.adapters import SETTINGS
 from hf_bucketing.training.review import losses_by_bucket
 from hf_bucketing.training.run_log import TABLE, RunLog
 from hf_bucketing.training.run_page import run_page

@@ -12,11 +12,11 @@ import pytest
 from hf_bucketing.caching.settings import CacheConfig
 from hf_bucketing.columns.settings import SourceConfig
 from hf_bucketing.command_line.config_file import PATHS, read_config_file, write_config
+from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.report.measure import ReportConfig
 from hf_bucketing.settings import names_of, parts_of, settings_in
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.script_settings import settings_of_scripts, settings_to_repeat
-from hf_bucketing.training.settings.plan import PlanConfig
 from tests.conftest import ROOT
 
 

@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from hf_bucketing import BucketingError
+from hf_bucketing.adapters.lora import LORA_WEIGHTS
+from hf_bucketing.placement import sharding
+from hf_bucketing.placement.blocks import block_names
+from hf_bucketing.placement.shards import AVERAGES
+from hf_bucketing.placement.trust import refuse_code_in_shards
 from hf_bucketing.testing import make_tiny_pipeline
-from hf_bucketing.training import TrainingConfig, loop
-from hf_bucketing.training.adapters import LORA_WEIGHTS
+from hf_bucketing.training import TrainingConfig, loop, opened
 from hf_bucketing.training.loop import make_accelerator
-from hf_bucketing.training.memory import sharding
-from hf_bucketing.training.memory.blocks import block_names
-from hf_bucketing.training.memory.shards import AVERAGES
-from hf_bucketing.training.memory.trust import refuse_code_in_shards
 from hf_bucketing.training.review import held_out_losses, losses_of
 from tests.conftest import ROOT, run_script_here
 from tests.models.families import RECIPES
@@ -288,7 +288,7 @@ def test_what_sharding_cannot_do_is_refused_before_weights_are_loaded(
     make_accelerator(config)
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
     monkeypatch.setattr(Accelerator, "is_fsdp2", version == 2)
-    monkeypatch.setattr(sharding, "loads_once", lambda _: once)
+    monkeypatch.setattr(opened, "loads_once", lambda _: once)
     with pytest.raises(BucketingError, match=message):
         make_accelerator(config)
 
@@ -296,19 +296,25 @@ def test_what_sharding_cannot_do_is_refused_before_weights_are_loaded(
 @pytest.mark.parametrize("setting", [{"lora_rank": 2}, {"ema_decay": 0.9}, {"validation_prompts": ["red"]}])
 def test_stage_3_of_deepspeed_is_refused_for_what_stage_2_does(setting: dict, tmp_path: Path) -> None:
     common = {"pretrained_model_name_or_path": "m", "dataset_dir": "d", "output_dir": str(tmp_path)}
-    config = TrainingConfig.from_flat(
-        **common, report_to="none", gradient_accumulation_steps=3, max_grad_norm=0.5, **setting
-    )
+    config = TrainingConfig.from_flat(**common, report_to="none", **setting)
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 1.0})
     state = SimpleNamespace(deepspeed_plugin=plugin)
-    accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=state, is_fsdp2=False)
-    sharding.check_sharding(config, accelerator)
-    sharding.configure_deepspeed(config, accelerator)
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED,
+        state=state,
+        is_fsdp2=False,
+        mixed_precision="no",
+        num_processes=2,
+        device=torch.device("cpu"),
+        torch_device_mesh=None,
+    )
+    opened.check_settings(config, accelerator)
+    sharding.configure_deepspeed(accelerator, accumulation_steps=3, max_grad_norm=0.5)
     assert plugin.deepspeed_config["gradient_clipping"] == 0.5
     assert plugin.deepspeed_config["gradient_accumulation_steps"] == 3
     plugin.zero_stage = 3
     with pytest.raises(BucketingError, match=f"Omit `{next(iter(setting))}`, or use version 2 of FSDP.*stage: 2"):
-        sharding.check_sharding(config, accelerator)
+        opened.check_settings(config, accelerator)
 
 
 def test_adapters_averages_and_validation_run_under_version_2_of_fsdp(tmp_path: Path, monkeypatch) -> None:
@@ -317,4 +323,5 @@ def test_adapters_averages_and_validation_run_under_version_2_of_fsdp(tmp_path: 
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
     monkeypatch.setattr(Accelerator, "is_fsdp2", True)
     monkeypatch.setattr(loop, "loads_once", lambda _: False)
+    monkeypatch.setattr(opened, "loads_once", lambda _: False)
     make_accelerator(TrainingConfig.from_flat(**common, report_to="none", **settings))

@@ -12,15 +12,15 @@ from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 
 from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.adapters.lora import add_lora, save_lora
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.adapters import add_lora, save_lora
+from hf_bucketing.optimizers.adamw import make_optimizer, make_schedule
+from hf_bucketing.optimizers.settings import OptimizerConfig
 from hf_bucketing.training.checkpoint import gather_weights, save_pipeline
-from hf_bucketing.training.memory.estimate import find_max_tokens
-from hf_bucketing.training.optimizers import make_optimizer, make_schedule
-from hf_bucketing.training.settings.adapters import AdapterConfig
-from hf_bucketing.training.settings.optimizer import OptimizerConfig
+from hf_bucketing.training.estimate import find_max_tokens
 from hf_bucketing.training.settings.validation import ValidationConfig
 from hf_bucketing.training.validation import Validation, parse_sizes
 from tests.models.recipe_cases import samples_of

@@ -73,7 +73,7 @@ def test_max_tokens_holds_the_text_where_it_sits_in_the_sequence(pipeline_dir, p
 def test_a_run_counts_the_text_that_its_family_says_is_in_the_sequence(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
 ) -> None:
-    from hf_bucketing.training.memory import estimate as memory
+    from hf_bucketing.training import estimate as memory
 
     wan, flux = (families()[f"{name}Transformer{dims}DModel"] for name, dims in (("Wan", 3), ("Flux", 2)))
     assert (wan.text_in_sequence, flux.text_in_sequence) == (False, True)
@@ -84,7 +84,7 @@ def test_a_run_counts_the_text_that_its_family_says_is_in_the_sequence(
     assert (recipe.text_tokens(), recipe.text_tokens(32)) == (512, 32)
     trainer = Trainer(config)
     assert trainer.data.text_tokens == 32
-    shape = memory.plan_of_run(trainer.config, trainer.data, accelerator=trainer.accelerator).shape
+    shape = memory.plan_of_run(trainer.opened, trainer.data).shape
     assert shape.text_tokens == 32 * shape.samples
     assert shape.length == shape.tokens + shape.text_tokens <= 400
     trainer.run()
@@ -411,8 +411,7 @@ def test_averaged_weights_are_saved(pipeline_dir, prepared_dir, tmp_path: Path) 
 def test_a_dry_run_and_automatic_max_tokens_train_nothing(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    from hf_bucketing.training import train as run_training
-    from hf_bucketing.training.memory import estimate as memory
+    from hf_bucketing.training import estimate as memory, train as run_training
 
     tokens = PreparedDataset.load(prepared_dir).dataset["num_tokens"]
     original, tried = memory.find_max_tokens, []

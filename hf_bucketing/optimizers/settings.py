@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import BucketingError
-from ...settings import check_at_least, check_literals
+from ..errors import BucketingError
+from ..settings import check_at_least, check_literals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...files import complete_file
+from ..files import complete_file
 from .options import MemoryOption
 
 # Okabe and Ito's colours, distinguishable with any colour vision.
@@ -28,7 +28,7 @@ def draw_options(rows: Sequence[MemoryOption], path: Path, *, gpu_memory: float)
     """Draw the highest memory of a step with each option; bars beyond three times the GPU's memory are cut.
 
     Args:
-        rows (sequence of [`MemoryOption`][hf_bucketing.training.memory.options.MemoryOption]): Rows of the table.
+        rows (sequence of [`MemoryOption`][hf_bucketing.planner.options.MemoryOption]): Rows of the table.
         path (`Path`): PNG file to write.
         gpu_memory (`float`): GiB of the GPU, where a line is drawn.
     """

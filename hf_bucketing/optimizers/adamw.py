@@ -9,7 +9,7 @@ import torch
 from diffusers.optimization import get_scheduler
 
 from ..errors import BucketingError
-from .settings.optimizer import OptimizerConfig
+from .settings import OptimizerConfig
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from ..errors import BucketingError
 from ..files import complete_parts
 from ..models.registry import family_of
-from .memory.shards import copy_whole, gather, named_weights
-from .settings.adapters import AdapterConfig
+from ..placement.shards import copy_whole, gather, named_weights
+from .settings import AdapterConfig
 
 logger = get_logger(__name__)
 

@@ -1,23 +1,8 @@
-"""The blocks of a transformer, and its layout before weights are loaded."""
+"""The blocks of a transformer."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-
-from ...models.registry import recipe_of
-from ..config import TrainingConfig
-
-
-def empty_transformer(config: TrainingConfig) -> Any:
-    """Return the transformer that a run trains, from its configuration alone: parameters without values.
-
-    Raises:
-        BucketingError: If there is no such transformer.
-    """
-    name = config.pretrained_model_name_or_path
-    return recipe_of(name).empty_transformer(name, config.trained_component)
 
 
 def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:

@@ -12,7 +12,7 @@ from accelerate.utils import load
 from torch.distributed.checkpoint import metadata as parts
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ...loaders.trust import only_values
+from ..loaders.trust import only_values
 
 _CLASSES: tuple[Any, ...] = (
     *(parts.Metadata, parts.MetadataIndex, parts.StorageMeta, parts.BytesStorageMetadata),

@@ -17,66 +17,31 @@ from accelerate.utils import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ...caching.fingerprints import weights_fingerprints
-from ...errors import BucketingError, quoted
-from ...models.recipe import Recipe
-from ...packing.context import exact_inputs, keep_inputs_exact
-from ..config import TrainingConfig
+from ..caching.fingerprints import weights_fingerprints
+from ..models.recipe import Recipe
+from ..packing.context import exact_inputs, keep_inputs_exact
 from .blocks import block_names
+from .conflicts import Sharding
 from .shards import SHARDED, name_in_files, named_weights
 
 
-def check_sharding(config: TrainingConfig, accelerator: Accelerator) -> None:
-    """Refuse settings that cannot be combined with sharded weights, before any are loaded.
-
-    Raises:
-        BucketingError: If there are some; the message names the nearest combination that works.
-    """
+def sharding_of(accelerator: Accelerator) -> Sharding:
+    """Return how the processes of an accelerator share the weights."""
     kind = accelerator.distributed_type
     if kind not in SHARDED:
-        return
-    memory = config.memory
-    if memory.quantize_base is not None:
-        raise BucketingError(
-            f"Omit `quantize_base`, or use DDP: {kind.value} cannot split or cast quantised weights. Under DDP each "
-            f"process holds all of them in {memory.quantize_base}; under FSDP each holds its share in bf16."
-        )
-    if memory.offload_blocks:
-        raise BucketingError(
-            f"Omit `offload_blocks`, or use DDP: {kind.value} moves the weights itself. Under FSDP, shares wait on "
-            "the CPU with `fsdp_offload_params: true` in accelerate's configuration."
-        )
-    if memory.trained_dtype == "bf16":
-        raise BucketingError(
-            f'Omit `trained_dtype="bf16"`, or use DDP: under {kind.value} what is trained stays in float32, and each '
-            "process holds or updates a share of it."
-        )
-    values = config.flat()
-    given = [name for name in ("lora_rank", "ema_decay", "validation_prompts") if values[name] is not None]
-    advice = "use version 2 of FSDP (`fsdp_version: 2`, as in scripts/accelerate_configs/fsdp2.yaml)"
-    if given and kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise BucketingError(
-            f"Omit {quoted(given)}, or {advice}: version 1 joins the weights of a block into one flat tensor."
-        )
-    if given and kind == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 3:
-        raise BucketingError(
-            f"Omit {quoted(given)}, or {advice}, or `zero_stage: 2`: under stage 3 weights are kept in a form that "
-            "DeepSpeed alone reads."
-        )
-    if config.batches.max_tokens == "auto" and loads_once(accelerator):
-        raise BucketingError(
-            'Give a number as `max_tokens`: "auto" runs the whole transformer in each process, and with '
-            "`fsdp_cpu_ram_efficient_loading: true` only one process has its weights."
-        )
+        return "ddp"
+    if kind == DistributedType.FSDP:
+        return "FSDP2" if accelerator.is_fsdp2 else "FSDP"
+    return "DEEPSPEED stage 3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "DEEPSPEED"
 
 
-def configure_deepspeed(config: TrainingConfig, accelerator: Accelerator) -> None:
+def configure_deepspeed(accelerator: Accelerator, *, accumulation_steps: int, max_grad_norm: float) -> None:
     """Give DeepSpeed the settings that it applies itself, in place of those of accelerate's configuration."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": 1,  # which it demands and only prints: batches have different sizes
-            "gradient_accumulation_steps": config.gradient_accumulation_steps,
-            "gradient_clipping": config.optimizer.max_grad_norm,
+            "gradient_accumulation_steps": accumulation_steps,
+            "gradient_clipping": max_grad_norm,
         }
 
 

@@ -10,53 +10,35 @@ import warnings
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
-from ...errors import BucketingError
-from ..config import TrainingConfig
-from .blocks import blocks_of, empty_transformer
+from ..errors import BucketingError
+from .blocks import blocks_of
+from .settings import Quantization
 
 
-def check_quantization(config: TrainingConfig, accelerator: Accelerator) -> None:
-    """Refuse a quantisation that cannot be combined with the other settings or this machine, before weights load.
-
-    Raises:
-        BucketingError: If there is a reason; the message names the option and the nearest combination that works.
-    """
-    kind = config.memory.quantize_base
-    if kind is None:
-        return
-    option = f'`quantize_base="{kind}"`'
-    if config.adapters.lora_rank is None:
-        raise BucketingError(f"{option} needs frozen weights; train adapters (`lora_rank=16`), or omit it.")
-    if kind == "nf4":
-        if accelerator.device.type == "cpu":
-            raise BucketingError(f'{option} needs a GPU; on the CPU use `quantize_base="int8"` or `"float8"`.')
-    elif not config.memory.gradient_checkpointing:
-        raise BucketingError(
-            f"{option} saves nothing without `gradient_checkpointing=True`: torchao keeps each weight unpacked for "
-            'the backward pass. Add it, or use `quantize_base="nf4"` (on a GPU).'
-        )
-    _import_package(kind)
+def check_package(kind: Quantization | None) -> None:
+    """Raise BucketingError if the package is missing that quantises the weights, if any does."""
+    if kind is not None:
+        _import_package(kind)
 
 
-def quantization_of(config: TrainingConfig, dtype: torch.dtype) -> Any:
-    """Return diffusers' configuration for the frozen weights of a run; None where they are not quantised.
+def quantization_of(kind: Quantization | None, transformer: torch.nn.Module, *, dtype: torch.dtype) -> Any:
+    """Return diffusers' configuration for the frozen weights of a transformer; None where they are not quantised.
 
     int8 has a scale per output channel, as has float8 (e4m3); nf4 is QLoRA's (Dettmers et al., 2023), with quantised
     scales.
 
     Args:
-        config ([`TrainingConfig`]): Settings that [`check_quantization`] let pass.
+        kind (`"int8"`, `"float8"` or `"nf4"`, *optional*): Format of the weights.
+        transformer (`torch.nn.Module`): The transformer, whose weights may be missing.
         dtype (`torch.dtype`): Precision in which layers compute.
     """
-    kind = config.memory.quantize_base
     if kind is None:
         return None
     from diffusers import BitsAndBytesConfig, TorchAoConfig
 
-    kept = kept_linears(empty_transformer(config))
+    kept = kept_linears(transformer)
     if kind == "nf4":
         return BitsAndBytesConfig(
             load_in_4bit=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ...settings import check_at_least, check_literals
+from ..settings import check_at_least, check_literals
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16"]
 

@@ -1,15 +1,16 @@
-"""Settings of a plan of memory, and which of them cannot be combined."""
+"""Settings of a plan of memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...errors import BucketingError
-from ...settings import check_at_least, check_literals
-from .adapters import AdapterConfig
-from .memory import MemoryConfig, Precision
-from .optimizer import OptimizerConfig
+from ..adapters.settings import AdapterConfig
+from ..errors import BucketingError
+from ..optimizers.settings import OptimizerConfig
+from ..placement.conflicts import Combination, check_combination
+from ..placement.settings import MemoryConfig, Precision
+from ..settings import check_at_least, check_literals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,34 +70,14 @@ class PlanConfig:
             raise BucketingError(
                 f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
             )
-        if reason := refusal(self):
-            raise BucketingError(reason)
-
-
-def refusal(config: PlanConfig) -> str | None:
-    """Return why settings cannot be combined, and the nearest ones that can; None if they can."""
-    memory, degree = config.memory, config.memory.context_parallel_degree
-    has_adapters, sharded = config.adapters.lora_rank is not None, config.sharding == "fsdp2"
-    if memory.trained_dtype == "bf16" and config.mixed_precision != "bf16":
-        return '`trained_dtype="bf16"` needs `mixed_precision="bf16"`.'
-    if memory.trained_dtype == "bf16" and sharded:
-        return 'Omit `trained_dtype="bf16"`, or use `sharding="ddp"`: under FSDP2 accelerate trains in float32.'
-    if sharded and config.num_processes == 1:
-        return '`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.'
-    if degree > 1 and config.num_processes % degree:
-        return (
-            f"`context_parallel_degree={degree}` must divide the {config.num_processes} processes (`num_processes`)."
+        if self.sharding == "fsdp2" and self.num_processes == 1:
+            raise BucketingError('`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.')
+        check_combination(
+            Combination(
+                memory=self.memory,
+                adapters=self.adapters.lora_rank is not None,
+                mixed_precision=self.mixed_precision,
+                sharding="FSDP2" if self.sharding == "fsdp2" else "ddp",
+                num_processes=self.num_processes,
+            )
         )
-    for option, is_set in {
-        f'`quantize_base="{memory.quantize_base}"`': memory.quantize_base is not None,
-        f"`offload_blocks={memory.offload_blocks}`": memory.offload_blocks > 0,
-    }.items():
-        if is_set and not has_adapters:
-            return f"{option} needs frozen weights; train adapters (`lora_rank=16`), or omit it."
-        if is_set and sharded:
-            return f'{option} cannot be sharded; use `sharding="ddp"`, or omit it.'
-        if is_set and not memory.gradient_checkpointing and memory.quantize_base != "nf4":
-            return f"{option} saves nothing without `gradient_checkpointing=True`; add it."
-    if memory.quantize_base == "nf4" and memory.offload_blocks:
-        return '`offload_blocks` cannot move weights in nf4; use `quantize_base="int8"`, or omit one of the two.'
-    return None

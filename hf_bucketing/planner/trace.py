@@ -26,18 +26,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
-from ...errors import BucketingError
-from ...models.registry import families
-from ...packing.batch import Rows
-from ...packing.context import bind_checkpoints
-from ...packing.family import output_of
-from ...packing.names import Grid
-from ..adapters import add_adapters
-from ..settings.adapters import AdapterConfig
-from ..settings.memory import Precision, Quantization
-from .blocks import block_names, blocks_of
+from ..adapters.lora import add_adapters
+from ..adapters.settings import AdapterConfig
+from ..errors import BucketingError
+from ..models.registry import families
+from ..packing.batch import Rows
+from ..packing.context import bind_checkpoints
+from ..packing.family import output_of
+from ..packing.names import Grid
+from ..placement.blocks import block_names, blocks_of
+from ..placement.quantization import quantized_linears
+from ..placement.settings import Precision, Quantization
 from .components import Component
-from .quantization import quantized_linears
 from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
 from .values import KnownValues
 

@@ -14,23 +14,23 @@ from accelerate.logging import get_logger
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ...buckets.sizes import LatentSpec, Size
-from ...buckets.table import BucketTable
-from ...errors import BucketingError
-from ...media.conditions import FRAME_BY_FRAME, MASK
-from ...models.recipe import Recipe
-from ...settings import changed
-from ...units import format_bytes
-from ..checkpoint import SHARDED
-from ..config import TrainingConfig
-from ..data import TrainingData, describe_conditions, make_data
-from ..settings.memory import Precision
-from ..settings.plan import PlanConfig
-from ..steps import Step
-from ..streamed import StreamedData
-from .components import read_components
-from .planner import PLAN_ERROR, MemoryPlan, StepShape, largest_tokens, plan_components, verdict_on
-from .precision import parts_called
+from ..buckets.sizes import Size
+from ..buckets.table import BucketTable
+from ..errors import BucketingError
+from ..media.conditions import FRAME_BY_FRAME, MASK
+from ..models.recipe import Recipe
+from ..placement.settings import Precision
+from ..placement.shards import SHARDED
+from ..planner.components import Components, read_components
+from ..planner.memory import PLAN_ERROR, MemoryPlan, StepShape, largest_tokens, plan_components, verdict_on
+from ..planner.settings import PlanConfig
+from ..settings import changed
+from ..units import format_bytes
+from .config import TrainingConfig
+from .data import TrainingData, describe_conditions, make_data
+from .opened import OpenedRun
+from .steps import Step
+from .streamed import StreamedData
 
 logger = get_logger(__name__)
 
@@ -83,22 +83,19 @@ def describe(
 
 
 def describe_memory(
-    config: TrainingConfig,
-    data: TrainingData | StreamedData,
-    *,
-    transformer: torch.nn.Module,
-    accelerator: Accelerator,
+    opened: OpenedRun, data: TrainingData | StreamedData, *, transformer: torch.nn.Module
 ) -> list[str]:
     """Return the memory that the most expensive step of the first epoch needs, by kind, as lines of text.
 
     At the start of a run, the main process alone plans, and not for models whose weights take less than 1 % of the
     device's memory. A model that cannot be traced gets a line that says why.
     """
+    config, accelerator = opened.config, opened.accelerator
     held, has = sum(parameter.nbytes for parameter in transformer.parameters()), _device_bytes(accelerator)
     if not accelerator.is_main_process or (not config.dry_run and held < _SMALL * has):
         return []
     try:
-        memory = plan_of_run(config, data, accelerator=accelerator)
+        memory = plan_of_run(opened, data)
     except Exception as error:  # whatever a model does that torch cannot trace must not end a run that works
         return [f"  Memory per process = not planned: {_named(error)}"]
     lines = [f"  Memory per process = {memory}"]
@@ -117,7 +114,7 @@ def describe_memory(
     return lines
 
 
-def plan_of_run(config: TrainingConfig, data: TrainingData | StreamedData, *, accelerator: Accelerator) -> MemoryPlan:
+def plan_of_run(opened: OpenedRun, data: TrainingData | StreamedData) -> MemoryPlan:
     """Plan the memory of the most expensive step of a run's epoch.
 
     Raises:
@@ -126,17 +123,21 @@ def plan_of_run(config: TrainingConfig, data: TrainingData | StreamedData, *, ac
     sizes, tokens = data.largest_step()
     text_tokens = data.text_tokens * len(sizes)
     shape = StepShape.of(sizes, tokens=tokens - text_tokens, text_tokens=text_tokens)
-    components = read_components(config.pretrained_model_name_or_path, trained=config.trained_component)
-    return plan_components(components, config_of_run(config, accelerator), shape)
+    return plan_components(_components(opened), config_of_run(opened), shape)
 
 
-def config_of_run(config: TrainingConfig, accelerator: Accelerator) -> PlanConfig:
+def _components(opened: OpenedRun) -> Components:
+    return read_components(opened.config.pretrained_model_name_or_path, trained=opened.config.trained_component)
+
+
+def config_of_run(opened: OpenedRun) -> PlanConfig:
     """Return what memory is planned for in a run.
 
     Raises:
         BucketingError: If weights are sharded by another library than FSDP2.
     """
-    kind, called = accelerator.distributed_type, parts_called(config)
+    config, accelerator, called = opened.config, opened.accelerator, opened.called
+    kind = accelerator.distributed_type
     if kind in SHARDED and not accelerator.is_fsdp2:
         raise BucketingError(f"memory under {kind.value} is not planned, only under DDP and FSDP2.")
     memory = config.memory
@@ -186,9 +187,7 @@ def find_max_tokens(try_step: Callable[[int], None], *, largest: int, smallest: 
     return found
 
 
-def fill_max_tokens(
-    config: TrainingConfig, spec: LatentSpec, *, accelerator: Accelerator, step: Step
-) -> TrainingConfig:
+def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
     """Return the settings with `max_tokens="auto"` replaced by the largest number of tokens that fits in memory.
 
     The most expensive step of the plan is run forward and backward on random media, with an optimizer that changes
@@ -197,6 +196,7 @@ def fill_max_tokens(
     Raises:
         BucketingError: If not even the largest sample fits.
     """
+    config, spec, accelerator = opened.config, opened.spec, opened.accelerator
     if config.batches.max_tokens != "auto":
         return config
     searched = changed(config, random_resize=None)  # samples at their own size are the largest that are drawn
@@ -214,7 +214,7 @@ def fill_max_tokens(
     smallest = int(-(-tokens.max() // strip_length) * strip_length) + text_tokens
     share = -(-int(tokens.sum() + text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     (size,) = whole.sizes(np.array([tokens.argmax()]))
-    largest = _planned_tokens(config, size, at_most=share, accelerator=accelerator, transformer=transformer)
+    largest = _planned_tokens(opened, size, at_most=share, transformer=transformer)
 
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, **common)
@@ -236,16 +236,13 @@ def fill_max_tokens(
     return changed(config, max_tokens=max_tokens)
 
 
-def _planned_tokens(
-    config: TrainingConfig, size: Size, *, at_most: int, accelerator: Accelerator, transformer: torch.nn.Module
-) -> int:
+def _planned_tokens(opened: OpenedRun, size: Size, *, at_most: int, transformer: torch.nn.Module) -> int:
     """Return somewhat more tokens than a plan says that fit, from which to search down, for samples of a size."""
     held = sum(parameter.nbytes for parameter in transformer.parameters())
     try:
-        components = read_components(config.pretrained_model_name_or_path, trained=config.trained_component)
-        planned = dataclasses.replace(config_of_run(config, accelerator), sample_size=list(size))
-        memory = _MARGIN * (_free_bytes(accelerator) + held)
-        return largest_tokens(components, planned, memory=memory, at_most=at_most)
+        planned = dataclasses.replace(config_of_run(opened), sample_size=list(size))
+        memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
+        return largest_tokens(_components(opened), planned, memory=memory, at_most=at_most)
     except Exception as error:  # as in describe_memory
         logger.warning(f"The search starts from {at_most} tokens, as memory is not planned: {_named(error)}")
         return at_most

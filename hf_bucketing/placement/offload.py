@@ -6,43 +6,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.logging import get_logger
 
-from ...errors import BucketingError
-from ..config import TrainingConfig
-from .blocks import blocks_of, empty_transformer
-
-logger = get_logger(__name__)
+from ..errors import BucketingError
+from .blocks import blocks_of
 
 
-def check_offload(config: TrainingConfig, accelerator: Accelerator) -> None:
-    """Refuse an offload that cannot be combined with the other settings or the model, before weights load.
-
-    Raises:
-        BucketingError: If there is a reason; the message names the option and the nearest combination that works.
-    """
-    memory = config.memory
-    if accelerator.device.type == "cpu" and (memory.offload_blocks or memory.offload_activations):
-        logger.warning("Offload saves nothing on a CPU run: what waits on the CPU is copied there all the same.")
-    if not memory.offload_blocks:
-        return
-    option = f"`offload_blocks={memory.offload_blocks}`"
-    if config.adapters.lora_rank is None:
-        raise BucketingError(f"{option} needs frozen weights; train adapters (`lora_rank=16`), or omit it.")
-    if not memory.gradient_checkpointing:
+def check_blocks(count: int, *, blocks: int) -> None:
+    """Raise BucketingError if more blocks are to wait than a model has."""
+    if count > blocks:
         raise BucketingError(
-            f"{option} saves nothing without `gradient_checkpointing=True`: the backward pass would keep the weights "
-            "of each block on the device. Add it, or omit `offload_blocks`."
+            f"`offload_blocks={count}` is more than the {blocks} blocks of this model; lower it to {blocks} or less."
         )
-    if memory.quantize_base == "nf4":
-        raise BucketingError(
-            f"{option} cannot move weights of bitsandbytes, whose scales stay on one device; use "
-            '`quantize_base="int8"` or `"float8"`, or omit one of the two.'
-        )
-    blocks = len(blocks_of(empty_transformer(config)))
-    if memory.offload_blocks > blocks:
-        raise BucketingError(f"{option} is more than the {blocks} blocks of this model; lower it to {blocks} or less.")
 
 
 def offloaded_blocks(transformer: torch.nn.Module, count: int) -> list[torch.nn.Module]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ...buckets.sizes import LatentSpec
-from ...errors import BucketingError
-from ...hub import from_hub
-from ...models.recipe import Recipe, check_has, part_of
-from ...models.registry import recipe_of
+from ..buckets.sizes import LatentSpec
+from ..errors import BucketingError
+from ..hub import from_hub
+from ..models.recipe import Recipe, check_has, part_of
+from ..models.registry import recipe_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,10 @@ the number of all processes, and `global_mean` multiplies losses by it, so that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -23,14 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from ...buckets.sizes import Size
-from ...columns.arrays import column_array
-from ...columns.prepared import PreparedDataset
-from ...errors import BucketingError
-from ...models.recipe import Recipe, read_configs
-from ..checkpoint import SHARDED
-from ..config import TrainingConfig
-from ..data import counting_spec
+from ..buckets.sizes import LatentSpec, Size
+from ..errors import BucketingError
+from ..models.recipe import Recipe
 
 _TEXT_ATTENTION = "attn2"
 """Name of the modules that attend to text; see `Family.context_parallel`."""
@@ -38,97 +32,55 @@ _TEXT_ATTENTION = "attn2"
 _SIZES_NAMED = 5
 
 
-def check_context_parallel(config: TrainingConfig, accelerator: Accelerator, recipe: type[Recipe]) -> None:
-    """Refuse context parallelism with settings, models and data that it does not work with.
+def check_model(degree: int, recipe: type[Recipe], transformer: Mapping[str, Any]) -> None:
+    """Refuse a model whose tokens or heads processes cannot share, before its weights are loaded.
 
-    It reads configurations alone, before any weight is loaded.
+    Args:
+        degree (`int`): Processes that share a sample.
+        recipe (type of [`Recipe`][hf_bucketing.models.recipe.Recipe]): Recipe of the pipeline.
+        transformer (mapping): Configuration of the transformer.
 
     Raises:
         BucketingError: With the reason and the nearest combination that works.
     """
-    degree = config.memory.context_parallel_degree
-    if degree == 1:
-        return
-    given = f"`context_parallel_degree={degree}`"
-    if accelerator.num_processes % degree:
-        raise BucketingError(
-            f"{given} needs a number of processes that it divides, got {accelerator.num_processes}; launch {degree} "
-            "or a multiple of it, or choose another degree."
-        )
-    _check_processes(accelerator, given=given)
-    _check_model(config, recipe, given=given)
-    batches = config.batches
-    if batches.max_tokens == "auto":
-        raise BucketingError(
-            f'{given} needs `max_tokens` as a number: the search of `max_tokens="auto"` lets each process fail on its '
-            "own, and the others of its group would wait for it forever."
-        )
-    if config.faults.on_error != "raise":
-        raise BucketingError(
-            f'{given} needs `on_error="raise"`: each process of a group reads its samples, and one that only some of '
-            "them can read would be replaced in these alone. scripts/prepare_dataset.py rejects unreadable files."
-        )
-    if batches.batching == "pack" and batches.strip_length % degree:
-        raise BucketingError(
-            f"{given} splits strips of `strip_length={batches.strip_length}` tokens into unequal parts; use "
-            f"`strip_length={-(-batches.strip_length // degree) * degree}`."
-        )
-    if batches.batching == "bucket":
-        _check_sizes(config, recipe, given=given)
-
-
-def _check_processes(accelerator: Accelerator, *, given: str) -> None:
-    kind = accelerator.distributed_type
-    if kind in SHARDED and not accelerator.is_fsdp2:
-        raise BucketingError(
-            f"Omit {given}, or use DDP or version 2 of FSDP (`fsdp_version: 2`, as in "
-            f"scripts/accelerate_configs/fsdp2.yaml): it is not supported under {kind.value}."
-        )
-    if accelerator.torch_device_mesh is not None:
-        raise BucketingError(
-            f"{given} groups the processes itself; omit accelerate's parallelism_config, which groups them too. FSDP2 "
-            "without it shards the weights over all processes."
-        )
-
-
-def _check_model(config: TrainingConfig, recipe: type[Recipe], *, given: str) -> None:
-    family, degree = recipe.family, config.memory.context_parallel_degree
+    option, family = f"`context_parallel_degree={degree}`", recipe.family
     if not family.context_parallel:
         raise BucketingError(
-            f"Omit {given}: there is no plan by which processes could share the tokens of a "
+            f"Omit {option}: there is no plan by which processes could share the tokens of a "
             f"{family.transformer_class}. `gradient_checkpointing` and smaller `max_tokens` also save memory."
         )
-    _, transformer = read_configs(config.pretrained_model_name_or_path)
     heads = transformer["num_attention_heads"]
     if heads % degree:
         possible = [count for count in range(2, heads + 1) if heads % count == 0]
         raise BucketingError(
-            f"{given} does not divide the {heads} attention heads of the model; choose one of {possible}."
+            f"{option} does not divide the {heads} attention heads of the model; choose one of {possible}."
         )
 
 
-def _check_sizes(config: TrainingConfig, recipe: type[Recipe], *, given: str) -> None:
-    """Refuse stacks whose tokens the degree does not divide: diffusers' exchange takes equal parts in training."""
-    degree, spec = config.memory.context_parallel_degree, recipe.read_spec(config.pretrained_model_name_or_path)
-    uneven: Counter[tuple[Size, int]] = Counter()
-    for folder in filter(None, (config.dataset_dir, config.held_out.validation_dataset_dir)):
-        prepared = PreparedDataset.load(folder)
-        ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
-        tokens = prepared.table.num_tokens(ids, spec=counting_spec(prepared, recipe.added_frames))
-        odd = tokens % degree != 0
-        sizes = [prepared.table.size(bucket) for bucket in ids[odd].tolist()]
-        uneven.update(zip(sizes, tokens[odd].tolist(), strict=True))
+def check_sizes(degree: int, sizes: Counter[tuple[Size, int]], *, spec: LatentSpec) -> None:
+    """Refuse stacks whose tokens the degree does not divide: diffusers' exchange takes equal parts in training.
+
+    Args:
+        degree (`int`): Processes that share a sample.
+        sizes (`Counter`): Size and tokens of all samples.
+        spec ([`LatentSpec`]): Strides and patch of the model.
+
+    Raises:
+        BucketingError: With the sizes that are not divided.
+    """
+    uneven = Counter({size: count for size, count in sizes.items() if size[1] % degree})
     if not uneven:
         return
     listed = ", ".join(
-        f"{'x'.join(map(str, size))} ({tokens_of} tokens, {count} samples)"
-        for (size, tokens_of), count in uneven.most_common(_SIZES_NAMED)
+        f"{'x'.join(map(str, size))} ({tokens} tokens, {count} samples)"
+        for (size, tokens), count in uneven.most_common(_SIZES_NAMED)
     )
     more = f" and {len(uneven) - _SIZES_NAMED} further sizes" if len(uneven) > _SIZES_NAMED else ""
     width = spec.spatial_stride * spec.patch[2] * degree
     raise BucketingError(
-        f'{given} does not divide the tokens of the sizes {listed}{more}. Train packs (`batching="pack"`), whose '
-        f"strips hold samples of any size, or prepare the data set with --buckets of widths that {width} divides."
+        f"`context_parallel_degree={degree}` does not divide the tokens of the sizes {listed}{more}. Train packs "
+        f'(`batching="pack"`), whose strips hold samples of any size, or prepare the data set with --buckets of '
+        f"widths that {width} divides."
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import BucketingError
-from ...settings import check_at_least
+from ..errors import BucketingError
+from ..settings import check_at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...errors import BucketingError
-from ...settings import changed, flatten, settings_in
-from ...units import format_bytes
-from ..config import TrainingConfig
-from ..settings.plan import PlanConfig
+from ..errors import BucketingError
+from ..settings import changed, flatten
+from ..units import format_bytes
 from .components import Components, read_components
-from .planner import MOST_TOKENS, PLAN_ERROR, MemoryPlan, largest_tokens, plan_components, verdict_on
+from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, largest_tokens, plan_components, verdict_on
+from .settings import PlanConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ def plan_options(
     """Plan the given settings, then add options that save memory, the cheapest in time and quality first.
 
     What is trained stays the same: no option replaces the weights by adapters. Once a step holds the most tokens that
-    are searched for ([`MOST_TOKENS`][hf_bucketing.training.memory.planner.MOST_TOKENS]), nothing more is added.
+    are searched for ([`MOST_TOKENS`][hf_bucketing.planner.memory.MOST_TOKENS]), nothing more is added.
 
     Args:
         name_or_path (`str`): Diffusers pipeline, on the hub or in a folder with the configurations of its models.
@@ -112,43 +110,6 @@ def describe_verdict(row: MemoryOption, *, gpu_memory: float) -> str:
         f"{verdict[0].upper()}{verdict[1:]}: {options}, {plan.shape.samples} x {plan.shape.size} per step are planned "
         f"to take {format_bytes(plan.total)} of {gpu_memory:g} GiB{warning}."
     )
-
-
-def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
-    """Return the commands of a run with the settings of an option: that which caches, if any, and that which trains.
-
-    Args:
-        name_or_path (`str`): Diffusers pipeline.
-        row ([`MemoryOption`]): The option.
-    """
-    planned, shape = flatten(row.config), row.plan.shape
-    if planned["batching"] == "pack" and planned["max_tokens"] is None:
-        planned["max_tokens"] = shape.length
-    if planned["max_tokens"] is not None:
-        del planned["train_batch_size"]
-    cached = planned["cached"] != "nothing"
-    processes = planned["num_processes"]
-    file = f"--config_file scripts/accelerate_configs/{planned['sharding']}.yaml " if processes > 1 else ""
-    launch = f"accelerate launch {file}--num_processes {processes}"
-    common = f"--pretrained_model_name_or_path {shlex.quote(name_or_path)}"
-    given = [
-        _flag(setting.name, planned[setting.name])
-        for setting in settings_in(TrainingConfig)
-        if setting.name in planned and planned[setting.name] != setting.default
-    ]
-    commands = []
-    if cached:
-        names = ("mixed_precision", "batching", "max_sequence_length", "vae_tiling")
-        of_cache = [flag for flag in given if flag.split()[0].removeprefix("--") in names]
-        folders = "--dataset_dir prepared --cache_dir cache --output_dir cached"
-        commands.append(" ".join([f"{launch} scripts/cache_latents.py", folders, common, *of_cache]))
-    folders = f"--dataset_dir {'cached' if cached else 'prepared'} --output_dir trained"
-    commands.append(" ".join([f"{launch} scripts/train_text_to_video.py", folders, common, *given]))
-    return commands
-
-
-def _flag(name: str, value: Any) -> str:
-    return f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
 
 
 def check_fits(rows: Sequence[MemoryOption], *, gpu_memory: float) -> None:

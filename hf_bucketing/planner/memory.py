@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 
-from ...buckets.sizes import LatentSpec, Size
-from ...errors import BucketingError
-from ...models.recipe import Part, part_of, tile
-from ...units import format_bytes
-from ..adapters import check_loads_lora
-from ..settings.plan import PlanConfig
+from ..adapters.lora import check_loads_lora
+from ..buckets.sizes import LatentSpec, Size
+from ..models.recipe import Part, part_of, tile
+from ..placement.offload import check_blocks
+from ..units import format_bytes
 from .components import Components, read_components
+from .settings import PlanConfig
 from .trace import HALF, Traced, TracedStep, trace, trace_call
 from .trackers import Kinds
 
@@ -194,11 +194,7 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
         check_loads_lora(components.recipe.pipeline_type())
     shape = shape or _shape(components, config)
     traced = trace(_step(components, config, shape))
-    if config.memory.offload_blocks > traced.blocks:
-        raise BucketingError(
-            f"`offload_blocks={config.memory.offload_blocks}` is more than the {traced.blocks:.0f} blocks of this "
-            f"model; lower it to {traced.blocks:.0f} or less."
-        )
+    check_blocks(config.memory.offload_blocks, blocks=round(traced.blocks))
     return MemoryPlan(phases=_phases(components, config, traced, shape), shape=shape, blocks=round(traced.blocks))
 
 

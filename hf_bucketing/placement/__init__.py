@@ -1,0 +1,5 @@
+"""Where and how a model is kept: precision, quantisation, offload, sharding and context parallelism."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,174 @@
+"""What a run knows before weights are loaded: its recipe, its model without weights, and what is loaded how."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+
+from ..buckets.sizes import LatentSpec, Size
+from ..columns.arrays import column_array
+from ..columns.prepared import PreparedDataset
+from ..errors import BucketingError
+from ..models.recipe import PARTS, Loading, Part, Recipe, read_configs
+from ..models.registry import recipe_of
+from ..placement.blocks import blocks_of
+from ..placement.conflicts import Combination, check_combination
+from ..placement.context_parallel import check_model, check_sizes
+from ..placement.offload import check_blocks
+from ..placement.quantization import check_package, quantization_of
+from ..placement.sharding import loads_empty, loads_once, sharding_of
+from ..placement.shards import SHARDED
+from .config import TrainingConfig
+from .data import counting_spec
+
+logger = get_logger(__name__)
+
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_READ_WHOLE_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedRun:
+    """A run whose configurations are read, and whose settings fit its model and its data.
+
+    Attributes:
+        config ([`TrainingConfig`]): Settings.
+        accelerator (`Accelerator`): Processes, devices and precision.
+        recipe (type of [`Recipe`][hf_bucketing.models.recipe.Recipe]): What trains the pipeline.
+        spec ([`LatentSpec`]): Strides and patch of the model.
+        called (tuple of `str`): Frozen parts of the pipeline that every step calls.
+    """
+
+    config: TrainingConfig
+    accelerator: Accelerator
+    recipe: type[Recipe]
+    spec: LatentSpec
+    called: tuple[Part, ...]
+
+    @cached_property
+    def empty_transformer(self) -> Any:
+        """The transformer to train, from its configuration alone: parameters without values."""
+        return self.recipe.empty_transformer(self.config.pretrained_model_name_or_path, self.config.trained_component)
+
+    @property
+    def loading(self) -> Loading:
+        """What is loaded: what is trained, what steps call, and for validation everything where it renders.
+
+        Frozen weights are loaded in the precision of activations.
+        """
+        config, memory, accelerator = self.config, self.config.memory, self.accelerator
+        dtype = _HALF.get(accelerator.mixed_precision, torch.float32)
+        quantization = None
+        if memory.quantize_base is not None:
+            quantization = quantization_of(memory.quantize_base, self.empty_transformer, dtype=dtype)
+        return Loading(
+            parts=PARTS if self.renders else ("trained", *self.called),
+            dtype=dtype,
+            trained_dtype=trained_dtype(config) if config.adapters.lora_rank is None else dtype,
+            quantization=quantization,
+            empty=loads_empty(accelerator),
+            vae_tiling=memory.vae_tiling and (self.renders or "vae" in self.called),
+        )
+
+    @property
+    def renders(self) -> bool:
+        """Whether this process renders prompts: the main one, or all where none holds all weights."""
+        sharded = self.accelerator.distributed_type in SHARDED
+        return self.config.validation.validation_prompts is not None and (sharded or self.accelerator.is_main_process)
+
+
+def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
+    """Read the configurations of a run, and check that its settings fit its model and its data.
+
+    Raises:
+        BucketingError: If they do not; the message names the nearest settings that do.
+    """
+    recipe = recipe_of(config.pretrained_model_name_or_path)
+    opened = OpenedRun(
+        config=config,
+        accelerator=accelerator,
+        recipe=recipe,
+        spec=recipe.read_spec(config.pretrained_model_name_or_path),
+        called=parts_called(config),
+    )
+    check_model_and_data(opened)
+    return opened
+
+
+def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
+    """Raise BucketingError for settings that cannot be combined on the processes and devices of an accelerator."""
+    flat, memory = config.flat(), config.memory
+    check_combination(
+        Combination(
+            memory=memory,
+            adapters=config.adapters.lora_rank is not None,
+            mixed_precision=accelerator.mixed_precision,
+            sharding=sharding_of(accelerator),
+            num_processes=accelerator.num_processes,
+            on_cpu=accelerator.device.type == "cpu",
+            joined=tuple(name for name in _READ_WHOLE_WEIGHTS if flat[name] is not None),
+            searches=config.batches.max_tokens == "auto",
+            loads_once=loads_once(accelerator),
+            grouped=accelerator.torch_device_mesh is not None,
+            replaces=config.faults.on_error != "raise",
+            strip_length=config.batches.strip_length if config.batches.batching == "pack" else None,
+        )
+    )
+    check_package(memory.quantize_base)
+    if accelerator.device.type == "cpu" and (memory.offload_blocks or memory.offload_activations):
+        logger.warning("Offload saves nothing on a CPU run: what waits on the CPU is copied there all the same.")
+
+
+def check_model_and_data(opened: OpenedRun) -> None:
+    """Raise BucketingError for settings of memory that the model, its parts or its samples do not allow."""
+    config, memory = opened.config, opened.config.memory
+    if memory.vae_tiling and config.validation.validation_prompts is None and "vae" not in opened.called:
+        raise BucketingError(
+            "Omit `vae_tiling`: latents are cached and nothing is rendered, so that no VAE runs. It is a setting of "
+            "scripts/cache_latents.py too."
+        )
+    if memory.offload_blocks:
+        check_blocks(memory.offload_blocks, blocks=len(blocks_of(opened.empty_transformer)))
+    if memory.context_parallel_degree > 1:
+        _, transformer = read_configs(config.pretrained_model_name_or_path)
+        check_model(memory.context_parallel_degree, opened.recipe, transformer)
+        if config.batches.batching == "bucket":
+            check_sizes(memory.context_parallel_degree, _stacked_sizes(opened), spec=opened.spec)
+
+
+def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
+    """Count the samples of each size, with its tokens, in the data sets of a run."""
+    sizes: Counter[tuple[Size, int]] = Counter()
+    config = opened.config
+    for folder in filter(None, (config.dataset_dir, config.held_out.validation_dataset_dir)):
+        prepared = PreparedDataset.load(folder)
+        ids, counts = np.unique(column_array(prepared.dataset, "bucket_id").astype(np.int64), return_counts=True)
+        tokens = prepared.table.num_tokens(ids, spec=counting_spec(prepared, opened.recipe.added_frames))
+        for bucket, count, length in zip(ids.tolist(), counts.tolist(), tokens.tolist(), strict=True):
+            if length:
+                sizes[prepared.table.size(bucket), length] += count
+    return sizes
+
+
+def trained_dtype(config: TrainingConfig) -> torch.dtype:
+    """Return the precision of what is trained."""
+    return torch.bfloat16 if config.memory.trained_dtype == "bf16" else torch.float32
+
+
+def parts_called(config: TrainingConfig) -> tuple[Part, ...]:
+    """Return the frozen parts of the pipeline that every step calls: those whose results are not cached.
+
+    Raises:
+        BucketingError: If there is no prepared data set.
+    """
+    cache = None if config.stream.streaming else PreparedDataset.load(config.dataset_dir).cache
+    if cache is None:
+        return "text_encoders", "vae"
+    return ("text_encoders",) if cache.text_model is None else ()
