@@ -1,4 +1,4 @@
-"""Where and how a model is kept: precision, quantisation, offload, sharding and context parallelism."""
+"""Placement of a model: precision, quantisation, offload, sharding and context parallelism."""
 
 import lazy_loader
 

@@ -98,7 +98,10 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
         spec=recipe.read_spec(config.pretrained_model_name_or_path),
         called=parts_called(config),
     )
-    check_model_and_data(opened)
+    check_package(config.memory.quantize_base)
+    if accelerator.device.type == "cpu" and (config.memory.offload_blocks or config.memory.offload_activations):
+        logger.warning("Offload saves nothing on a CPU run: what waits on the CPU is copied there all the same.")
+    _check_model_and_data(opened)
     return opened
 
 
@@ -121,12 +124,9 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
             strip_length=config.batches.strip_length if config.batches.batching == "pack" else None,
         )
     )
-    check_package(memory.quantize_base)
-    if accelerator.device.type == "cpu" and (memory.offload_blocks or memory.offload_activations):
-        logger.warning("Offload saves nothing on a CPU run: what waits on the CPU is copied there all the same.")
 
 
-def check_model_and_data(opened: OpenedRun) -> None:
+def _check_model_and_data(opened: OpenedRun) -> None:
     """Raise BucketingError for settings of memory that the model, its parts or its samples do not allow."""
     config, memory = opened.config, opened.config.memory
     if memory.vae_tiling and config.validation.validation_prompts is None and "vae" not in opened.called:

@@ -269,14 +269,19 @@ def test_code_in_a_value_of_a_sharded_state_does_not_run(parts: Path) -> None:
     [
         (1, False, {"lora_rank": 2}, r"Omit `lora_rank`, or use version 2 of FSDP \(`fsdp_version: 2`"),
         (1, False, {"ema_decay": 0.9, "validation_prompts": ["red"]}, "Omit `ema_decay`, `validation_prompts`, or"),
-        (2, False, {"quantize_base": "int8", "lora_rank": 2}, "Omit `quantize_base`, or use DDP: FSDP cannot"),
         (
             2,
             False,
-            {"offload_blocks": 1, "lora_rank": 2},
+            {"quantize_base": "int8", "lora_rank": 2, "gradient_checkpointing": True},
+            "Omit `quantize_base`, or use DDP: FSDP cannot",
+        ),
+        (
+            2,
+            False,
+            {"offload_blocks": 1, "lora_rank": 2, "gradient_checkpointing": True},
             "Omit `offload_blocks`, or use DDP: FSDP .*`fsdp_offload_params: true`",
         ),
-        (2, False, {"trained_dtype": "bf16"}, 'Omit `trained_dtype="bf16"`, or use DDP'),
+        (2, False, {"trained_dtype": "bf16", "mixed_precision": "bf16"}, 'Omit `trained_dtype="bf16"`, or use DDP'),
         (2, True, {"batching": "pack", "max_tokens": "auto"}, "Give a number as `max_tokens`"),
     ],
 )
