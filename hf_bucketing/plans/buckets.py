@@ -16,14 +16,14 @@ from ..settings import numbers_by_id
 from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
 from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order, with_spread_repeats
 from .epoch import EpochPlan
-from .rows import EpochRows, PlanConfig, column_of, epoch_rows
+from .rows import EpochConfig, EpochRows, column_of, epoch_rows
 
 Weights = npt.ArrayLike | Mapping[int, float]
 
 
 @refuse_old_names(PlanError, tail="remainder")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPlanConfig(PlanConfig):
+class BucketPlanConfig(EpochConfig):
     """Settings of a bucket plan; [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] describes the others.
 
     Args:
@@ -40,7 +40,7 @@ class BucketPlanConfig(PlanConfig):
     lockstep: bool = True
 
     def __post_init__(self) -> None:
-        PlanConfig.__post_init__(self)
+        EpochConfig.__post_init__(self)
         sizes = self.batch_size.values() if isinstance(self.batch_size, Mapping) else [self.batch_size]
         if not sizes or min(sizes) < 1:
             raise PlanError(f"Every `batch_size` must be at least 1, got {self.batch_size!r}.")

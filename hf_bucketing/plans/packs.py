@@ -18,7 +18,7 @@ from .assemble import unbucketed_plan
 from .balance import even_batches, longest_first_to_least_loaded, similar_costs_together
 from .bin_packing import Limits, PackStrategy, fill_packs
 from .epoch import PACKED, EpochPlan
-from .rows import EpochRows, Oversize, PlanConfig, check_positive, column_of, epoch_rows
+from .rows import EpochConfig, EpochRows, Oversize, check_positive, column_of, epoch_rows
 
 Balance = Literal["none", "cost"]
 
@@ -30,7 +30,7 @@ OLD_NAMES = {"capacity": "max_tokens", "multiple": "strip_length"}
 
 @refuse_old_names(PlanError, **OLD_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackPlanConfig(PlanConfig):
+class PackPlanConfig(EpochConfig):
     """Settings of a pack plan; [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describes each of them.
 
     Raises:
@@ -51,7 +51,7 @@ class PackPlanConfig(PlanConfig):
     oversize: Oversize = "error"
 
     def __post_init__(self) -> None:
-        PlanConfig.__post_init__(self)
+        EpochConfig.__post_init__(self)
         counts = ("max_tokens", "open_packs", "window", "max_samples", "strip_length", "accumulation_steps")
         check_at_least(1, self, *counts, error=PlanError)
         check_positive(self, "max_cost")

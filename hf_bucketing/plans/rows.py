@@ -22,7 +22,7 @@ Oversize = Literal["error", "own_batch", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanConfig:
+class EpochConfig:
     """Settings of every plan; its subclasses describe them."""
 
     shuffle: bool = True
@@ -85,7 +85,7 @@ class EpochRows(NamedTuple):
 
 def epoch_rows(
     usable: BoolArray,
-    config: PlanConfig,
+    config: EpochConfig,
     purpose: Purpose,
     *,
     epoch: int,

@@ -26,7 +26,7 @@ from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, SourceRows
+from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, RowSources
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
@@ -93,7 +93,7 @@ class TrainingData:
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
         empty_text ([`TextEmbeddings`], *optional*): Null text, where captions are dropped and come from a cache.
         conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
-        sources ([`SourceRows`][hf_bucketing.columns.prepared.SourceRows], *optional*): Source of each row, where there
+        sources ([`RowSources`][hf_bucketing.columns.prepared.RowSources], *optional*): Source of each row, where there
             are several.
     """
 
@@ -109,7 +109,7 @@ class TrainingData:
     reduction: Reduction
     empty_text: TextEmbeddings | None
     conditions: tuple[str, ...] = ()
-    sources: SourceRows | None = None
+    sources: RowSources | None = None
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
         """Return the counts of each source in a plan, by name; none without several sources."""
