@@ -13,12 +13,12 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.cost import CostModel
 from ..errors import OversizeError, PlanError, refuse_old_names
 from ..randomness import Purpose
-from ..settings import check_at_least, plain_number
+from ..settings import check_at_least, check_types, plain_number
 from .assemble import unbucketed_plan
 from .balance import even_batches, longest_first_to_least_loaded, similar_costs_together
 from .bin_packing import Limits, PackStrategy, fill_packs
 from .epoch import PACKED, EpochPlan
-from .rows import EpochConfig, EpochRows, Oversize, check_positive, column_of, epoch_rows
+from .rows import EpochRows, RowPlanConfig, check_positive, column_of, epoch_rows
 
 Balance = Literal["none", "cost"]
 
@@ -28,32 +28,67 @@ SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clip
 OLD_NAMES = {"capacity": "max_tokens", "multiple": "strip_length"}
 
 
+@dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
+class PackLimits:
+    """What a pack holds, in a plan as in a stream.
+
+    Args:
+        max_tokens (`int`): Tokens that one process takes in one step: the limit of memory.
+        max_samples (`int`, *optional*): Most samples per pack.
+        strip_length (`int`): Tokens per strip; each sample takes whole strips. The default is that of
+            `enable_packing`: give both the same, or 1 for a model of your own whose packs have no strips.
+        open_packs (`int`): Packs held open at once by `"first_fit"`; the fullest is closed when one more is needed.
+
+    Raises:
+        PlanError: On a value below 1, or one that is not a whole number.
+    """
+
+    max_tokens: int
+    max_samples: int | None = None
+    strip_length: int = 64
+    open_packs: int = 16
+
+    def __post_init__(self) -> None:
+        check_types(self, error=PlanError)
+        check_at_least(1, self, "max_tokens", "max_samples", "strip_length", "open_packs", error=PlanError)
+
+    def of_bins(self, *, smallest: int, cheapest: float = 0.0, max_cost: float | None = None) -> Limits:
+        """Return the limits as [`FirstFit`][hf_bucketing.plans.bin_packing.FirstFit] takes them."""
+        return Limits(
+            tokens=self.max_tokens,
+            cost=math.inf if max_cost is None else max_cost,
+            samples=math.inf if self.max_samples is None else self.max_samples,
+            smallest=smallest,
+            cheapest=cheapest,
+        )
+
+
 @refuse_old_names(PlanError, **OLD_NAMES)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackPlanConfig(EpochConfig):
-    """Settings of a pack plan; [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describes each of them.
+@dataclass(frozen=True, kw_only=True)
+class PackPlanConfig(RowPlanConfig, PackLimits):
+    """Settings of a pack plan; [`PackLimits`] and [`PackBatchSampler`][hf_bucketing.PackBatchSampler] have the others.
+
+    Args:
+        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
+        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
+            once per window.
 
     Raises:
         PlanError: On a value below 1, an unknown name, a cost option without a cost model, or `balance="cost"` with
             `shuffle=False`.
     """
 
-    max_tokens: int
     max_cost: float | None = None
     cost_model: CostModel | None = None
-    max_samples: int | None = None
-    strip_length: int = 64
     strategy: PackStrategy = "first_fit"
-    open_packs: int = 16
     window: int = 4096
     balance: Balance = "none"
     accumulation_steps: int = 1
-    oversize: Oversize = "error"
 
     def __post_init__(self) -> None:
-        EpochConfig.__post_init__(self)
-        counts = ("max_tokens", "open_packs", "window", "max_samples", "strip_length", "accumulation_steps")
-        check_at_least(1, self, *counts, error=PlanError)
+        RowPlanConfig.__post_init__(self)
+        PackLimits.__post_init__(self)
+        check_at_least(1, self, "window", "accumulation_steps", error=PlanError)
         check_positive(self, "max_cost")
         if self.cost_model is None and (self.max_cost is not None or self.balance == "cost"):
             raise PlanError(
@@ -180,13 +215,7 @@ def packs_of(spans: IntArray, costs: FloatArray, config: PackPlanConfig) -> IntA
     """Return the pack of each sample, as [`fill_packs`][hf_bucketing.plans.bin_packing.fill_packs] does."""
     if not len(spans):
         return np.zeros(0, np.int64)
-    limits = Limits(
-        tokens=config.max_tokens,
-        cost=math.inf if config.max_cost is None else config.max_cost,
-        samples=math.inf if config.max_samples is None else config.max_samples,
-        smallest=int(spans.min()),
-        cheapest=float(costs.min()),
-    )
+    limits = config.of_bins(smallest=int(spans.min()), cheapest=float(costs.min()), max_cost=config.max_cost)
     return fill_packs(
         spans, costs, limits, strategy=config.strategy, open_packs=config.open_packs, window=config.window
     )

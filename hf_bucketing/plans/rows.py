@@ -21,9 +21,15 @@ Oversize = Literal["error", "own_batch", "drop"]
 """What happens to a sample that exceeds a limit by itself: an error, a batch above the limit, or a counted drop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
 class EpochConfig:
-    """Settings of every plan; its subclasses describe them."""
+    """Settings of every plan.
+
+    Args:
+        shuffle (`bool`): If False, rows keep their order as far as the plan allows.
+        seed (`int`): Seed of all draws, at least 0.
+        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly.
+    """
 
     shuffle: bool = True
     seed: int = 0
@@ -33,6 +39,22 @@ class EpochConfig:
         check_types(self, error=PlanError)
         check_at_least(0, self, "seed", error=PlanError)
         check_evaluation(self)
+
+    def named_in_states(self) -> dict[str, object]:
+        """Return the settings that a saved state compares, by name; the seed stands beside them."""
+        return {name: value for name, value in vars(self).items() if name != "seed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlanConfig(EpochConfig):
+    """Settings of a plan whose limit a single row can exceed: of lengths, and of packs.
+
+    Args:
+        oversize (`str`): What happens to a sample that exceeds a limit by itself: an `"error"` that names it, an
+            `"own_batch"` above the limit, or a counted `"drop"`.
+    """
+
+    oversize: Oversize = "error"
 
 
 class EpochRows(NamedTuple):
