@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -116,17 +117,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
-        if isinstance(bucket_ids, Column):
-            check_table(bucket_ids.source.features, table, column=bucket_ids.column_name)
-        ids = column_of(bucket_ids, "bucket_ids", whole=True)
-        end = len(table) if isinstance(table, BucketTable) else 2**31
-        wrong = np.flatnonzero((ids < REJECTED_BUCKET) | (ids >= end))
-        if len(wrong):
-            raise PlanError(
-                f"Row {wrong[0]} has bucket_id {ids[wrong[0]]}, but the table has 0 to {end - 1}, and rejected rows "
-                f"{REJECTED_BUCKET}; compute the column again with this table."
-            )
-        self.bucket_ids = ids.astype(np.int32)
+        self.bucket_ids = _ids_in(table, bucket_ids)
         self.table = table
         self.text_tokens = plain_number(text_tokens, "text_tokens", whole=True, error=PlanError)
         check_at_least(0, self, "text_tokens", error=PlanError)
@@ -148,7 +139,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         if config.base is not None and config.base != self._base():
             raise PlanError(f"`config` has base={config.base}, but the base bucket of the table is {table.base}.")
         super().__init__(
-            config.solved(ids, table=table, spec=self.spec, text_tokens=self.text_tokens),
+            self._solved(config),
             weights=weights,
             longest_first=longest_first,
             num_processes=num_processes,
@@ -157,10 +148,21 @@ class BucketBatchSampler(PlannedBatchSampler):
         if self.longest_first and self.spec is None:
             raise PlanError("`longest_first` counts tokens: pass spec=LatentSpec(…).")
         weighted = self.weights if isinstance(self.weights, Mapping) else ()
-        unknown = [bucket for bucket in weighted if not 0 <= bucket < end]
+        unknown = [bucket for bucket in weighted if not 0 <= bucket < _end(table)]
         if unknown:
-            raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {end - 1}.")
-        warn_of_rejected(bucket_ids, has_bucket(ids), rejection=rejection, process_index=self.process_index)
+            raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {_end(table) - 1}.")
+        usable = has_bucket(self.bucket_ids)
+        warn_of_rejected(bucket_ids, usable, rejection=rejection, process_index=self.process_index)
+
+    def _solved(self, config: BucketPlanConfig) -> BucketPlanConfig:
+        """Return the settings with the batch size of each bucket that occurs in place of the limits."""
+        if not config.limited:
+            return config
+        present = np.unique(self.bucket_ids[has_bucket(self.bucket_ids)]).astype(np.int64)
+        present = present if config.base is None else np.union1d(present, [config.base])
+        sizes = config.solved_sizes(present, table=self.table, spec=self.spec, text_tokens=self.text_tokens)
+        by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True)) or {0: 1}
+        return replace(config, batch_size=by_bucket, max_tokens=None, max_cost=None, max_samples=None)
 
     def _base(self) -> int:
         """Return the bucket of mixed batches; every sample must have as many frames as it."""
@@ -224,6 +226,25 @@ class BucketBatchSampler(PlannedBatchSampler):
                 f"The sampler's table has {self.table.ids_mark}, but its loader's collator {table.ids_mark}; give "
                 "both the table that the column was computed with."
             )
+
+
+def _end(table: BucketTable | OpenTable) -> int:
+    """Return the number above all bucket ids of a table."""
+    return len(table) if isinstance(table, BucketTable) else 2**31
+
+
+def _ids_in(table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Return bucket ids as an array of shape `(n,)`; raise PlanError if the table lacks one, or they are another's."""
+    if isinstance(bucket_ids, Column):
+        check_table(bucket_ids.source.features, table, column=bucket_ids.column_name)
+    ids, end = column_of(bucket_ids, "bucket_ids", whole=True), _end(table)
+    wrong = np.flatnonzero((ids < REJECTED_BUCKET) | (ids >= end))
+    if len(wrong):
+        raise PlanError(
+            f"Row {wrong[0]} has bucket_id {ids[wrong[0]]}, but the table has 0 to {end - 1}, and rejected rows "
+            f"{REJECTED_BUCKET}; compute the column again with this table."
+        )
+    return ids.astype(np.int32)
 
 
 def check_table(features: Mapping[str, Any] | None, table: BucketTable | OpenTable, *, column: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +73,7 @@ class BucketLimits:
             PlanError: If there are limits, or a mapping names no batch size for one of the buckets.
         """
         if self.batch_size is None:
-            raise PlanError("`max_tokens` and `max_cost` need a table of buckets; see `BucketPlanConfig.solved`.")
+            raise PlanError("`max_tokens` and `max_cost` need a table of buckets: give them to BucketBatchSampler.")
         if not isinstance(self.batch_size, Mapping):
             return np.full(len(bucket_ids), self.batch_size, np.int64)
         missing = [int(bucket) for bucket in bucket_ids if int(bucket) not in self.batch_size]
@@ -84,11 +84,11 @@ class BucketLimits:
     def solved_sizes(
         self, bucket_ids: IntArray, *, table: BucketTable | OpenTable, spec: LatentSpec | None, text_tokens: int
     ) -> IntArray:
-        """Return the samples of each of the given buckets that one process takes in one step, shape `(k,)`.
+        """Return the batch size of each of the given buckets of a table, also where limits decide it; shape `(k,)`.
 
         Args:
-            bucket_ids (`int64`, shape `(k,)`): Buckets of the table.
-            table ([`BucketTable`] or [`OpenTable`]): Table that says how large they are.
+            bucket_ids (`int64`, shape `(k,)`): Buckets.
+            table ([`BucketTable`] or [`OpenTable`]): Their table.
             spec ([`LatentSpec`], *optional*): Strides and patch, which limits need.
             text_tokens (`int`): Tokens of each sample's text that count like its own.
 
@@ -100,31 +100,33 @@ class BucketLimits:
         if spec is None:
             raise PlanError("`max_tokens` and `max_cost` count tokens: pass spec=LatentSpec(…).")
         tokens = table.num_tokens(bucket_ids, spec=spec) + text_tokens
-        sizes = np.full(len(tokens), np.inf if self.max_samples is None else self.max_samples)
-        taken_of: dict[str, tuple[IntArray | FloatArray, str]] = {"max_tokens": (tokens, "tokens")}
+        taken: dict[str, IntArray | FloatArray] = {"max_tokens": tokens}
         if self.cost_model is not None:
-            taken_of["max_cost"] = self.cost_model.cost(tokens), "units of cost"
-        for name, (taken, unit) in taken_of.items():
+            taken["max_cost"] = self.cost_model.cost(tokens)
+        sizes = np.full(len(tokens), np.inf if self.max_samples is None else self.max_samples)
+        for name, amounts in taken.items():
             limit = getattr(self, name)
-            if limit is None or not len(taken):
+            if limit is None or not len(amounts):
                 continue
-            if taken.max() > limit:
+            if amounts.max() > limit:
                 raise PlanError(
-                    f"One sample of bucket {table.size(int(bucket_ids[taken.argmax()]))} takes {taken.max():.6g} "
-                    f"{unit} and exceeds `{name}={limit}`.",
+                    f"One sample of bucket {table.size(int(bucket_ids[amounts.argmax()]))} takes {amounts.max():.6g} "
+                    f"{'tokens' if name == 'max_tokens' else 'units of cost'} and exceeds `{name}={limit}`.",
                     advice=[f"raise `{name}`", "choose a table of smaller buckets"],
                 )
-            sizes = np.minimum(sizes, limit // taken)
+            sizes = np.minimum(sizes, limit // amounts)
         return sizes.astype(np.int64)
 
 
 @refuse_old_names(PlanError, tail="remainder")
 @dataclass(frozen=True, kw_only=True)
 class BucketPlanConfig(EpochConfig, BucketLimits):
-    """Settings of a bucket plan; [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] describes the others.
+    """Settings of a bucket plan.
+
+    [`BucketLimits`] and [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] describe the others. The sampler
+    replaces limits by the batch sizes that follow from them and its table.
 
     Args:
-        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens` or `max_cost`.
         base (`int`, *optional*): Bucket of catch-all batches; `remainder="catch_all"` needs it.
 
     Raises:
@@ -153,28 +155,6 @@ class BucketPlanConfig(EpochConfig, BucketLimits):
             )
         if not (self.lockstep or self.shuffle):
             raise PlanError("`lockstep=False` draws batches at random; leave it out with `shuffle=False`.")
-
-    def solved(
-        self, bucket_ids: IntArray, *, table: BucketTable | OpenTable, spec: LatentSpec | None, text_tokens: int
-    ) -> BucketPlanConfig:
-        """Return these settings with the batch size of every bucket of some rows in place of the limits.
-
-        Args:
-            bucket_ids (`int64`, shape `(n,)`): Bucket of each row, `REJECTED_BUCKET` (−1) for rejected rows.
-            table ([`BucketTable`] or [`OpenTable`]): Table that says how large they are.
-            spec ([`LatentSpec`], *optional*): Strides and patch, which limits need.
-            text_tokens (`int`): Tokens of each sample's text that count like its own.
-
-        Raises:
-            PlanError: If one sample of a bucket exceeds a limit, or `spec` is missing.
-        """
-        if not self.limited:
-            return self
-        present = np.unique(bucket_ids[has_bucket(bucket_ids)])
-        present = present if self.base is None else np.union1d(present, [self.base])
-        sizes = self.solved_sizes(present, table=table, spec=spec, text_tokens=text_tokens)
-        by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True)) or {0: 1}
-        return replace(self, batch_size=by_bucket, max_tokens=None, max_cost=None, max_samples=None)
 
     def named_in_states(self) -> dict[str, object]:
         """Return the settings that a saved state compares: batch sizes in place of the limits they follow from."""

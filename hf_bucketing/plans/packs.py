@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from .epoch import PACKED, EpochPlan
 from .rows import EpochRows, RowPlanConfig, check_positive, column_of, epoch_rows
 
 Balance = Literal["none", "cost"]
+Tokens = TypeVar("Tokens", int, IntArray)
 
 SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clips of scripts/prepare_dataset.py)"
 """Advice on samples that exceed a limit, where their frames are not known."""
@@ -66,7 +67,9 @@ class PackLimits:
 @refuse_old_names(PlanError, **OLD_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class PackPlanConfig(RowPlanConfig, PackLimits):
-    """Settings of a pack plan; [`PackLimits`] and [`PackBatchSampler`][hf_bucketing.PackBatchSampler] have the others.
+    """Settings of a pack plan.
+
+    [`PackLimits`] and [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describe the others.
 
     Args:
         window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
@@ -157,7 +160,7 @@ def plan_packs(
     return unbucketed_plan(rows, offsets[:-1][order], np.diff(offsets)[order], label=PACKED, chosen=chosen)
 
 
-def strip_tokens(num_tokens: IntArray, strip_length: int) -> IntArray:
+def strip_tokens(num_tokens: Tokens, strip_length: int) -> Tokens:
     """Return the tokens of the whole strips that each sample takes in a pack; shape as given."""
     return -(-num_tokens // strip_length) * strip_length
 

@@ -19,6 +19,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
+from ..plans.packs import PackPlanConfig
 from ..settings import check_at_least, not_default
 
 
@@ -68,7 +69,7 @@ class ReportConfig:
     batch_size: int = 4
     num_processes: int = 8
     max_tokens: int | None = None
-    strip_length: int = 64
+    strip_length: int = PackPlanConfig.strip_length
     text_tokens: int = 0
     rule: AssignmentRule = field(default_factory=AssignmentRule)
     max_area: int | Literal["table", "none"] = "table"
