@@ -36,11 +36,7 @@ class PackBatchSampler(PlannedBatchSampler):
             `longest_first`.
         strip_length (`int`): Tokens per strip; each sample takes whole strips. The default is that of
             `enable_packing`: give both the same, or 1 for a model of your own whose packs have no strips.
-        strategy (`str`): How samples, which come in random order, get into packs.
-            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
-            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
-            `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
-            that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
+        strategy (`str`): Bin packing of the samples, which come in random order; see `PackPlanConfig`.
         balance (`"none"` or `"cost"`): Choice of the packs of a step. `"none"`: random ones. `"cost"` without gradient
             accumulation: packs of similar cost among those of 64 steps (packs filled to one `max_cost` are similar
             already). `"cost"` with it: the packs of each accumulation window are dealt to the processes, the most

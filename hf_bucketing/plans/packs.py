@@ -72,6 +72,11 @@ class PackPlanConfig(RowPlanConfig, PackLimits):
     [`PackLimits`] and [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describe the others.
 
     Args:
+        strategy (`str`): How samples, which come in random order, get into packs.
+            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
+            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
+            `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
+            that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
         window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
         accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
             once per window.
