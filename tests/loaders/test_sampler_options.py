@@ -365,6 +365,13 @@ def test_an_unknown_option_is_an_error_that_names_a_similar_one() -> None:
         length_sampler(num_bucket=3)
 
 
+def test_a_setting_without_a_keyword_is_an_error_that_names_the_configuration() -> None:
+    for sampler, (config, others) in SAMPLERS.items():
+        for name in others:
+            with pytest.raises(PlanError, match=rf"takes {name} in its configuration: config={config.__name__}\("):
+                sampler(IDS, **{name: 2})
+
+
 EQUAL = {
     bucket_sampler: [
         ({"batch_size": 4}, {"batch_size": np.int64(4)}),
