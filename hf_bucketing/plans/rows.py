@@ -23,13 +23,7 @@ Oversize = Literal["error", "own_batch", "drop"]
 
 @dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
 class EpochConfig:
-    """Settings of every plan.
-
-    Args:
-        shuffle (`bool`): If False, rows keep their order as far as the plan allows.
-        seed (`int`): Seed of all draws, at least 0.
-        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly.
-    """
+    """Settings of every plan, which the samplers describe."""
 
     shuffle: bool = True
     seed: int = 0
@@ -47,12 +41,7 @@ class EpochConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlanConfig(EpochConfig):
-    """Settings of a plan whose limit a single row can exceed: of lengths, and of packs.
-
-    Args:
-        oversize (`str`): What happens to a sample that exceeds a limit by itself: an `"error"` that names it, an
-            `"own_batch"` above the limit, or a counted `"drop"`.
-    """
+    """Settings of a plan whose limit a single row can exceed: of lengths, and of packs."""
 
     oversize: Oversize = "error"
 

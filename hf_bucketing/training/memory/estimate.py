@@ -19,6 +19,7 @@ from ...buckets.table import BucketTable
 from ...errors import BucketingError
 from ...media.conditions import FRAME_BY_FRAME, MASK
 from ...models.recipe import Recipe
+from ...plans.packs import strip_tokens
 from ...settings import changed
 from ...units import format_bytes
 from ..checkpoint import SHARDED
@@ -210,8 +211,7 @@ def fill_max_tokens(
     transformer.to(accelerator.device)
     whole = make_data(changed(searched, max_tokens=2**40), spec, **common)
     tokens = whole.num_tokens
-    strip_length = config.batches.strip_length
-    smallest = int(-(-tokens.max() // strip_length) * strip_length) + text_tokens
+    smallest = strip_tokens(int(tokens.max()), config.batches.strip_length) + text_tokens
     share = -(-int(tokens.sum() + text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     (size,) = whole.sizes(np.array([tokens.argmax()]))
     largest = _planned_tokens(config, size, at_most=share, accelerator=accelerator, transformer=transformer)
