@@ -8,7 +8,7 @@ import inspect
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -137,7 +137,7 @@ class Interrupted(KeyboardInterrupt):
 def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_names: str) -> Callable[[Target], Target]:
     """Decorate a class or function whose keyword arguments were renamed: an old name raises an error with the new one.
 
-    An unknown name raises one as well, with the argument whose name is most similar.
+    An unknown name raises one as well, with the configuration that has it, or the argument whose name is most similar.
 
     Args:
         error (subclass of `BucketingError`): The error to raise.
@@ -154,6 +154,9 @@ def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_name
             for old in options.keys() & new_names.keys():
                 raise error(f"{target.__name__} takes {new_names[old]} where it took {old}; use the new name.")
             for name in () if takes_any else options.keys() - known.keys():
+                for kind in get_args(get_type_hints(call)["config"]) if "config" in known else ():
+                    if name in getattr(kind, "__dataclass_fields__", ()):
+                        raise error(f"{target.__name__} takes {name} in its configuration: config={kind.__name__}(…).")
                 similar = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, n=1))
                 raise error(f"{target.__name__} has no argument {name}{similar or '.'}")
             return call(*args, **options)

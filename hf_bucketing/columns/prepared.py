@@ -64,7 +64,7 @@ class CacheInfo:
     views: dict[str, Any]
 
 
-class SourceRows(NamedTuple):
+class RowSources(NamedTuple):
     """Sources of a data set.
 
     Attributes:
@@ -123,12 +123,12 @@ class PreparedDataset:
         )
 
     @property
-    def sources(self) -> SourceRows | None:
+    def sources(self) -> RowSources | None:
         """Names of the sources and the source of each row, if there are several."""
         feature = self.dataset.features.get(SOURCE)
         if not isinstance(feature, ClassLabel):
             return None
-        return SourceRows(names=tuple(feature.names), ids=column_array(self.dataset, SOURCE).astype(np.int64))
+        return RowSources(names=tuple(feature.names), ids=column_array(self.dataset, SOURCE).astype(np.int64))
 
     def source_columns(self) -> dict[str, Any]:
         """Return the arguments of [`count_sources`][hf_bucketing.report.count_sources], if there are several."""

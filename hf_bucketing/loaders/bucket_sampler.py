@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,16 @@ from ..plans.epoch import EpochPlan
 from ..plans.rows import column_of
 from ..settings import check_at_least, plain_number
 from .occurrences import NumberedRows
-from .planned import PlannedBatchSampler, warn_of_rejected
+from .planned import PlannedBatchSampler, chosen_config
+from .rejected import warn_of_rejected
 
 
 @refuse_old_names(PlanError, tail="remainder", capacity="max_tokens, or max_cost with a cost_model,")
 class BucketBatchSampler(PlannedBatchSampler):
     """Draw batches of one bucket, by default in lockstep: all processes take the same bucket in the same step.
+
+    The keywords from `batch_size` to `evaluation` are settings of the plan, by default those of
+    [`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig]; `config` holds all of them in one value instead.
 
     Args:
         bucket_ids (array of `int`, shape `(n,)`): The data set's `bucket_id` column; rejected rows are never drawn.
@@ -42,13 +47,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             samples as fit. Needs `spec`.
         max_cost (`float`, *optional*): Cost per process and step, instead of or beside `max_tokens`. Needs `spec` and
             `cost_model`.
-        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens` or `max_cost`.
-        spec ([`LatentSpec`], *optional*): Strides and patch, to count tokens for `max_tokens`, `max_cost` and
-            `longest_first`; an open table has its own.
         cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost` and
             `longest_first`.
-        text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
-            sample's own.
         remainder (`str`): What happens to a bucket's samples that do not fill a step on all processes.
             `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
             steps, buckets of like batch size together, so that fewer than `num_processes` samples are dropped per
@@ -65,24 +65,31 @@ class BucketBatchSampler(PlannedBatchSampler):
             its rows, and puts its remainders in the base bucket. Steps then hold different buckets, which DDP allows
             because every process runs equally many steps, but the fastest process waits for the slowest. Needs one
             `batch_size` for all buckets, `remainder="catch_all"` and `shuffle=True`.
-        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per epoch
-            of each row, or of each row of a bucket; see [`plan_buckets`][hf_bucketing.plans.plan_buckets].
         shuffle (`bool`): If False, rows stay in their order within each bucket, and buckets come in the order of their
             ids, the mixed and catch-all steps last.
         seed (`int`): Seed of all draws, at least 0.
-        longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once.
         evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
             last step then has one row per process, and its last processes repeat rows, which
             `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch.
+        config ([`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig], *optional*): All settings of the plan,
+            with `max_samples`, which lacks a keyword; its `base` is the table's.
+        spec ([`LatentSpec`], *optional*): Strides and patch, to count tokens for `max_tokens`, `max_cost` and
+            `longest_first`; an open table has its own.
+        text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
+            sample's own.
+        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per epoch
+            of each row, or of each row of a bucket; see [`plan_buckets`][hf_bucketing.plans.plan_buckets].
+        longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
         num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
         process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
-        PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, the ids are
-            another table's, one is not in the table, a sample exceeds a limit, `weights` names a bucket that the table
-            lacks, or `remainder="catch_all"` has no base bucket or one of too many frames.
+        PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, a setting
+            is given beside `config`, the ids are another table's, one is not in the table, a sample exceeds a limit,
+            `weights` names a bucket that the table lacks, or `remainder="catch_all"` has no base bucket or one of too
+            many frames.
     """
 
     config: BucketPlanConfig
@@ -95,79 +102,67 @@ class BucketBatchSampler(PlannedBatchSampler):
         batch_size: int | Mapping[int, int] | None = None,
         max_tokens: int | None = None,
         max_cost: float | None = None,
-        max_samples: int | None = None,
-        spec: LatentSpec | None = None,
         cost_model: CostModel | None = None,
+        remainder: Remainder | None = None,
+        lockstep: bool | None = None,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        evaluation: bool | None = None,
+        config: BucketPlanConfig | None = None,
+        spec: LatentSpec | None = None,
         text_tokens: int = 0,
-        remainder: Remainder = "short",
-        lockstep: bool = True,
         weights: npt.ArrayLike | Mapping[int, float] | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
         longest_first: bool = False,
-        evaluation: bool = False,
         rejection: npt.ArrayLike | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
-        super().__init__(
-            weights=weights,
-            longest_first=longest_first,
-            evaluation=evaluation,
-            num_processes=num_processes,
-            process_index=process_index,
-        )
-        if isinstance(bucket_ids, Column):
-            check_table(bucket_ids.source.features, table, column=bucket_ids.column_name)
-        ids = column_of(bucket_ids, "bucket_ids", whole=True)
-        end = len(table) if isinstance(table, BucketTable) else 2**31
-        wrong = np.flatnonzero((ids < REJECTED_BUCKET) | (ids >= end))
-        if len(wrong):
-            raise PlanError(
-                f"Row {wrong[0]} has bucket_id {ids[wrong[0]]}, but the table has 0 to {end - 1}, and rejected rows "
-                f"{REJECTED_BUCKET}; compute the column again with this table."
-            )
-        weighted = self.weights if isinstance(self.weights, Mapping) else ()
-        unknown = [bucket for bucket in weighted if not 0 <= bucket < end]
-        if unknown:
-            raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {end - 1}.")
-        self.bucket_ids = ids.astype(np.int32)
+        self.bucket_ids = _ids_in(table, bucket_ids)
         self.table = table
-        self.cost_model = cost_model
         self.text_tokens = plain_number(text_tokens, "text_tokens", whole=True, error=PlanError)
         check_at_least(0, self, "text_tokens", error=PlanError)
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
-        warn_of_rejected(bucket_ids, has_bucket(ids), rejection=rejection, process_index=self.process_index)
-        given = {"max_tokens": max_tokens, "max_cost": max_cost, "max_samples": max_samples}
-        limits = {
-            name: limit if limit is None else plain_number(limit, name, whole=name != "max_cost", error=PlanError)
-            for name, limit in given.items()
-        }
-        self._check_limits(batch_size, limits)
-        base = self._base() if remainder == "catch_all" else None
-        self.config = BucketPlanConfig(
-            batch_size=self._batch_sizes(limits, base) if batch_size is None else batch_size,
+        config = chosen_config(
+            BucketPlanConfig,
+            config,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            max_cost=max_cost,
+            cost_model=cost_model,
             remainder=remainder,
-            base=base,
+            base=self._base() if config is None and remainder == "catch_all" else None,
             lockstep=lockstep,
             shuffle=shuffle,
             seed=seed,
             evaluation=evaluation,
         )
+        if config.base is not None and config.base != self._base():
+            raise PlanError(f"`config` has base={config.base}, but the base bucket of the table is {table.base}.")
+        super().__init__(
+            self._solved(config),
+            weights=weights,
+            longest_first=longest_first,
+            num_processes=num_processes,
+            process_index=process_index,
+        )
+        if self.longest_first and self.spec is None:
+            raise PlanError("`longest_first` counts tokens: pass spec=LatentSpec(…).")
+        weighted = self.weights if isinstance(self.weights, Mapping) else ()
+        unknown = [bucket for bucket in weighted if not 0 <= bucket < _end(table)]
+        if unknown:
+            raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {_end(table) - 1}.")
+        usable = has_bucket(self.bucket_ids)
+        warn_of_rejected(bucket_ids, usable, rejection=rejection, process_index=self.process_index)
 
-    def _check_limits(self, batch_size: int | Mapping[int, int] | None, limits: Mapping[str, float | None]) -> None:
-        limited = limits["max_tokens"] is not None or limits["max_cost"] is not None
-        if (batch_size is not None) == limited:
-            raise PlanError("Give either `batch_size`, or `max_tokens` or `max_cost`.")
-        if batch_size is not None and limits["max_samples"] is not None:
-            raise PlanError("`max_samples` goes with `max_tokens` or `max_cost`; `batch_size` counts samples already.")
-        if limits["max_cost"] is not None and self.cost_model is None:
-            raise PlanError("`max_cost` needs `cost_model`, such as CostModel.for_transformer(width).")
-        if self.spec is None and (limited or self.longest_first):
-            raise PlanError("`max_tokens`, `max_cost` and `longest_first` count tokens: pass spec=LatentSpec(…).")
-        for name, limit in limits.items():
-            if limit is not None and not limit > 0:
-                raise PlanError(f"`{name}` must be above 0, got {limit}.")
+    def _solved(self, config: BucketPlanConfig) -> BucketPlanConfig:
+        """Return the settings with the batch size of each bucket that occurs in place of the limits."""
+        if not config.limited:
+            return config
+        present = np.unique(self.bucket_ids[has_bucket(self.bucket_ids)]).astype(np.int64)
+        present = present if config.base is None else np.union1d(present, [config.base])
+        sizes = config.solved_sizes(present, table=self.table, spec=self.spec, text_tokens=self.text_tokens)
+        by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True)) or {0: 1}
+        return replace(config, batch_size=by_bucket, max_tokens=None, max_cost=None, max_samples=None)
 
     def _base(self) -> int:
         """Return the bucket of mixed batches; every sample must have as many frames as it."""
@@ -190,35 +185,11 @@ class BucketBatchSampler(PlannedBatchSampler):
             )
         return base
 
-    def _tokens(self, bucket_ids: IntArray) -> IntArray:
-        """Return the tokens of a sample of each bucket and its text."""
-        assert self.spec is not None, "_check_limits checks it"
-        return self.table.num_tokens(bucket_ids, spec=self.spec) + self.text_tokens
-
     def _costs(self, bucket_ids: IntArray) -> IntArray | FloatArray:
         """Return the cost of a sample of each bucket and its text, or their tokens without a cost model."""
-        tokens = self._tokens(bucket_ids)
-        return tokens if self.cost_model is None else self.cost_model.cost(tokens)
-
-    def _batch_sizes(self, limits: Mapping[str, float | None], base: int | None) -> dict[int, int]:
-        """Return how many samples of each bucket fit within the limits."""
-        present = np.unique(self.bucket_ids[has_bucket(self.bucket_ids)]).astype(np.int64)
-        present = present if base is None else np.union1d(present, [base])
-        tokens = self._tokens(present)
-        sizes = np.full(len(present), np.inf if limits["max_samples"] is None else limits["max_samples"])
-        for name, unit in (("max_tokens", "tokens"), ("max_cost", "units of cost")):
-            limit = limits[name]
-            if limit is None or not len(present):
-                continue
-            each = tokens if name == "max_tokens" or self.cost_model is None else self.cost_model.cost(tokens)
-            if each.max() > limit:
-                raise PlanError(
-                    f"One sample of bucket {self.table.size(int(present[each.argmax()]))} takes {each.max():.6g} "
-                    f"{unit} and exceeds `{name}={limit}`.",
-                    advice=[f"raise `{name}`", "choose a table of smaller buckets"],
-                )
-            sizes = np.minimum(sizes, limit // each)
-        return dict(zip(present.tolist(), sizes.astype(int).tolist(), strict=True)) or {0: 1}
+        assert self.spec is not None, "longest_first needs it"
+        tokens = self.table.num_tokens(bucket_ids, spec=self.spec) + self.text_tokens
+        return tokens if self.config.cost_model is None else self.config.cost_model.cost(tokens)
 
     @property
     def num_rows(self) -> int:
@@ -255,6 +226,25 @@ class BucketBatchSampler(PlannedBatchSampler):
                 f"The sampler's table has {self.table.ids_mark}, but its loader's collator {table.ids_mark}; give "
                 "both the table that the column was computed with."
             )
+
+
+def _end(table: BucketTable | OpenTable) -> int:
+    """Return the number above all bucket ids of a table."""
+    return len(table) if isinstance(table, BucketTable) else 2**31
+
+
+def _ids_in(table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Return bucket ids as an array of shape `(n,)`; raise PlanError if the table lacks one, or they are another's."""
+    if isinstance(bucket_ids, Column):
+        check_table(bucket_ids.source.features, table, column=bucket_ids.column_name)
+    ids, end = column_of(bucket_ids, "bucket_ids", whole=True), _end(table)
+    wrong = np.flatnonzero((ids < REJECTED_BUCKET) | (ids >= end))
+    if len(wrong):
+        raise PlanError(
+            f"Row {wrong[0]} has bucket_id {ids[wrong[0]]}, but the table has 0 to {end - 1}, and rejected rows "
+            f"{REJECTED_BUCKET}; compute the column again with this table."
+        )
+    return ids.astype(np.int32)
 
 
 def check_table(features: Mapping[str, Any] | None, table: BucketTable | OpenTable, *, column: str) -> None:

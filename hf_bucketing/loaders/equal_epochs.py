@@ -39,13 +39,12 @@ class EqualEpochs(PlannedBatchSampler):
         if sampler.config.evaluation or callable(getattr(sampler, "_num_tokens", None)):
             raise PlanError("EqualEpochs cannot cut an evaluation, or epochs whose sizes are drawn anew.")
         super().__init__(
+            sampler.config,
             weights=sampler.weights,
             longest_first=sampler.longest_first,
-            evaluation=False,
             num_processes=sampler._num_processes,
             process_index=sampler._process_index,
         )
-        self.config = sampler.config
         self._cut = sampler
 
     @property

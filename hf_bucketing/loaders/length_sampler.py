@@ -22,7 +22,7 @@ from ..plans.lengths import (
     plan_lengths,
 )
 from ..plans.rows import Oversize, column_of
-from .planned import PlannedBatchSampler, config_from
+from .planned import PlannedBatchSampler, chosen_config
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
@@ -31,6 +31,9 @@ class LengthBatchSampler(PlannedBatchSampler):
 
     For a `torch.utils.data.Subset`, give the lengths of its own samples, in its order: `lengths[subset.indices]`.
 
+    The keywords from `batch_size` to `evaluation` are settings of the plan, by default those of
+    [`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig]; `config` holds all of them in one value instead.
+
     Args:
         lengths (array of `int` or `float`, shape `(n,)`): Length of each sample of the DataLoader's data set, in any
             unit: tokens, frames, seconds. Samples with a length of 0 or less are never drawn.
@@ -38,7 +41,6 @@ class LengthBatchSampler(PlannedBatchSampler):
         max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: the number of samples × the
             longest of them, in the unit of the lengths. In a bucket, its upper bound counts as the longest, so that
             all its full batches have one size and can be padded to one shape.
-        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
         strategy (`str`): `"bucket"` makes batches of samples whose lengths lie between the same two boundaries;
             `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
             which pads and mixes least.
@@ -52,21 +54,23 @@ class LengthBatchSampler(PlannedBatchSampler):
             neighbouring buckets, and only the last step is smaller; `"drop"` drops them.
         oversize (`str`): What happens to a sample longer than `max_tokens`: an `"error"` that names it, an
             `"own_batch"` above the limit, or a counted `"drop"`.
-        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
         shuffle (`bool`): If False, samples keep their order (`"sorted"`: rising length), and so do steps.
         seed (`int`): Seed of all draws, at least 0.
-        longest_first (`bool`): Start every epoch with its most expensive step (samples × longest), so that a lack of
-            memory shows at once.
         evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
             last step then has one row per process, and its last processes repeat rows, which
             `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Unless
             `strategy="bucket"`, processes may hold different numbers of samples: gather with `use_gather_object=True`.
+        config ([`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig], *optional*): All settings of the plan,
+            with `max_samples`, which lacks a keyword.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
+        longest_first (`bool`): Start every epoch with its most expensive step (samples × longest), so that a lack of
+            memory shows at once.
         num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
         process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
-        PlanError: On settings that `LengthPlanConfig` refuses, or if a sample exceeds `max_tokens` and
-            `oversize="error"`; the message names the longest.
+        PlanError: On settings that `LengthPlanConfig` refuses, a setting beside `config`, or if a sample exceeds
+            `max_tokens` and `oversize="error"`; the message names the longest.
 
     Example:
         >>> sampler = LengthBatchSampler([3, 9, 4, 8], max_tokens=20, num_buckets=2, num_processes=1, shuffle=False)
@@ -82,29 +86,42 @@ class LengthBatchSampler(PlannedBatchSampler):
         *,
         batch_size: int | None = None,
         max_tokens: float | None = None,
-        max_samples: int | None = None,
-        strategy: LengthStrategy = "bucket",
+        strategy: LengthStrategy | None = None,
         num_buckets: int | None = None,
-        boundaries: Boundaries = "fitted",
-        remainder: LengthRemainder = "short",
-        oversize: Oversize = "error",
+        boundaries: Boundaries | None = None,
+        remainder: LengthRemainder | None = None,
+        oversize: Oversize | None = None,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        evaluation: bool | None = None,
+        config: LengthPlanConfig | None = None,
         weights: npt.ArrayLike | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
         longest_first: bool = False,
-        evaluation: bool = False,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
+        config = chosen_config(
+            LengthPlanConfig,
+            config,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            strategy=strategy,
+            num_buckets=num_buckets,
+            boundaries=boundaries,
+            remainder=remainder,
+            oversize=oversize,
+            shuffle=shuffle,
+            seed=seed,
+            evaluation=evaluation,
+        )
         super().__init__(
+            config,
             weights=weights,
             longest_first=longest_first,
-            evaluation=evaluation,
             num_processes=num_processes,
             process_index=process_index,
         )
         self.lengths = column_of(lengths, "lengths")
-        self.config = config_from(LengthPlanConfig, locals())
         oversize_rows(self.lengths, self.config)
 
     @property

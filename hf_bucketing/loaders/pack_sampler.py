@@ -14,12 +14,16 @@ from ..plans.bin_packing import PackStrategy
 from ..plans.epoch import EpochPlan
 from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans, texts_of
 from ..plans.rows import Oversize, column_of
-from .planned import PlannedBatchSampler, config_from, warn_of_rejected
+from .planned import PlannedBatchSampler, chosen_config
+from .rejected import warn_of_rejected
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
 class PackBatchSampler(PlannedBatchSampler):
     """Draw packs: samples of any size whose tokens together are at most `max_tokens`.
+
+    The keywords from `max_tokens` to `evaluation` are settings of the plan, by default those of
+    [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig]; `config` holds all of them in one value instead.
 
     Args:
         num_tokens (array of `int`, shape `(n,)`, or callable of the epoch): The data set's `num_tokens` column; rows
@@ -28,45 +32,38 @@ class PackBatchSampler(PlannedBatchSampler):
         max_tokens (`int`): Tokens that one process takes in one step: the limit of memory.
         max_cost (`float`, *optional*): Largest cost of a pack, in the units of `cost_model`: the limit of time. Packs
             filled to the same cost take the same time, if `max_tokens` lets them get there.
-        max_samples (`int`, *optional*): Most samples per pack.
         cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost`, `balance` and
             `longest_first`.
         strip_length (`int`): Tokens per strip; each sample takes whole strips. The default is that of
             `enable_packing`: give both the same, or 1 for a model of your own whose packs have no strips.
-        text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
-            attention.
-        strategy (`str`): How samples, which come in random order, get into packs.
-            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
-            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
-            `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
-            that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
-        open_packs (`int`): Packs held open at once by `"first_fit"`; the fullest is closed when one more is needed.
-        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
+        strategy (`str`): Bin packing of the samples, which come in random order; see `PackPlanConfig`.
         balance (`"none"` or `"cost"`): Choice of the packs of a step. `"none"`: random ones. `"cost"` without gradient
             accumulation: packs of similar cost among those of 64 steps (packs filled to one `max_cost` are similar
             already). `"cost"` with it: the packs of each accumulation window are dealt to the processes, the most
             expensive first, each to the process with the lowest sum so far.
-        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
-            once per window.
         oversize (`str`): What happens to a sample that exceeds `max_tokens` or `max_cost` by itself: an `"error"`
             that names it, an `"own_batch"` (a pack of its own, above the limit), or a counted `"drop"`.
-        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
         shuffle (`bool`): If False, samples and packs keep the order of the rows, as far as `strategy` does.
         seed (`int`): Seed of all draws, at least 0.
-        longest_first (`bool`): Start every epoch with its most expensive step (tokens, or cost with a `cost_model`),
-            so that a lack of memory shows at once.
         evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
             last step then has one row per process, and its last processes repeat rows, which
             `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Processes
             may hold different numbers of samples: gather with `use_gather_object=True`.
+        config ([`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig], *optional*): All settings of the plan,
+            with those that lack a keyword: `max_samples`, `open_packs`, `window` and `accumulation_steps`.
+        text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
+            attention.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
+        longest_first (`bool`): Start every epoch with its most expensive step (tokens, or cost with a `cost_model`),
+            so that a lack of memory shows at once.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `num_tokens` is a column of that data set.
         num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
         process_index (`int`, *optional*): Process whose packs alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
-        PlanError: On settings that `PackPlanConfig` refuses, or if a row exceeds a limit and `oversize="error"`; the
-            message names the largest.
+        PlanError: On settings that `PackPlanConfig` refuses, a setting beside `config`, or if a row exceeds a limit
+            and `oversize="error"`; the message names the largest.
     """
 
     config: PackPlanConfig
@@ -75,37 +72,47 @@ class PackBatchSampler(PlannedBatchSampler):
         self,
         num_tokens: npt.ArrayLike | Callable[[int], npt.ArrayLike],
         *,
-        max_tokens: int,
+        max_tokens: int | None = None,
         max_cost: float | None = None,
-        max_samples: int | None = None,
         cost_model: CostModel | None = None,
-        strip_length: int = 64,
+        strip_length: int | None = None,
+        strategy: PackStrategy | None = None,
+        balance: Balance | None = None,
+        oversize: Oversize | None = None,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        evaluation: bool | None = None,
+        config: PackPlanConfig | None = None,
         text_tokens: npt.ArrayLike = 0,
-        strategy: PackStrategy = "first_fit",
-        open_packs: int = 16,
-        window: int = 4096,
-        balance: Balance = "none",
-        accumulation_steps: int = 1,
-        oversize: Oversize = "error",
         weights: npt.ArrayLike | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
         longest_first: bool = False,
-        evaluation: bool = False,
         rejection: npt.ArrayLike | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
+        config = chosen_config(
+            PackPlanConfig,
+            config,
+            max_tokens=max_tokens,
+            max_cost=max_cost,
+            cost_model=cost_model,
+            strip_length=strip_length,
+            strategy=strategy,
+            balance=balance,
+            oversize=oversize,
+            shuffle=shuffle,
+            seed=seed,
+            evaluation=evaluation,
+        )
         super().__init__(
+            config,
             weights=weights,
             longest_first=longest_first,
-            evaluation=evaluation,
             num_processes=num_processes,
             process_index=process_index,
         )
         self._num_tokens = num_tokens if callable(num_tokens) else column_of(num_tokens, "num_tokens", whole=True)
         self.text_tokens = texts_of(text_tokens)
-        self.config = config_from(PackPlanConfig, locals())
         first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
         warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=self.process_index)

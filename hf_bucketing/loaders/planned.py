@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from accelerate import PartialState
-from datasets import Dataset
-from datasets.arrow_dataset import Column
 from torch.utils.data import Sampler
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray
-from ..buckets.assignment import count_rejections
-from ..errors import PlanError
+from ..buckets.arrays import FloatArray, IntArray
+from ..errors import PlanError, quoted
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
 from .host import check_host, current_loader, process_group, skipped_by
 from .occurrences import RepeatedRow
-from .state import VERSION, check_state, describe, epoch_number, settings
+from .state import VERSION, check_state, describe, epoch_number
 
 Config = TypeVar("Config")
-
-logger = logging.getLogger(__name__)
 
 Legs = tuple[tuple[int, int], ...]
 """History of the present epoch: pairs of a number of processes and the steps that they finished."""
@@ -63,13 +57,13 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     There is no `batch_size` attribute on purpose: with one, accelerate drops every group that holds a short batch.
 
-    A subclass sets `config`, and defines `num_rows`, `_planner`, `_sample_costs` and `_columns`.
+    A subclass defines `num_rows`, `_planner`, `_sample_costs` and `_columns`.
 
     Args:
+        config ([`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig], …): Settings of the plan.
         weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences of rows
             per epoch.
         longest_first (`bool`): Start every epoch with its most expensive step.
-        evaluation (`bool`): Whether every row comes exactly once.
         num_processes (`int`, *optional*): Number of processes; by default accelerate's, of a device mesh only the
             data-parallel ranks, else that of torch.distributed.
         process_index (`int`, *optional*): Process whose batches alone are yielded; by default the rank, if
@@ -79,17 +73,16 @@ class PlannedBatchSampler(Sampler[list[int]]):
         PlanError: If `process_index` is not below `num_processes`, or `evaluation` meets `weights` or `longest_first`.
     """
 
-    config: BucketPlanConfig | LengthPlanConfig | PackPlanConfig
-
     def __init__(
         self,
+        config: BucketPlanConfig | LengthPlanConfig | PackPlanConfig,
         *,
         weights: npt.ArrayLike | Mapping[int, float] | None,
         longest_first: bool,
-        evaluation: bool,
         num_processes: int | None,
         process_index: int | None,
     ) -> None:
+        self.config = config
         self.weights: Mapping[int, float] | FloatArray | None = None
         if isinstance(weights, Mapping):
             self.weights = numbers_by_id(weights, "weights", whole=False, error=PlanError)
@@ -100,7 +93,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
             num_processes = plain_number(num_processes, "num_processes", whole=True, error=PlanError)
             if num_processes < 1:
                 raise PlanError(f"`num_processes` must be at least 1, got {num_processes}.")
-        if evaluation and (longest_first or weights is not None):
+        if config.evaluation and (longest_first or weights is not None):
             raise PlanError(
                 "`evaluation=True` takes every row once, in order; leave `weights` and `longest_first` out."
             )
@@ -173,7 +166,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
             taken = plan.indices[: plan.offsets[steps * processes]]
             consumed = taken if consumed is None else np.concatenate([consumed, taken])
             if steps == plan.num_steps:
-                return _empty_plan(num_processes, consumed=len(consumed)), consumed
+                return EpochPlan.without_steps(num_processes, consumed=len(consumed)), consumed
         plan = self._ordered_plan(epoch, num_processes, consumed)
         return plan, np.zeros(0, np.int64) if consumed is None else consumed
 
@@ -301,7 +294,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
     def _fingerprint(self) -> tuple[int, dict[str, str]]:
         if self._described is None:
             parts = {**self._columns(), "weights": self.weights, "longest_first": self.longest_first}
-            parts |= {name: value for name, value in settings(self.config).items() if name != "seed"}
+            parts |= self.config.named_in_states()
             self._described = (self.config.seed, {name: describe(part) for name, part in parts.items()})
         return self._described
 
@@ -353,56 +346,17 @@ class PlannedBatchSampler(Sampler[list[int]]):
         return steps if self.process_index is not None else steps * self.num_processes
 
 
-def _empty_plan(num_processes: int, *, consumed: int) -> EpochPlan:
-    """Return the plan of a finished epoch."""
-    return EpochPlan(
-        indices=np.zeros(0, np.int64),
-        offsets=np.zeros(1, np.int64),
-        bucket_ids=np.zeros(0, np.int32),
-        num_processes=num_processes,
-        consumed=consumed,
-    )
-
-
-def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
-    """Return the settings of a plan, each from the sampler's argument of the same name."""
-    return kind(**{field.name: arguments[field.name] for field in fields(kind)})  # type: ignore[arg-type]
-
-
-def warn_of_rejected(
-    rows: Any,
-    usable: BoolArray,
-    *,
-    rejection: npt.ArrayLike | None = None,
-    process_index: int | None = None,
-) -> None:
-    """Log from the main process how many rows a sampler never draws because they were rejected, and why.
-
-    The reasons are `rejection`, or the `rejection` column of the data set that the column `rows` belongs to.
+def chosen_config(kind: type[Config], config: Config | None, **keywords: object) -> Config:
+    """Return the settings of a plan: `config`, or those of a sampler's keywords that are not None.
 
     Raises:
-        PlanError: If `rejection` does not have one value per row.
+        PlanError: If both are given, or `config` belongs to another kind of plan.
     """
-    if rejection is None and isinstance(rows, Column) and isinstance(rows.source, Dataset):
-        rejection = rows.source["rejection"] if "rejection" in rows.source.column_names else None
-    if rejection is not None and isinstance(rejection, Sequence | np.ndarray) and len(rejection) != len(usable):
-        raise PlanError(f"`rejection` needs one value per row: expected {len(usable)}, got {len(rejection)}.")
-    rejected = np.flatnonzero(~usable)
-    if process_index is not None:
-        main = process_index == 0
-    else:
-        main = PartialState().is_main_process if PartialState._shared_state else True
-    if not len(rejected) or not main:
-        return
-    if rejection is None:
-        why = 'pass rejection=dataset["rejection"] to see why'
-    else:
-        reasons = rejection[rejected.tolist()] if isinstance(rejection, Column) else np.asarray(rejection)[rejected]
-        counts = count_rejections(np.asarray(reasons))
-        why = (
-            ", ".join(f"{count:,} {label}" for label, count in counts.items())
-            or "the rejection column names no reason"
-        )
-    logger.warning(
-        f"{len(rejected):,} of {len(usable):,} rows were rejected and are never drawn: {why}.",
-    )
+    given = {name: value for name, value in keywords.items() if value is not None}
+    if config is None:
+        return kind(**given)
+    if not isinstance(config, kind):
+        raise PlanError(f"`config` must be a {kind.__name__}, got {config!r}.")
+    if given:
+        raise PlanError(f"`config` holds {quoted([*given])} already: set them there, or omit `config`.")
+    return config

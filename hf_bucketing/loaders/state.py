@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -43,11 +42,6 @@ def describe(value: object) -> str:
             ) from error
     text = repr(dict(sorted(value.items())) if isinstance(value, Mapping) else value)
     return text if len(text) <= 60 else f"{text[:30]}…, digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def settings(config: Any) -> dict[str, object]:
-    """Return the fields of a dataclass by name, like `vars`, also if it has slots."""
-    return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
 def epoch_number(epoch: Any) -> int:

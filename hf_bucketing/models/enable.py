@@ -14,6 +14,7 @@ from ..packing.attention.dispatch import resolve_backend
 from ..packing.family import Family
 from ..packing.names import Grid
 from ..packing.pack import Packing
+from ..plans.packs import PackPlanConfig
 from .registry import family_of
 from .stock import warn_of_changes
 
@@ -22,7 +23,7 @@ def enable_packing(
     transformer: torch.nn.Module,
     *,
     backend: str = "auto",
-    strip_length: int = 64,
+    strip_length: int = PackPlanConfig.strip_length,
     positions: Literal["native", "interpolate"] = "native",
     base_size: Grid | None = None,
 ) -> Packing:

@@ -14,6 +14,7 @@ from ..packing.attachment import unwrap
 from ..packing.losses import packed_mse
 from ..packing.pack import PackedBatch, Packing, packed_forward
 from ..packing.strips import token_grid
+from ..plans.packs import PackPlanConfig
 from .enable import disable_packing, enable_packing, packing_disabled
 from .registry import family_of
 
@@ -85,7 +86,7 @@ def verify_packing(
     timesteps: torch.Tensor,
     text: Sequence[torch.Tensor] | torch.Tensor,
     conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] | None = None,
-    strip_length: int = 64,
+    strip_length: int = PackPlanConfig.strip_length,
     backend: str = "auto",
 ) -> VerificationReport:
     """Compare packed with one-by-one runs of a transformer: outputs, loss, gradients, leaks, order, strips.

@@ -10,40 +10,137 @@ import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import has_bucket
+from ..buckets.cost import CostModel
+from ..buckets.open_table import OpenTable
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
 from ..errors import PlanError, refuse_old_names
 from ..randomness import Purpose
-from ..settings import numbers_by_id
+from ..settings import check_types, numbers_by_id
 from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
 from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order, with_spread_repeats
 from .epoch import EpochPlan
-from .rows import EpochRows, PlanConfig, column_of, epoch_rows
+from .rows import EpochConfig, EpochRows, check_positive, column_of, epoch_rows
 
 Weights = npt.ArrayLike | Mapping[int, float]
 
 
-@refuse_old_names(PlanError, tail="remainder")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPlanConfig(PlanConfig):
-    """Settings of a bucket plan; [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] describes the others.
+@dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
+class BucketLimits:
+    """How many samples of a bucket one process takes in one step: some number, or as many as fit within limits.
 
     Args:
-        batch_size (`int` or mapping of bucket id to `int`): Samples per process and step.
+        batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
+        max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`.
+        max_cost (`float`, *optional*): Cost per process and step, instead of or beside `max_tokens`. Needs
+            `cost_model`.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample.
+        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens` or `max_cost`.
+
+    Raises:
+        PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, or a value
+            is not above 0.
+    """
+
+    batch_size: int | Mapping[int, int] | None = None
+    max_tokens: int | None = None
+    max_cost: float | None = None
+    cost_model: CostModel | None = None
+    max_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, error=PlanError)
+        if (self.batch_size is not None) == self.limited:
+            raise PlanError("Give either `batch_size`, or `max_tokens` or `max_cost`.")
+        if self.batch_size is not None and self.max_samples is not None:
+            raise PlanError("`max_samples` goes with `max_tokens` or `max_cost`; `batch_size` counts samples already.")
+        if self.max_cost is not None and self.cost_model is None:
+            raise PlanError("`max_cost` needs `cost_model`, such as CostModel.for_transformer(width).")
+        check_positive(self, "max_tokens", "max_cost", "max_samples")
+        sizes = self.batch_size.values() if isinstance(self.batch_size, Mapping) else [self.batch_size or 0]
+        if not self.limited and (not sizes or min(sizes) < 1):
+            raise PlanError(f"Every `batch_size` must be at least 1, got {self.batch_size!r}.")
+
+    @property
+    def limited(self) -> bool:
+        """Whether tokens or cost limit a batch, so that its size follows from those of its bucket."""
+        return self.max_tokens is not None or self.max_cost is not None
+
+    def batch_sizes(self, bucket_ids: IntArray) -> IntArray:
+        """Return the batch size of each of the given buckets, shape `(k,)`.
+
+        Raises:
+            PlanError: If there are limits, or a mapping names no batch size for one of the buckets.
+        """
+        if self.batch_size is None:
+            raise PlanError("`max_tokens` and `max_cost` need a table of buckets: give them to BucketBatchSampler.")
+        if not isinstance(self.batch_size, Mapping):
+            return np.full(len(bucket_ids), self.batch_size, np.int64)
+        missing = [int(bucket) for bucket in bucket_ids if int(bucket) not in self.batch_size]
+        if missing:
+            raise PlanError(f"`batch_size` names no size for buckets {missing}; add them or reject their samples.")
+        return np.array([self.batch_size[int(bucket)] for bucket in bucket_ids], np.int64)
+
+    def solved_sizes(
+        self, bucket_ids: IntArray, *, table: BucketTable | OpenTable, spec: LatentSpec | None, text_tokens: int
+    ) -> IntArray:
+        """Return the batch size of each of the given buckets of a table, also where limits decide it; shape `(k,)`.
+
+        Args:
+            bucket_ids (`int64`, shape `(k,)`): Buckets.
+            table ([`BucketTable`] or [`OpenTable`]): Their table.
+            spec ([`LatentSpec`], *optional*): Strides and patch, which limits need.
+            text_tokens (`int`): Tokens of each sample's text that count like its own.
+
+        Raises:
+            PlanError: If one sample of a bucket exceeds a limit, `spec` is missing, or a mapping lacks a bucket.
+        """
+        if not self.limited:
+            return self.batch_sizes(bucket_ids)
+        if spec is None:
+            raise PlanError("`max_tokens` and `max_cost` count tokens: pass spec=LatentSpec(…).")
+        tokens = table.num_tokens(bucket_ids, spec=spec) + text_tokens
+        taken: dict[str, IntArray | FloatArray] = {"max_tokens": tokens}
+        if self.cost_model is not None:
+            taken["max_cost"] = self.cost_model.cost(tokens)
+        sizes = np.full(len(tokens), np.inf if self.max_samples is None else self.max_samples)
+        for name, amounts in taken.items():
+            limit = getattr(self, name)
+            if limit is None or not len(amounts):
+                continue
+            if amounts.max() > limit:
+                raise PlanError(
+                    f"One sample of bucket {table.size(int(bucket_ids[amounts.argmax()]))} takes {amounts.max():.6g} "
+                    f"{'tokens' if name == 'max_tokens' else 'units of cost'} and exceeds `{name}={limit}`.",
+                    advice=[f"raise `{name}`", "choose a table of smaller buckets"],
+                )
+            sizes = np.minimum(sizes, limit // amounts)
+        return sizes.astype(np.int64)
+
+
+@refuse_old_names(PlanError, tail="remainder")
+@dataclass(frozen=True, kw_only=True)
+class BucketPlanConfig(EpochConfig, BucketLimits):
+    """Settings of a bucket plan.
+
+    [`BucketLimits`] and [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] describe the others. The sampler
+    replaces limits by the batch sizes that follow from them and its table.
+
+    Args:
         base (`int`, *optional*): Bucket of catch-all batches; `remainder="catch_all"` needs it.
 
     Raises:
-        PlanError: On a batch size below 1, an unknown `remainder`, or settings that do not go together.
+        PlanError: On limits that [`BucketLimits`] refuses, an unknown `remainder`, or settings that do not go
+            together.
     """
 
-    batch_size: int | Mapping[int, int]
     remainder: Remainder = "short"
     base: int | None = None
     lockstep: bool = True
 
     def __post_init__(self) -> None:
-        PlanConfig.__post_init__(self)
-        sizes = self.batch_size.values() if isinstance(self.batch_size, Mapping) else [self.batch_size]
-        if not sizes or min(sizes) < 1:
-            raise PlanError(f"Every `batch_size` must be at least 1, got {self.batch_size!r}.")
+        EpochConfig.__post_init__(self)
+        BucketLimits.__post_init__(self)
         if self.remainder == "catch_all" and self.base is None:
             raise PlanError('`remainder="catch_all"` needs `base`, the bucket whose size the mixed batches get.')
         if not self.lockstep and self.remainder != "catch_all":
@@ -51,7 +148,7 @@ class BucketPlanConfig(PlanConfig):
                 "`lockstep=False` puts the remainders of each process into batches of the base bucket: "
                 f'give `remainder="catch_all"` with it, got {self.remainder!r}.'
             )
-        if not self.lockstep and isinstance(self.batch_size, Mapping):
+        if not self.lockstep and not isinstance(self.batch_size, int):
             raise PlanError(
                 "`lockstep=False` needs one batch size for all buckets: with several, the processes would not have "
                 "equally many steps."
@@ -59,18 +156,10 @@ class BucketPlanConfig(PlanConfig):
         if not (self.lockstep or self.shuffle):
             raise PlanError("`lockstep=False` draws batches at random; leave it out with `shuffle=False`.")
 
-    def batch_sizes(self, bucket_ids: IntArray) -> IntArray:
-        """Return the batch size of each of the given buckets.
-
-        Raises:
-            PlanError: If a mapping names no batch size for one of them.
-        """
-        if not isinstance(self.batch_size, Mapping):
-            return np.full(len(bucket_ids), self.batch_size, np.int64)
-        missing = [int(bucket) for bucket in bucket_ids if int(bucket) not in self.batch_size]
-        if missing:
-            raise PlanError(f"`batch_size` names no size for buckets {missing}; add them or reject their samples.")
-        return np.array([self.batch_size[int(bucket)] for bucket in bucket_ids], np.int64)
+    def named_in_states(self) -> dict[str, object]:
+        """Return the settings that a saved state compares: batch sizes in place of the limits they follow from."""
+        limits = ("max_tokens", "max_cost", "cost_model", "max_samples")
+        return {name: value for name, value in super().named_in_states().items() if name not in limits}
 
     @property
     def base_size(self) -> int | None:

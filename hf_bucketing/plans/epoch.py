@@ -71,6 +71,20 @@ class EpochPlan:
                 f"bucket ids and a last offset of {self.offsets[-1]}."
             )
 
+    @classmethod
+    def without_steps(
+        cls, num_processes: int, *, consumed: int = 0, drop_reasons: Mapping[str, int] = MappingProxyType({})
+    ) -> EpochPlan:
+        """Return a plan of no step: that of a finished epoch, or of too few rows; arguments as for any plan."""
+        return cls(
+            indices=np.zeros(0, np.int64),
+            offsets=np.zeros(1, np.int64),
+            bucket_ids=np.zeros(0, np.int32),
+            num_processes=num_processes,
+            drop_reasons=drop_reasons,
+            consumed=consumed,
+        )
+
     @property
     def num_batches(self) -> int:
         """Batches of all processes."""

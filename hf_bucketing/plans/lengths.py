@@ -21,7 +21,7 @@ from .boundaries import batch_sizes, default_num_buckets, fitted_bounds, quantil
 from .buckets import BucketPlanConfig, plan_lockstep
 from .deal import Remainder
 from .epoch import MIXED, EpochPlan
-from .rows import EpochRows, Oversize, PlanConfig, check_positive, column_of, epoch_rows
+from .rows import EpochRows, RowPlanConfig, check_positive, column_of, epoch_rows
 
 LengthStrategy = Literal["bucket", "random", "sorted"]
 LengthRemainder = Literal["short", "drop"]
@@ -34,9 +34,12 @@ _CHUNK = 2**18
 
 
 @refuse_old_names(PlanError, **OLD_NAMES)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthPlanConfig(PlanConfig):
-    """Settings of a length plan; [`LengthBatchSampler`][hf_bucketing.LengthBatchSampler] describes each of them.
+@dataclass(frozen=True, kw_only=True)
+class LengthPlanConfig(RowPlanConfig):
+    """Settings of a length plan; [`LengthBatchSampler`][hf_bucketing.LengthBatchSampler] describes the others.
+
+    Args:
+        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
 
     Raises:
         PlanError: If not exactly one of `batch_size` and `max_tokens` is given, on an unknown name, a value below 1,
@@ -50,12 +53,11 @@ class LengthPlanConfig(PlanConfig):
     num_buckets: int | None = None
     boundaries: Boundaries = "fitted"
     remainder: LengthRemainder = "short"
-    oversize: Oversize = "error"
 
     def __post_init__(self) -> None:
         if self.remainder not in get_args(LengthRemainder) and self.remainder in get_args(Remainder):
             raise PlanError(f'`remainder="{self.remainder}"` is for buckets of sizes; lengths take "short" or "drop".')
-        PlanConfig.__post_init__(self)
+        super().__post_init__()
         if (self.batch_size is None) == (self.max_tokens is None):
             raise PlanError("Give either `batch_size` or `max_tokens`.")
         if self.batch_size is not None and self.max_samples is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,15 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.cost import CostModel
 from ..errors import OversizeError, PlanError, refuse_old_names
 from ..randomness import Purpose
-from ..settings import check_at_least, plain_number
+from ..settings import check_at_least, check_types, plain_number
 from .assemble import unbucketed_plan
 from .balance import even_batches, longest_first_to_least_loaded, similar_costs_together
 from .bin_packing import Limits, PackStrategy, fill_packs
 from .epoch import PACKED, EpochPlan
-from .rows import EpochRows, Oversize, PlanConfig, check_positive, column_of, epoch_rows
+from .rows import EpochRows, RowPlanConfig, check_positive, column_of, epoch_rows
 
 Balance = Literal["none", "cost"]
+Tokens = TypeVar("Tokens", int, IntArray)
 
 SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clips of scripts/prepare_dataset.py)"
 """Advice on samples that exceed a limit, where their frames are not known."""
@@ -28,32 +29,74 @@ SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clip
 OLD_NAMES = {"capacity": "max_tokens", "multiple": "strip_length"}
 
 
+@dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
+class PackLimits:
+    """What a pack holds, in a plan as in a stream.
+
+    Args:
+        max_tokens (`int`): Tokens that one process takes in one step: the limit of memory.
+        max_samples (`int`, *optional*): Most samples per pack.
+        strip_length (`int`): Tokens per strip; each sample takes whole strips. The default is that of
+            `enable_packing`: give both the same, or 1 for a model of your own whose packs have no strips.
+        open_packs (`int`): Packs held open at once by `"first_fit"`; the fullest is closed when one more is needed.
+
+    Raises:
+        PlanError: On a value below 1, or one that is not a whole number.
+    """
+
+    max_tokens: int
+    max_samples: int | None = None
+    strip_length: int = 64
+    open_packs: int = 16
+
+    def __post_init__(self) -> None:
+        check_types(self, error=PlanError)
+        check_at_least(1, self, "max_tokens", "max_samples", "strip_length", "open_packs", error=PlanError)
+
+    def of_bins(self, *, smallest: int, cheapest: float = 0.0, max_cost: float | None = None) -> Limits:
+        """Return the limits as [`FirstFit`][hf_bucketing.plans.bin_packing.FirstFit] takes them."""
+        return Limits(
+            tokens=self.max_tokens,
+            cost=math.inf if max_cost is None else max_cost,
+            samples=math.inf if self.max_samples is None else self.max_samples,
+            smallest=smallest,
+            cheapest=cheapest,
+        )
+
+
 @refuse_old_names(PlanError, **OLD_NAMES)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackPlanConfig(PlanConfig):
-    """Settings of a pack plan; [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describes each of them.
+@dataclass(frozen=True, kw_only=True)
+class PackPlanConfig(RowPlanConfig, PackLimits):
+    """Settings of a pack plan.
+
+    [`PackLimits`] and [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describe the others.
+
+    Args:
+        strategy (`str`): How samples, which come in random order, get into packs.
+            `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
+            `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
+            `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
+            that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
+        window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
+        accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
+            once per window.
 
     Raises:
         PlanError: On a value below 1, an unknown name, a cost option without a cost model, or `balance="cost"` with
             `shuffle=False`.
     """
 
-    max_tokens: int
     max_cost: float | None = None
     cost_model: CostModel | None = None
-    max_samples: int | None = None
-    strip_length: int = 64
     strategy: PackStrategy = "first_fit"
-    open_packs: int = 16
     window: int = 4096
     balance: Balance = "none"
     accumulation_steps: int = 1
-    oversize: Oversize = "error"
 
     def __post_init__(self) -> None:
-        PlanConfig.__post_init__(self)
-        counts = ("max_tokens", "open_packs", "window", "max_samples", "strip_length", "accumulation_steps")
-        check_at_least(1, self, *counts, error=PlanError)
+        RowPlanConfig.__post_init__(self)
+        PackLimits.__post_init__(self)
+        check_at_least(1, self, "window", "accumulation_steps", error=PlanError)
         check_positive(self, "max_cost")
         if self.cost_model is None and (self.max_cost is not None or self.balance == "cost"):
             raise PlanError(
@@ -122,7 +165,7 @@ def plan_packs(
     return unbucketed_plan(rows, offsets[:-1][order], np.diff(offsets)[order], label=PACKED, chosen=chosen)
 
 
-def strip_tokens(num_tokens: IntArray, strip_length: int) -> IntArray:
+def strip_tokens(num_tokens: Tokens, strip_length: int) -> Tokens:
     """Return the tokens of the whole strips that each sample takes in a pack; shape as given."""
     return -(-num_tokens // strip_length) * strip_length
 
@@ -180,13 +223,7 @@ def packs_of(spans: IntArray, costs: FloatArray, config: PackPlanConfig) -> IntA
     """Return the pack of each sample, as [`fill_packs`][hf_bucketing.plans.bin_packing.fill_packs] does."""
     if not len(spans):
         return np.zeros(0, np.int64)
-    limits = Limits(
-        tokens=config.max_tokens,
-        cost=math.inf if config.max_cost is None else config.max_cost,
-        samples=math.inf if config.max_samples is None else config.max_samples,
-        smallest=int(spans.min()),
-        cheapest=float(costs.min()),
-    )
+    limits = config.of_bins(smallest=int(spans.min()), cheapest=float(costs.min()), max_cost=config.max_cost)
     return fill_packs(
         spans, costs, limits, strategy=config.strategy, open_packs=config.open_packs, window=config.window
     )

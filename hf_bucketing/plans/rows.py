@@ -21,9 +21,9 @@ Oversize = Literal["error", "own_batch", "drop"]
 """What happens to a sample that exceeds a limit by itself: an error, a batch above the limit, or a counted drop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanConfig:
-    """Settings of every plan; its subclasses describe them."""
+@dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
+class EpochConfig:
+    """Settings of every plan, which the samplers describe."""
 
     shuffle: bool = True
     seed: int = 0
@@ -33,6 +33,17 @@ class PlanConfig:
         check_types(self, error=PlanError)
         check_at_least(0, self, "seed", error=PlanError)
         check_evaluation(self)
+
+    def named_in_states(self) -> dict[str, object]:
+        """Return the settings that a saved state compares, by name; the seed stands beside them."""
+        return {name: value for name, value in vars(self).items() if name != "seed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlanConfig(EpochConfig):
+    """Settings of a plan whose limit a single row can exceed: of lengths, and of packs."""
+
+    oversize: Oversize = "error"
 
 
 class EpochRows(NamedTuple):
@@ -85,7 +96,7 @@ class EpochRows(NamedTuple):
 
 def epoch_rows(
     usable: BoolArray,
-    config: PlanConfig,
+    config: EpochConfig,
     purpose: Purpose,
     *,
     epoch: int,

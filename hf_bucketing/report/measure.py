@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
+from ..plans.packs import PackPlanConfig
 from ..settings import check_at_least, not_default
 
 
@@ -69,7 +69,7 @@ class ReportConfig:
     batch_size: int = 4
     num_processes: int = 8
     max_tokens: int | None = None
-    strip_length: int = 64
+    strip_length: int = PackPlanConfig.strip_length
     text_tokens: int = 0
     rule: AssignmentRule = field(default_factory=AssignmentRule)
     max_area: int | Literal["table", "none"] = "table"
@@ -316,14 +316,7 @@ def plan_batches(bucket_ids: IntArray, config: ReportConfig) -> EpochPlan:
 def empty_plan(usable: npt.NDArray[np.bool_], config: ReportConfig) -> EpochPlan:
     """Return a plan without a step, so that a report can say why: too few samples are usable."""
     remainder = int(np.count_nonzero(usable))
-    reasons = {"remainder": remainder} if remainder else {}
-    return EpochPlan(
-        indices=np.zeros(0, np.int64),
-        offsets=np.zeros(1, np.int64),
-        bucket_ids=np.zeros(0, np.int32),
-        num_processes=config.num_processes,
-        drop_reasons=MappingProxyType(reasons),
-    )
+    return EpochPlan.without_steps(config.num_processes, drop_reasons={"remainder": remainder} if remainder else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..errors import BucketingError
 from ..loaders.bucket_sampler import check_table
 from ..loaders.state import describe
+from .config import StreamConfig
 from .definition import define
 from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row, bytes_of
 from .resume import Place, ResumableStream, StreamBatch
@@ -65,8 +66,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         grouping: Grouping,
         *,
         collate_fn: Callable[[Sequence[Row]], dict[str, Any]],
-        max_buffered: int = 1024,
-        max_buffered_bytes: int = 2**30,
+        max_buffered: int = StreamConfig.max_buffered,
+        max_buffered_bytes: int = StreamConfig.max_buffered_bytes,
         steps_per_epoch: int | None = None,
         snapshot_every: int = 256,
         num_processes: int | None = None,

@@ -8,7 +8,7 @@ from ..errors import BucketingError, quoted
 from ..settings import check_at_least, not_default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
 class StreamConfig:
     """Rows from a stream.
 

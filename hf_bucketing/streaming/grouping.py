@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,10 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import OversizeError, PlanError, refuse_old_names
-from ..loaders.state import settings
-from ..plans.bin_packing import FirstFit, Limits
-from ..plans.packs import SHORTEN
-from ..settings import check_at_least, check_types
+from ..plans.bin_packing import FirstFit
+from ..plans.buckets import BucketLimits
+from ..plans.packs import OLD_NAMES, SHORTEN, PackLimits, strip_tokens
+from ..settings import check_at_least
 
 Row = Mapping[str, Any]
 
@@ -90,63 +89,41 @@ class OpenGroups(ABC):
 
 
 @refuse_old_names(capacity="max_tokens")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketGrouping:
-    """Batches of one bucket.
+@dataclass(frozen=True, kw_only=True)
+class BucketGrouping(BucketLimits):
+    """Batches of one bucket, of as many samples as [`BucketLimits`][hf_bucketing.plans.BucketLimits] says.
 
     Args:
         table ([`BucketTable`] or [`OpenTable`]): Buckets of the rows. Their ids are read from the rows' `bucket_id`,
             or computed from `num_frames`, `height` and `width`.
-        batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
-        max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`; needs `spec`.
-        max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
-        spec ([`LatentSpec`], *optional*): Strides and patch, for `max_tokens`.
+        spec ([`LatentSpec`], *optional*): Strides and patch, for `max_tokens` and `max_cost`.
         text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
             sample's own.
 
     Raises:
-        PlanError: If not exactly one of `batch_size` and `max_tokens` is given, `spec` is missing, or a value is no
-            whole number from 1, `text_tokens` from 0.
+        PlanError: On limits that `BucketLimits` refuses, if `spec` is missing, or `text_tokens` is below 0.
     """
 
     table: BucketTable | OpenTable
-    batch_size: int | Mapping[int, int] | None = None
-    max_tokens: int | None = None
-    max_samples: int | None = None
     spec: LatentSpec | None = None
     text_tokens: int = 0
 
     def __post_init__(self) -> None:
-        check_types(self, error=PlanError)
-        check_at_least(1, self, "max_tokens", "max_samples", error=PlanError)
+        super().__post_init__()
         check_at_least(0, self, "text_tokens", error=PlanError)
-        if (self.batch_size is None) == (self.max_tokens is None):
-            raise PlanError(
-                f"Give either batch_size or max_tokens, got batch_size={self.batch_size!r} and "
-                f"max_tokens={self.max_tokens!r}."
-            )
-        if self.max_tokens is not None and self.spec is None:
-            raise PlanError("max_tokens counts tokens: pass spec=LatentSpec(…) with it.")
+        if self.limited and self.spec is None:
+            raise PlanError("`max_tokens` and `max_cost` count tokens: pass spec=LatentSpec(…).")
+        if self.cost_model is not None and self.max_cost is None:
+            raise PlanError("Omit `cost_model`: no effect without `max_cost`.")
 
     def size_of(self, bucket: int) -> int:
         """Return the samples of a full batch of a bucket.
 
         Raises:
-            PlanError: If a sample of the bucket exceeds `max_tokens`, or a mapping lacks the bucket.
+            PlanError: If a sample of the bucket exceeds a limit, or a mapping lacks the bucket.
         """
-        if self.max_tokens is not None:
-            tokens = int(self.table.num_tokens(np.array([bucket]), spec=self.spec)[0])  # type: ignore[arg-type]
-            tokens += self.text_tokens
-            if tokens > self.max_tokens:
-                raise PlanError(
-                    f"One sample of bucket {self.table.size(bucket)} takes {tokens} tokens and exceeds "
-                    f"`max_tokens={self.max_tokens}`."
-                )
-            return min(self.max_tokens // tokens, self.max_samples or self.max_tokens)
-        size = self.batch_size.get(bucket, 0) if isinstance(self.batch_size, Mapping) else self.batch_size
-        if not size or size < 1:
-            raise PlanError(f"batch_size names no size of 1 or more for bucket {bucket}, got {self.batch_size!r}.")
-        return size
+        ids = np.array([bucket])
+        return int(self.solved_sizes(ids, table=self.table, spec=self.spec, text_tokens=self.text_tokens)[0])
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the bucket id of each row; None if it has none."""
@@ -160,8 +137,10 @@ class BucketGrouping:
         return _BucketGroups(self)
 
     def settings(self) -> dict[str, object]:
-        """Return all that the batches depend on, by name."""
-        return {"mode": "bucket", **settings(self), "table": self.table.fingerprint}
+        """Return all that the batches depend on, by name; costs only where they limit a batch."""
+        unused = () if self.max_cost is not None else ("max_cost", "cost_model")
+        limits = {name: value for name, value in vars(self).items() if name not in unused}
+        return {"mode": "bucket", **limits, "table": self.table.fingerprint}
 
 
 class _BucketGroups(OpenGroups):
@@ -184,37 +163,27 @@ class _BucketGroups(OpenGroups):
         return []  # a complete batch of a bucket is sent before the next row is read
 
 
-@refuse_old_names(capacity="max_tokens", multiple="strip_length")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackGrouping:
-    """Packs: each sample goes into the oldest open pack that has room.
+@refuse_old_names(**OLD_NAMES)
+@dataclass(frozen=True, kw_only=True)
+class PackGrouping(PackLimits):
+    """Packs within [`PackLimits`][hf_bucketing.plans.PackLimits]: a sample joins the oldest open pack with room.
 
     This is the `"first_fit"` of [`PackBatchSampler`][hf_bucketing.PackBatchSampler], for rows as they come.
 
     Args:
-        max_tokens (`int`): Tokens per process and step.
         spec ([`LatentSpec`], *optional*): Counts the tokens of rows without a `num_tokens` column, at their own size.
-        open_packs (`int`): Packs held open at once; the fullest is closed when one more is needed.
-        max_samples (`int`, *optional*): Largest number of samples per pack.
-        strip_length (`int`): Each sample takes its tokens rounded up to whole strips of this length, that of
-            `enable_packing`; 1 for packs that are not cut into strips.
         text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
             sample's own, but are not rounded to strips.
 
     Raises:
-        PlanError: On a value below 1, of `text_tokens` below 0.
+        PlanError: On limits that `PackLimits` refuses, or `text_tokens` below 0.
     """
 
-    max_tokens: int
     spec: LatentSpec | None = None
-    open_packs: int = 16
-    max_samples: int | None = None
-    strip_length: int = 64
     text_tokens: int = 0
 
     def __post_init__(self) -> None:
-        check_types(self, error=PlanError)
-        check_at_least(1, self, "max_tokens", "open_packs", "max_samples", "strip_length", error=PlanError)
+        super().__post_init__()
         check_at_least(0, self, "text_tokens", error=PlanError)
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
@@ -230,7 +199,7 @@ class PackGrouping:
         spans = []
         for row in rows:
             tokens = int(row["num_tokens"]) if "num_tokens" in row else next(counted)
-            span = -(-tokens // self.strip_length) * self.strip_length + self.text_tokens * (tokens > 0)
+            span = strip_tokens(tokens, self.strip_length) + self.text_tokens if tokens > 0 else 0
             if span > self.max_tokens:
                 strips = f", in strips of {self.strip_length}," if tokens % self.strip_length else ""
                 raise OversizeError(
@@ -238,7 +207,7 @@ class PackGrouping:
                     f"`max_tokens={self.max_tokens}`.",
                     advice=["raise `max_tokens`", SHORTEN, "filter such rows out of the stream"],
                 )
-            spans.append(span if span > 0 else None)
+            spans.append(span or None)
         return spans
 
     def _tokens(self, sizes: IntArray) -> list[int]:
@@ -253,7 +222,7 @@ class PackGrouping:
 
     def settings(self) -> dict[str, object]:
         """Return all that the batches depend on, by name."""
-        return {"mode": "pack", **settings(self)}
+        return {"mode": "pack", **vars(self)}
 
 
 class _PackGroups(OpenGroups):
@@ -261,9 +230,7 @@ class _PackGroups(OpenGroups):
 
     def __init__(self, grouping: PackGrouping) -> None:
         super().__init__()
-        samples = math.inf if grouping.max_samples is None else grouping.max_samples
-        limits = Limits(grouping.max_tokens, math.inf, samples, smallest=grouping.strip_length, cheapest=0.0)
-        self.packs = FirstFit(limits, open_packs=grouping.open_packs)
+        self.packs = FirstFit(grouping.of_bins(smallest=grouping.strip_length), open_packs=grouping.open_packs)
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
         self._append(self.packs.add(measure), row, ordinal, num_bytes)

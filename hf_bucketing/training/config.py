@@ -19,8 +19,9 @@ from ..packing.names import Backend
 from ..packing.token_drop import Mode as TokenDropMode, TokenDrop
 from ..placement.settings import MemoryConfig
 from ..plans.bin_packing import PackStrategy
+from ..plans.buckets import BucketPlanConfig
 from ..plans.deal import Remainder
-from ..plans.packs import Balance
+from ..plans.packs import Balance, PackPlanConfig
 from ..settings import (
     build,
     check_at_least,
@@ -87,11 +88,11 @@ class BatchConfig:
     batching: Literal["bucket", "pack"] = "bucket"
     train_batch_size: int = field(default=4, metadata={"argument": "batch_size"})
     max_tokens: int | Literal["auto"] | None = None
-    remainder: Remainder = "short"
-    pack_strategy: PackStrategy = field(default="first_fit", metadata={"argument": "strategy"})
-    balance: Balance = "none"
+    remainder: Remainder = BucketPlanConfig.remainder
+    pack_strategy: PackStrategy = field(default=PackPlanConfig.strategy, metadata={"argument": "strategy"})
+    balance: Balance = PackPlanConfig.balance
     cost_model: str | None = None
-    strip_length: int = 64
+    strip_length: int = PackPlanConfig.strip_length
     longest_first: bool = False
     random_resize: int | None = field(default=None, metadata={"argument": "resize"})
     attention_backend: Backend = field(default="auto", metadata={"argument": "backend"})

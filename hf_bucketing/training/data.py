@@ -26,7 +26,7 @@ from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, SourceRows
+from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, RowSources
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
@@ -45,7 +45,7 @@ from ..packing.token_drop import TokenDrop
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, sample_spans
 from ..settings import changed, flatten, not_default
-from .config import BatchConfig, TrainingConfig
+from .config import TrainingConfig
 from .held_out import check_apart, split_rows
 
 UNREADABLE = "unreadable.jsonl"
@@ -93,7 +93,7 @@ class TrainingData:
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
         empty_text ([`TextEmbeddings`], *optional*): Null text, where captions are dropped and come from a cache.
         conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
-        sources ([`SourceRows`][hf_bucketing.columns.prepared.SourceRows], *optional*): Source of each row, where there
+        sources ([`RowSources`][hf_bucketing.columns.prepared.RowSources], *optional*): Source of each row, where there
             are several.
     """
 
@@ -109,7 +109,7 @@ class TrainingData:
     reduction: Reduction
     empty_text: TextEmbeddings | None
     conditions: tuple[str, ...] = ()
-    sources: SourceRows | None = None
+    sources: RowSources | None = None
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
         """Return the counts of each source in a plan, by name; none without several sources."""
@@ -275,10 +275,8 @@ def _data_of(
         "weights": column_array(dataset, ROW_WEIGHT) if weighted else None,
         "text_tokens": text_tokens,
         "longest_first": batches.longest_first,
-        "seed": config.seed,
-        "evaluation": evaluation,
-        "shuffle": not evaluation,
     }
+    order: dict[str, Any] = {"seed": config.seed, "evaluation": evaluation, "shuffle": not evaluation}
     if batches.batching == "bucket":
         sampler = BucketBatchSampler(
             bucket_ids,
@@ -287,26 +285,28 @@ def _data_of(
             max_tokens=batches.token_limit,
             spec=spec,
             remainder=batches.remainder,
+            **order,
             **common,
         )
     else:
         assert batches.token_limit is not None, "BatchConfig checks it"
         sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
+        packs = PackPlanConfig(
+            max_tokens=batches.token_limit,
+            strip_length=batches.strip_length,
+            strategy=batches.pack_strategy,
+            balance=batches.balance,
+            cost_model=cost_model if batches.balance == "cost" else None,
+            accumulation_steps=config.gradient_accumulation_steps,
+            oversize="own_batch" if evaluation else "error",  # without gradients, it takes less memory
+            **order,
+        )
+        tokens = num_tokens if resize is None else resize.token_counter(**sizes)
         try:
-            sampler = PackBatchSampler(
-                num_tokens if resize is None else resize.token_counter(**sizes),
-                max_tokens=batches.token_limit,
-                strip_length=batches.strip_length,
-                strategy=batches.pack_strategy,
-                balance=batches.balance,
-                cost_model=cost_model if batches.balance == "cost" else None,
-                accumulation_steps=config.gradient_accumulation_steps,
-                oversize="own_batch" if evaluation else "error",  # without gradients, it takes less memory
-                **common,
-            )
+            sampler = PackBatchSampler(tokens, config=packs, **common)
         except OversizeError as error:
-            advice = _frames_that_fit(prepared, spec=spec, config=batches, text_tokens=text_tokens)
+            advice = _frames_that_fit(prepared, packs, spec=spec, drop=batches.token_drop, text_tokens=text_tokens)
             raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
     collator = _make_collator(config, prepared, table=table, resize=resize)
     empty_text = None
@@ -341,19 +341,18 @@ def _data_of(
 
 
 def _frames_that_fit(
-    prepared: PreparedDataset, *, spec: LatentSpec, config: BatchConfig, text_tokens: int
+    prepared: PreparedDataset, packs: PackPlanConfig, *, spec: LatentSpec, drop: TokenDrop | None, text_tokens: int
 ) -> list[str]:
     """Return advice on rows whose tokens exceed `max_tokens`: numbers of frames, with the rows that each keeps."""
-    assert config.token_limit is not None, "BatchConfig checks it"
     rows = np.stack([column_array(prepared.dataset, name) for name in ("num_frames", "height", "width")])
-    limits = PackPlanConfig(max_tokens=config.token_limit, strip_length=config.strip_length, oversize="own_batch")
+    limits = dataclasses.replace(packs, oversize="own_batch")
     sizes, of_row = np.unique(rows, axis=1, return_inverse=True)
 
     def fitting(max_frames: int) -> int:
         table = dataclasses.replace(prepared.open_table, max_frames=max_frames)
         ids = table.assign(*sizes).bucket_id.astype(np.int64)
         own = table.num_tokens(ids, spec=spec)
-        tokens = counted_tokens(ids, own, table=table, spec=spec, drop=config.token_drop)
+        tokens = counted_tokens(ids, own, table=table, spec=spec, drop=drop)
         _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
         return int(np.count_nonzero(((tokens > 0) & ~over)[of_row.ravel()]))
 

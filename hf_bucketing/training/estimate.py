@@ -24,6 +24,7 @@ from ..placement.shards import SHARDED
 from ..planner.components import Components, read_components
 from ..planner.memory import PLAN_ERROR, MemoryPlan, StepShape, largest_tokens, plan_components, verdict_on
 from ..planner.settings import PlanConfig
+from ..plans.packs import strip_tokens
 from ..settings import changed
 from ..units import format_bytes
 from .config import TrainingConfig
@@ -210,8 +211,7 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
     transformer.to(accelerator.device)
     whole = make_data(changed(searched, max_tokens=2**40), spec, **common)
     tokens = whole.num_tokens
-    strip_length = config.batches.strip_length
-    smallest = int(-(-tokens.max() // strip_length) * strip_length) + text_tokens
+    smallest = strip_tokens(int(tokens.max()), config.batches.strip_length) + text_tokens
     share = -(-int(tokens.sum() + text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     (size,) = whole.sizes(np.array([tokens.argmax()]))
     largest = _planned_tokens(opened, size, at_most=share, transformer=transformer)

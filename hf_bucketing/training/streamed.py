@@ -21,7 +21,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.apply import map_columns
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, PreparedDataset, SourceRows
+from ..columns.prepared import ROW_WEIGHT, PreparedDataset, RowSources
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.stream_source import SAMPLED_ROWS
 from ..errors import BucketingError
@@ -148,7 +148,7 @@ class StreamedData:
     token_drop: TokenDrop | None
     on_new_buckets: Callable[[Mapping[int, int]], None] = lambda counts: None
     empty_text: TextEmbeddings | None = None
-    sources: SourceRows | None = None
+    sources: RowSources | None = None
     conditions: tuple[str, ...] = ()
     _seen: set[int] = field(default_factory=set)
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 import hf_bucketing
 import hf_bucketing.loaders
+import hf_bucketing.plans
 import hf_bucketing.streaming
 from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
 from hf_bucketing.loaders import (
@@ -348,7 +349,7 @@ class RayDataset:
 def names(given: Given) -> dict[str, Any]:
     """The names given, and what tables speak of beside them."""
     names = given.names_of_a_loop() | {"ds": given.ds}
-    for module in (hf_bucketing, hf_bucketing.loaders, hf_bucketing.streaming, datasets):
+    for module in (hf_bucketing, hf_bucketing.loaders, hf_bucketing.plans, hf_bucketing.streaming, datasets):
         public = getattr(module, "__all__", None) or ["Dataset", "IterableDataset"]
         names |= {name: getattr(module, name) for name in public}
     rng = np.random.default_rng(0)

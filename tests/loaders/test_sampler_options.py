@@ -41,16 +41,36 @@ TOKENS = np.random.default_rng(2).integers(0, 40, 90)
 LENGTHS = np.random.default_rng(1).uniform(1, 9, 90)
 
 
+SAMPLERS = {
+    BucketBatchSampler: (BucketPlanConfig, {"max_samples", "base"}),
+    LengthBatchSampler: (LengthPlanConfig, {"max_samples"}),
+    PackBatchSampler: (PackPlanConfig, {"max_samples", "open_packs", "window", "accumulation_steps"}),
+}
+"""The configuration of each sampler's plan, and which of its settings lack a keyword."""
+
+
+def make_sampler(kind, column, options):
+    """Make a sampler by keywords, or by `config` where an option lacks one."""
+    plan, others = SAMPLERS[kind]
+    if not others & options.keys():
+        return kind(column, **options)
+    names = {field.name for field in dataclasses.fields(plan)}
+    config = plan(**{name: value for name, value in options.items() if name in names})
+    return kind(column, config=config, **{name: value for name, value in options.items() if name not in names})
+
+
 def bucket_sampler(column=IDS, **options) -> BucketBatchSampler:
-    return BucketBatchSampler(column, **{"table": TABLE, "batch_size": 4, "num_processes": 2, **options})
+    options = {"table": TABLE, "batch_size": 4, "num_processes": 2, **options}
+    return make_sampler(BucketBatchSampler, column, options)
 
 
 def length_sampler(column=LENGTHS, **options) -> LengthBatchSampler:
-    return LengthBatchSampler(column, **{"max_tokens": 30, "num_processes": 2, **options})
+    return make_sampler(LengthBatchSampler, column, {"max_tokens": 30, "num_processes": 2, **options})
 
 
 def pack_sampler(column=TOKENS, **options) -> PackBatchSampler:
-    return PackBatchSampler(column, **{"max_tokens": 60, "strip_length": 1, "num_processes": 2, **options})
+    options = {"max_tokens": 60, "strip_length": 1, "num_processes": 2, **options}
+    return make_sampler(PackBatchSampler, column, options)
 
 
 WEIGHTS = np.where(np.arange(90) % 2, 0.5, 2.0)
@@ -159,25 +179,70 @@ def test_a_bucket_id_beyond_the_columns_type_is_an_error() -> None:
         BucketBatchSampler([0, 2**32 + 1], table=open_table(WAN), batch_size=1)
 
 
-SAMPLERS = {
-    BucketBatchSampler: (BucketPlanConfig, {"base"}),
-    LengthBatchSampler: (LengthPlanConfig, set()),
-    PackBatchSampler: (PackPlanConfig, set()),
-}
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_sampler_lists_every_setting_of_its_plan_with_the_same_type_and_default(sampler) -> None:
-    config, computed = SAMPLERS[sampler]
+def test_a_samplers_keywords_have_the_types_of_its_plans_settings_and_leave_the_defaults_to_them(sampler) -> None:
+    config, others = SAMPLERS[sampler]
     arguments = inspect.signature(sampler).parameters
     assert not any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
     hints, wanted = typing.get_type_hints(sampler.__init__), typing.get_type_hints(config)
-    for field in dataclasses.fields(config):
-        if field.name in computed | {"batch_size"}:
-            continue
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        assert arguments[field.name].default == default, field.name
-        assert hints[field.name] == wanted[field.name], field.name
+    assert wanted.keys() - arguments.keys() == others
+    for name in wanted.keys() & arguments.keys():
+        assert arguments[name].default is None, name
+        assert hints[name] == wanted[name] | None, name
+    assert hints["config"] == config | None
+
+
+@pytest.mark.parametrize(("sampler", "settings", "others"), [
+    (BucketBatchSampler, {"batch_size": 3, "remainder": "drop", "seed": 1}, {"table": TABLE}),
+    (BucketBatchSampler, {"batch_size": 3, "remainder": "catch_all", "shuffle": False}, {"table": TABLE}),
+    (BucketBatchSampler, {"max_cost": 5000, "cost_model": COST, "max_tokens": 200}, {"table": TABLE, "spec": WAN}),
+    (LengthBatchSampler, {"max_tokens": 30, "boundaries": [3, 7], "evaluation": True}, {}),
+    (PackBatchSampler, {"max_tokens": 60, "strip_length": 4, "oversize": "drop"}, {"text_tokens": 9}),
+])  # fmt: skip
+def test_a_config_is_the_same_as_its_settings_as_keywords(sampler, settings, others) -> None:
+    column = {BucketBatchSampler: IDS, LengthBatchSampler: LENGTHS, PackBatchSampler: TOKENS}[sampler]
+    base = {"base": TABLE.base} if settings.get("remainder") == "catch_all" else {}
+    config = SAMPLERS[sampler][0](**settings, **base)
+    by_keywords = sampler(column, **settings, **others, num_processes=2)
+    by_config = sampler(column, config=config, **others, num_processes=2)
+    by_config.load_state_dict(by_keywords.state_dict())
+    assert list(by_config) == list(by_keywords)
+    for name, value in settings.items():
+        with pytest.raises(PlanError, match=f"`config` holds `{name}` already"):
+            sampler(column, config=config, **others, **{name: value})
+
+
+def test_saved_states_name_what_they_named_before() -> None:
+    shared = {"rows", "weights", "longest_first", "shuffle", "evaluation"}
+    buckets = {"table", "batch_size", "remainder", "base", "lockstep"}
+    limited = {"batch_size": None, "max_tokens": 200, "spec": WAN, "max_samples": 4}
+    for sampler in (bucket_sampler(), bucket_sampler(**limited)):
+        assert sampler.state_dict()["fingerprint"].keys() == shared | buckets, "sizes in place of limits"
+    lengths = {
+        "strategy",
+        "batch_size",
+        "max_tokens",
+        "max_samples",
+        "num_buckets",
+        "boundaries",
+        "remainder",
+        "oversize",
+    }
+    assert length_sampler().state_dict()["fingerprint"].keys() == shared | lengths | {"oversize"}
+    packs = {
+        "max_tokens", "max_cost", "cost_model", "max_samples", "strip_length", "strategy", "open_packs", "window",
+        "balance", "accumulation_steps", "oversize", "text_tokens",
+    }  # fmt: skip
+    assert pack_sampler().state_dict()["fingerprint"].keys() == shared | packs
+
+
+def test_a_config_of_another_plan_or_table_is_refused() -> None:
+    with pytest.raises(PlanError, match="`config` must be a PackPlanConfig, got LengthPlanConfig"):
+        PackBatchSampler(TOKENS, config=LengthPlanConfig(max_tokens=60))
+    with pytest.raises(PlanError, match="`config` has base=1, but the base bucket of the table is 0"):
+        BucketBatchSampler(IDS, table=TABLE, config=BucketPlanConfig(batch_size=4, remainder="catch_all", base=1))
+    with pytest.raises(PlanError, match="`max_tokens` and `max_cost` count tokens: pass spec="):
+        BucketBatchSampler(IDS, table=TABLE, config=BucketPlanConfig(max_tokens=200))
 
 
 @pytest.mark.parametrize(("make", "old", "new"), [
@@ -298,6 +363,13 @@ def test_equal_epochs_refuse_what_cannot_be_cut() -> None:
 def test_an_unknown_option_is_an_error_that_names_a_similar_one() -> None:
     with pytest.raises(PlanError, match=r"LengthBatchSampler has no argument num_bucket; did you mean num_buckets\?"):
         length_sampler(num_bucket=3)
+
+
+def test_a_setting_without_a_keyword_is_an_error_that_names_the_configuration() -> None:
+    for sampler, (config, others) in SAMPLERS.items():
+        for name in others:
+            with pytest.raises(PlanError, match=rf"takes {name} in its configuration: config={config.__name__}\("):
+                sampler(IDS, **{name: 2})
 
 
 EQUAL = {
