@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset
+from datasets import IterableDataset
 
 from ..errors import MediaError
-from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, part
+from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, listed_rows
+
+_CAPTIONS_AT_ONCE = 64
+"""Captions of a stream that are read at once."""
 
 
 def captions_beside(request: SourceRequest) -> SourceRows | None:
@@ -56,25 +61,49 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     folders = [os.path.abspath(folder) for folder in (root, *request.companions.values())]
     above = root if len(folders) == 1 else os.path.commonpath(folders)  # the caller named them all
     files = [os.path.relpath(paths[0], root) for paths in media.values()]
-    with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
-        texts = list(threads.map(_read_caption, [captions.get(stem) for stem in media]))
-    if request.missing_caption is not None:
-        texts = [request.missing_caption.encode() if text is None else text for text in texts]
+    captions_of = [captions.get(stem) for stem in media]
+    read = CaptionFiles(request.missing_caption)
     paths = files if above == root else [os.path.relpath(paths[0], above) for paths in media.values()]
-    columns = {"file_name": _as_paths(paths), "caption": text_column(texts)}
+    columns = {"file_name": _as_paths(paths)}
+    columns["caption"] = _as_paths(captions_of) if request.streaming else read.texts(captions_of)
     missing = []
     for name, folder in request.companions.items():
         found = _companions(folder, [os.path.splitext(file)[0] for file in files], root, above=above)
         columns[name] = _as_paths(found)
         missing.append(f"; {found.count(None)} without a {name}" if None in found else "")
+    dataset = listed_rows(request, pa.table(columns))
+    if isinstance(dataset, IterableDataset):
+        dataset = dataset.map(read, batched=True, batch_size=_CAPTIONS_AT_ONCE)
     words = ", ".join(f"{count} {what}" for what, count in ignored.items() if count)
     return SourceRows(
-        dataset=part(Dataset(pa.table(columns)), request.split),
+        dataset=dataset,
         layout=f"{len(files)} media files with {extension} captions beside them (ignored files: {words or 'none'})"
         + "".join(missing),
         choose=f'give `caption_extension="{extension}"`',
         root=above,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionFiles:
+    """Replace the paths of captions, in the column `caption`, by their texts; a batch function for streams.
+
+    Args:
+        missing (`str`, *optional*): Text of rows without such a file.
+    """
+
+    missing: str | None
+
+    def __call__(self, batch: Mapping[str, Sequence[str | None]]) -> dict[str, list[Any]]:
+        """Return the texts of a batch: strings, or bytes if some are not UTF-8."""
+        return {"caption": self.texts(batch["caption"]).to_pylist()}
+
+    def texts(self, paths: Sequence[str | None]) -> pa.Array:
+        """Return the texts of some files, `(n,)`; null, or `missing`, where there is no path."""
+        with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
+            texts = list(threads.map(_read_caption, paths))
+        missing = None if self.missing is None else self.missing.encode()
+        return text_column([missing if text is None else text for text in texts])
 
 
 def _companions(folder: str, stems: list[str], root: str, *, above: str) -> list[str | None]:

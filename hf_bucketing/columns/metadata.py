@@ -25,6 +25,9 @@ from .settings import SIDES, TIMES, SizesFrom
 
 _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
 _SAMPLED_FILES = 16
+SIZES = (*SIDES, *TIMES)
+"""Columns of the size of each row."""
+
 _ROUNDED_FRAMES = 0.01
 """Frames by which a duration may be too short, since its decimals are rounded."""
 
@@ -176,6 +179,57 @@ class ExistingMetadata:
         """
         columns = _sizes(batch, self._names, target_fps=self.target_fps)
         return {name: columns[name] for name in self.output_columns}
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSizes:
+    """Take the sizes of rows from columns, as [`add_sizes`] does: a batch function for streams.
+
+    Args:
+        names (mapping of `str` to `str`): Columns by what they hold: `width`, `height`, and for videos `fps` and one
+            of `num_frames` and `duration`.
+        metadata ([`MediaMetadata`]): Target frame rate, and whether a row without a size stops the map or gets sizes
+            of −1; its media column, whose files messages name.
+    """
+
+    names: Mapping[str, str]
+    metadata: MediaMetadata
+
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        """Columns that a batch must have."""
+        return tuple(self.names.values())
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
+        """Return `width`, `height`, `num_frames` and `fps` for a batch of rows.
+
+        Args:
+            batch (mapping of sequences of length `n`): Columns.
+            report ([`Report`]): As in [`add_sizes`].
+
+        Raises:
+            ColumnError: If a column does not hold numbers, or, under `on_error="raise"`, a row lacks a size.
+        """
+        sizes = _sizes(batch, self.names, target_fps=self.metadata.target_fps)
+        lacking = np.minimum.reduce([sizes[name] for name in (*SIDES, "num_frames")]) < 1
+        rows = np.flatnonzero(lacking).tolist()
+        if rows and self.metadata.on_error == "raise":
+            files = batch[self.metadata.column]
+            texts = [
+                f"row {row} ({path_of(files[row]) or 'a row without a path'}) has "
+                + ", ".join(f"{column} {batch[column][row]}" for column in self.names.values())
+                for row in rows[:NAMED_ROWS]
+            ]
+            report(
+                ColumnError(
+                    f"{len(rows)} of {len(lacking)} rows lack a size: {listed(texts, total=len(rows))}.{OF_BATCH}",
+                    advice=["correct the columns", 'reject such rows with `on_error="reject"`'],
+                )
+            )
+        return {
+            name: values.tolist() if name == "fps" else np.where(lacking, -1, values).tolist()
+            for name, values in sizes.items()
+        }
 
 
 def _sizes(

@@ -1,4 +1,4 @@
-"""A stream with its bucket table and latent spec in one folder, as training reads it: a definition, no rows."""
+"""Streams with their bucket table and latent spec in one folder, as training reads them: a definition, no rows."""
 
 from __future__ import annotations
 
@@ -6,61 +6,37 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, Image, IterableDataset
+from datasets import Dataset, IterableDataset
 
 from ..buckets.assignment import AssignmentRule, count_rejections
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import BucketingError, MediaError, quoted
+from ..errors import BucketingError
 from ..files import complete_folder
-from ..settings import names_of, not_default
+from ..media.remote import is_url
+from ..randomness import Purpose, integer_seed
+from ..settings import build, flatten
+from .apply import map_columns, undecoded
+from .arrays import column_array
 from .buckets import BucketColumns
-from .clips import SCENE_END, SCENE_START
-from .faults import Faults, Report
-from .metadata import SizedDataset, add_sizes
-from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
-from .settings import SourceConfig, read_size_columns
-from .stream_columns import CAPTION, MEDIA, name_of, named_cell, value_at
-from .stream_source import (
-    StreamSource,
-    bytes_in,
-    check_present,
-    columns_of,
-    find_caption_columns,
-    find_media_column,
-    first_rows,
-    local_root,
-    open_rows,
-    root_of,
-)
+from .faults import Faults, paths_of
+from .layouts import SourceRequest, default_root, is_local
+from .nested import with_nested
+from .preparation import check_rows, load_described
+from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table, read_root, root_from
+from .settings import RowsConfig, SourceConfig
+from .sources import bytes_in, find_rows
+from .stream_columns import CAPTION, MEDIA, StreamColumns
 
-_USED = (
-    *("dataset", "dataset_config_name", "split", "media_column", "caption_column", "sizes_from", "target_fps"),
-    *(
-        "caption_template",
-        "size_columns",
-        "clips",
-        "clip_frames",
-        "on_error",
-        "on_caption_error",
-        "bucket_tokens",
-        "buckets",
-        "table",
-        "bucket_frames",
-        "bucket_sizes",
-        "aspect_step",
-    ),
-    *("first_frame_column", "last_frame_column", "control_column", "mask_column", "reference_column"),
-    *("max_aspect_ratio", "max_frames", *(part.name for part in fields(AssignmentRule))),
-)
-"""Settings of a source that a stream takes; each of the others needs all rows."""
+_BATCH_ROWS = 8
+"""Rows whose columns are computed at once, few because their files may be in memory."""
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -82,14 +58,14 @@ class StreamSample:
     sizes: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], columns: Columns) -> StreamSample:
-        """Return what rows are like, by their arrays `num_frames`, `height`, `width` and `bucket_id`."""
-        usable = columns["bucket_id"] >= 0
-        sizes = np.stack([columns[name][usable] for name in ("num_frames", "height", "width")])
+    def of(cls, rows: Dataset, *, stored: Dataset) -> StreamSample:
+        """Return what rows are like that have sizes and buckets; `stored` are the rows that they were made of."""
+        ids = column_array(rows, "bucket_id")
+        sizes = np.stack([column_array(rows, name)[ids >= 0] for name in ("num_frames", "height", "width")])
         return cls(
-            rows=len(usable),
-            row_bytes=sum(map(bytes_in, rows)) // len(rows),
-            buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
+            rows=len(rows),
+            row_bytes=sum(map(bytes_in, undecoded(stored, stored.features))) // len(stored),
+            buckets=dict(sorted(Counter(ids[ids >= 0].tolist()).items())),
             sizes=np.unique(sizes, axis=1).T.tolist(),
         )
 
@@ -99,7 +75,8 @@ class PreparedStream:
     """Describe a stream, and the tables that its columns are computed with.
 
     Args:
-        source ([`StreamSource`]): What is read.
+        source ([`RowsConfig`]): What is read, with the names of all columns.
+        root (`str`, *optional*): Folder or URL that relative paths start from.
         table ([`BucketTable`]): Table of buckets.
         open_table ([`OpenTable`]): Sizes of the rows in packs.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
@@ -107,7 +84,8 @@ class PreparedStream:
         sample ([`StreamSample`]): First rows, as they were when the stream was prepared.
     """
 
-    source: StreamSource
+    source: RowsConfig
+    root: str | None
     table: BucketTable
     open_table: OpenTable
     rule: AssignmentRule = field(default_factory=AssignmentRule)
@@ -117,11 +95,6 @@ class PreparedStream:
     other_roots = ()
     column = MEDIA
     caption_column = CAPTION
-
-    @property
-    def root(self) -> str | None:
-        """Folder that relative paths start from."""
-        return root_of(self.source.dataset)
 
     @property
     def conditions(self) -> Mapping[str, str]:
@@ -134,21 +107,31 @@ class PreparedStream:
         return self.open_table.spec
 
     def open(self, *, packed: bool = False, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
-        """Return the stream of rows with the columns of `StreamColumns`.
+        """Return the stream of rows with the columns of `StreamColumns`; no row is read yet.
 
         Args:
             packed (`bool`): Whether `bucket_id` and `num_tokens` are those of the open table.
-            shuffle_buffer (`int`): Rows among which each next one is drawn; 0 keeps the order of the files.
+            shuffle_buffer (`int`): Rows, or clips, among which each next one is drawn; 0 keeps the order of the files.
             seed (`int`): Seed of that draw.
 
         Raises:
-            MediaError: If the files are gone.
+            MediaError: If the files are gone, or datasets cannot read them.
+            HubError: If the hub cannot be reached.
         """
-        buckets = BucketColumns(self.open_table, self.spec) if packed else self._bucket_columns()
-        return self.source.open(buckets, shuffle_buffer=shuffle_buffer, seed=seed)
-
-    def _bucket_columns(self) -> BucketColumns:
-        return BucketColumns(self.table, self.spec, rule=self.rule)
+        buckets = BucketColumns(self.table, self.spec, rule=self.rule)
+        if packed:
+            buckets = BucketColumns(self.open_table, self.spec)
+        columns = StreamColumns.of(self.source, buckets, root=self.root)
+        rows = find_rows(SourceRequest.of(self.source, streaming=True)).dataset
+        assert isinstance(rows, IterableDataset), "the request is for a stream"
+        rows = undecoded(rows, rows.features or ())
+        present = list(rows.column_names or next(iter(rows)))
+        nested = [name for name in columns.input_columns if "." in name and name not in present]
+        rows = with_nested(rows, nested)
+        if self.source.clips is None:  # before the map, as shuffling reads many shards at once, each by whole batches
+            rows = _shuffled(rows, shuffle_buffer, seed)
+        rows = rows.map(columns, batched=True, batch_size=_BATCH_ROWS, remove_columns=[*present, *nested])
+        return rows if self.source.clips is None else _shuffled(rows, shuffle_buffer, seed)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder, replacing an earlier one; it gets its name only when it is complete.
@@ -156,15 +139,12 @@ class PreparedStream:
         Raises:
             BucketingError: If the folder exists and is not such a folder.
         """
-        local = local_root(self.source.dataset) is not None
-        dataset = os.path.relpath(self.source.dataset, folder) if local else self.source.dataset
         manifest = {
             "version": MANIFEST_VERSION,
             "table": json.loads(self.table.to_json()),
             "open_table": asdict(self.open_table),
             STREAM: {
-                "local": local,
-                "source": {**asdict(self.source), "dataset": dataset},
+                **_written(self.source, self.root, folder),
                 "rule": asdict(self.rule),
                 "num_shards": self.num_shards,
                 "sample": asdict(self.sample),
@@ -184,11 +164,11 @@ class PreparedStream:
         if STREAM not in manifest:
             raise BucketingError(f"{folder} holds rows and describes no stream; prepare it with --streaming.")
         stream = manifest[STREAM]
-        source, sample = stream["source"], stream["sample"]
-        if stream["local"]:
-            source["dataset"] = os.path.abspath(os.path.join(folder, source["dataset"]))
+        sample = stream["sample"]
+        source, root = _read_source(stream, folder)
         return cls(
-            source=StreamSource(**source),
+            source=source,
+            root=root,
             table=BucketTable.from_json(json.dumps(manifest["table"])),
             open_table=read_open_table(manifest["open_table"]),
             rule=AssignmentRule(**stream["rule"]),
@@ -197,6 +177,46 @@ class PreparedStream:
                 **{**sample, "buckets": {int(key): count for key, count in sample["buckets"].items()}}
             ),
         )
+
+
+def _shuffled(rows: IterableDataset, buffer_size: int, seed: int) -> IterableDataset:
+    return rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=buffer_size) if buffer_size else rows
+
+
+_FOLDERS = ("control_folder", "mask_folder")
+"""Settings that name folders beside the data set."""
+
+
+def _written(source: RowsConfig, root: str | None, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a source as a manifest holds it: local paths as they are seen from the prepared folder."""
+    values = flatten(source)
+    local = is_local(source.dataset)
+    for name in ("dataset", *_FOLDERS):
+        if values[name] is not None and (local or name in _FOLDERS):
+            values[name] = os.path.relpath(values[name], folder)
+    return {"local": local, "source": values, "root": root and root_from(root, Path(folder))}
+
+
+def _read_source(stream: Mapping[str, Any], folder: str | os.PathLike[str]) -> tuple[RowsConfig, str | None]:
+    """Return what [`_written`] wrote, or what releases wrote that had no settings of their own for files beside."""
+    values = dict(stream["source"])
+    if "caption_columns" in values:
+        values |= {f"{name}_column": column for name, column in values.pop("conditions").items()}
+        values |= {
+            "dataset_config_name": values.pop("config_name"),
+            "caption_column": ",".join(values.pop("caption_columns")),
+            "sizes_from": "columns" if values["sizes"] else "headers",
+            "size_columns": ",".join(f"{name}={column}" for name, column in values.pop("sizes").items()) or None,
+        }
+    if stream["local"]:
+        values["dataset"] = os.path.abspath(os.path.join(folder, values["dataset"]))
+    values |= {
+        name: Path(os.path.abspath(os.path.join(folder, values[name]))) for name in _FOLDERS if values.get(name)
+    }
+    source = build(RowsConfig, values)
+    if "root" not in stream:
+        return source, default_root(source.dataset)
+    return source, stream["root"] and read_root(stream["root"], Path(folder))
 
 
 def holds_stream(folder: str | os.PathLike[str]) -> bool:
@@ -215,7 +235,7 @@ def prepare_stream(
     native_sizes: Sequence[tuple[int, int]] = (),
     say: Callable[[str], None] = print,
 ) -> tuple[PreparedStream, Columns]:
-    """Check the first rows of a source and describe it as a stream; the other rows are not read.
+    """Check the first rows of a source as those of a data set of rows, and describe it as a stream.
 
     Args:
         config ([`SourceConfig`][hf_bucketing.columns.preparation.SourceConfig]): What to read, and its bucket table.
@@ -228,85 +248,38 @@ def prepare_stream(
 
     Raises:
         BucketingError: If a setting needs all rows, the table does not suit the model, or none of the first rows is
-            usable.
-        MediaError: If there are no files, or files of the first rows cannot be read, unless `on_error` is `"reject"`.
-        ColumnError: If columns cannot be found, or captions are not text.
-        RowsError: If several of these are so.
+            usable; and as `prepare`.
     """
-    if given := not_default(config, *(name for name in names_of(SourceConfig) if name not in _USED)):
-        raise BucketingError(f"Omit {quoted(given)}: a stream reads only its first rows before it is trained from.")
     table = config.table.make(spec, native_sizes=native_sizes)
-    texts = (config.media_column, config.caption_column)
-    dataset = open_rows(config.dataset, split=config.split, config_name=config.dataset_config_name, texts=texts)
-    rows = first_rows(dataset, name=config.dataset)
-    clips = config.clip_rule(table.max_frames)
-    source = StreamSource(
-        dataset=os.path.abspath(config.dataset) if local_root(config.dataset) is not None else config.dataset,
-        config_name=config.dataset_config_name,
-        split=config.split,
-        media_column=find_media_column(dataset, rows, config.media_column),
-        caption_columns=find_caption_columns(rows, config.caption_column),
-        caption_template=config.caption_template,
-        target_fps=config.target_fps,
-        clips=config.clips,
-        clip_frames=None if clips is None else clips.frames,
-        on_error=config.on_error,
-        on_caption_error=config.on_caption_error,
-        conditions=config.conditions,
-    )
-    check_present(rows, config.conditions)
-    if config.clips == "scenes":
-        check_present(rows, {f"scene {name}": name for name in (SCENE_START, SCENE_END)})
-    say(
-        f"{config.dataset}: a stream of {dataset.num_shards} shards; media column {source.media_column}, caption "
-        f"column {', '.join(source.caption_columns)}"
-    )
-    batch = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    loaded = load_described(config, streaming=True, say=say)
+    assert loaded.first_rows is not None, "it is a stream"
     with Faults() as faults:
-        sized = _sized(source, rows, features=dataset.features, config=config, report=faults.report)
-        source = replace(source, sizes=dict(sized.columns))
-        say(sized.origin)
-        found = source.columns(BucketColumns(table, spec, rule=config.rule))(batch)
-    columns = {name: np.array(found[name]) for name in ("num_frames", "height", "width", "bucket_id", "rejection")}
+        rows, found = check_rows(config, loaded, faults, clips=config.clip_rule(table.max_frames), say=say)
+    dataset = map_columns(rows.dataset, BucketColumns(table, spec, rule=config.rule), overwrite=True)
+    names = ("num_frames", "height", "width", "bucket_id", "rejection")
+    columns = {name: column_array(dataset, name) for name in names}
     if not (columns["bucket_id"] >= 0).any():
         reasons = ", ".join(f"{count} {label}" for label, count in count_rejections(columns["rejection"]).items())
         raise BucketingError(
-            f"None of the first {len(rows)} rows of {config.dataset} can be trained: {reasons}; choose other buckets, "
-            "or other columns (`media_column`, `caption_column`)."
+            f"None of the first {len(dataset)} rows of {config.dataset} can be trained: {reasons}; choose other "
+            "buckets, or other columns (`media_column`, `caption_column`)."
         )
     prepared = PreparedStream(
-        source=source,
+        source=_absolute(found),
+        root=rows.root if rows.root is None or is_url(rows.root) else os.path.abspath(rows.root),
         table=table,
         open_table=config.table.make_open(spec, table),
         rule=config.rule,
-        num_shards=dataset.num_shards,
-        sample=StreamSample.of(rows, columns),
+        num_shards=loaded.dataset.num_shards,
+        sample=StreamSample.of(dataset, stored=loaded.first_rows),
     )
-    return prepared, {**columns, "file": np.array([name_of(cell) for cell in found[MEDIA]], object)}
+    files = paths_of(dataset, range(len(dataset)), rows.column)
+    return prepared, {**columns, "file": np.array([file or "a row without a path" for file in files], object)}
 
 
-def _sized(
-    source: StreamSource, rows: Sequence[Mapping[str, Any]], *, features: Any, config: SourceConfig, report: Report
-) -> SizedDataset:
-    """Compare the sizes that the first rows have with the headers of their files, as for a data set of rows.
-
-    Unreadable files are not reported, because `StreamColumns` reads and reports them.
-    """
-    typed = type((features or {}).get(source.media_column)) is Image
-    given = None if config.size_columns is None else read_size_columns(config.size_columns)
-    usual = [name for name in ("width", "height", "num_frames", "fps") if all(name in row for row in rows)]
-    present = columns_of(rows)
-    names = dict.fromkeys([*usual, *(name for name in (given or {}).values() if name in present)])
-    sample = Dataset.from_dict({
-        MEDIA: [named_cell(value_at(row, source.media_column), row) for row in rows],
-        **{name: [value_at(row, name) for row in rows] for name in names},
-    })  # fmt: skip
-    if typed:
-        sample = sample.cast_column(MEDIA, Image(decode=False))
-    return add_sizes(
-        sample,
-        source.metadata,
-        sizes_from=config.sizes_from,
-        size_columns=given,
-        report=lambda error: None if isinstance(error, MediaError) else report(error),
-    )
+def _absolute(source: RowsConfig) -> RowsConfig:
+    """Return a source with the whole paths of its files and folders."""
+    values = flatten(source)
+    for name in ("dataset", *_FOLDERS) if is_local(source.dataset) else _FOLDERS:
+        values[name] = values[name] and type(values[name])(os.path.abspath(values[name]))
+    return build(RowsConfig, values)

@@ -23,7 +23,7 @@ from ..columns.apply import map_columns
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, PreparedDataset, SourceRows
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
-from ..columns.stream_source import SAMPLED_ROWS
+from ..columns.sources import SAMPLED_ROWS
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..loaders.workers import worker_options
@@ -111,9 +111,8 @@ def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_sh
 
 def _sample_of(prepared: PreparedDataset) -> StreamSample:
     """Return what the first rows of a prepared folder are like."""
-    rows = list(prepared.dataset.with_format(None).select(range(min(SAMPLED_ROWS, len(prepared.dataset)))))
-    names = ("num_frames", "height", "width", "bucket_id")
-    return StreamSample.of(rows, {name: np.array([row[name] for row in rows]) for name in names})
+    rows = prepared.dataset.with_format(None).select(range(min(SAMPLED_ROWS, len(prepared.dataset))))
+    return StreamSample.of(rows, stored=rows)
 
 
 @dataclass(kw_only=True)
