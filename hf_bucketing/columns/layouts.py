@@ -24,6 +24,7 @@ from datasets.exceptions import DatasetsError
 from ..errors import ColumnError, MediaError
 from ..hub import from_hub
 from ..media.remote import is_url
+from .apply import undecoded
 from .settings import RowsConfig
 
 STILL_IMAGES = frozenset(
@@ -182,7 +183,7 @@ def count_rows(dataset: Rows) -> str:
 
 
 def load(request: SourceRequest, builder: str, *args: Any, **options: Any) -> Rows:
-    """Call `datasets.load_dataset` for the split of a request, as rows or as a stream.
+    """Call `datasets.load_dataset` for the split of a request, as rows or as a stream with media as paths or bytes.
 
     Raises:
         MediaError: If datasets cannot load the files, or the part of a stream's split cannot be counted.
@@ -191,7 +192,8 @@ def load(request: SourceRequest, builder: str, *args: Any, **options: Any) -> Ro
     if not request.streaming:
         return _load(builder, *args, split=request.split, **options)
     split, first, end = _stream_part(request.split)
-    rows = _load(builder, *args, split=split, streaming=True, **options)
+    rows: IterableDataset = _load(builder, *args, split=split, streaming=True, **options)
+    rows = undecoded(rows, rows.features or ())
     if not first and end is None:
         return rows
     if rows.num_shards > 1:

@@ -21,7 +21,7 @@ from .apply import map_columns, undecoded, with_columns
 from .arrays import column_array, column_batches, is_text, numbers, whole_numbers
 from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
 from .layouts import STILL_IMAGES
-from .settings import SIDES, TIMES, SizesFrom
+from .settings import SIDES, TIMES, OnFileError, SizesFrom
 
 _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
 _SAMPLED_FILES = 16
@@ -125,6 +125,8 @@ class ExistingMetadata:
         fps (`str`, *optional*): Column with the frames per second of the file; needed with `num_frames` or `duration`.
         duration (`str`, *optional*): Column with the seconds of the file, in place of `num_frames`; 0 for images.
         target_fps (`float`, *optional*): As in `MediaMetadata`.
+        on_error (`"raise"` or `"reject"`): Whether a row without a size stops [`sizes`][ExistingMetadata.sizes].
+        media_column (`str`, *optional*): Media column, whose files messages of `sizes` name.
 
     Raises:
         ColumnError: If `fps` and one of `num_frames` and `duration` are not given together, `target_fps` is not above
@@ -137,6 +139,8 @@ class ExistingMetadata:
     fps: str | None = field(default=None, kw_only=True)
     duration: str | None = field(default=None, kw_only=True)
     target_fps: float | None = field(default=None, kw_only=True)
+    on_error: OnFileError = field(default="reject", kw_only=True)
+    media_column: str | None = field(default=None, kw_only=True)
     rule_version: int = field(default=1, init=False)
 
     optional_columns = ()
@@ -180,44 +184,24 @@ class ExistingMetadata:
         columns = _sizes(batch, self._names, target_fps=self.target_fps)
         return {name: columns[name] for name in self.output_columns}
 
-
-@dataclass(frozen=True, slots=True)
-class ColumnSizes:
-    """Take the sizes of rows from columns, as [`add_sizes`] does: a batch function for streams.
-
-    Args:
-        names (mapping of `str` to `str`): Columns by what they hold: `width`, `height`, and for videos `fps` and one
-            of `num_frames` and `duration`.
-        metadata ([`MediaMetadata`]): Target frame rate, and whether a row without a size stops the map or gets sizes
-            of −1; its media column, whose files messages name.
-    """
-
-    names: Mapping[str, str]
-    metadata: MediaMetadata
-
-    @property
-    def input_columns(self) -> tuple[str, ...]:
-        """Columns that a batch must have."""
-        return tuple(self.names.values())
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
-        """Return `width`, `height`, `num_frames` and `fps` for a batch of rows.
+    def sizes(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
+        """Return all four columns for a batch of a stream, those included that already have their names.
 
         Args:
             batch (mapping of sequences of length `n`): Columns.
             report ([`Report`]): As in [`add_sizes`].
 
         Raises:
-            ColumnError: If a column does not hold numbers, or, under `on_error="raise"`, a row lacks a size.
+            ColumnError: As above, or, under `on_error="raise"`, if a row lacks a size.
         """
-        sizes = _sizes(batch, self.names, target_fps=self.metadata.target_fps)
-        lacking = np.minimum.reduce([sizes[name] for name in (*SIDES, "num_frames")]) < 1
+        columns = _sizes(batch, self._names, target_fps=self.target_fps)
+        lacking = np.minimum.reduce([columns[name] for name in (*SIDES, "num_frames")]) < 1
         rows = np.flatnonzero(lacking).tolist()
-        if rows and self.metadata.on_error == "raise":
-            files = batch[self.metadata.column]
+        if rows and self.on_error == "raise":
+            files = batch[self.media_column] if self.media_column is not None else [None] * len(lacking)
             texts = [
                 f"row {row} ({path_of(files[row]) or 'a row without a path'}) has "
-                + ", ".join(f"{column} {batch[column][row]}" for column in self.names.values())
+                + ", ".join(f"{name} {batch[name][row]}" for name in self.input_columns)
                 for row in rows[:NAMED_ROWS]
             ]
             report(
@@ -226,10 +210,8 @@ class ColumnSizes:
                     advice=["correct the columns", 'reject such rows with `on_error="reject"`'],
                 )
             )
-        return {
-            name: values.tolist() if name == "fps" else np.where(lacking, -1, values).tolist()
-            for name, values in sizes.items()
-        }
+        columns |= {name: np.where(lacking, -1, columns[name]) for name in (*SIDES, "num_frames")}
+        return {name: values.tolist() for name, values in columns.items()}
 
 
 def _sizes(

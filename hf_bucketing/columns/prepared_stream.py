@@ -20,7 +20,6 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..files import complete_folder
-from ..media.remote import is_url
 from ..randomness import Purpose, integer_seed
 from ..settings import build, flatten
 from .apply import map_columns, undecoded
@@ -124,7 +123,6 @@ class PreparedStream:
         columns = StreamColumns.of(self.source, buckets, root=self.root)
         rows = find_rows(SourceRequest.of(self.source, streaming=True)).dataset
         assert isinstance(rows, IterableDataset), "the request is for a stream"
-        rows = undecoded(rows, rows.features or ())
         present = list(rows.column_names or next(iter(rows)))
         nested = [name for name in columns.input_columns if "." in name and name not in present]
         rows = with_nested(rows, nested)
@@ -265,8 +263,8 @@ def prepare_stream(
             "buckets, or other columns (`media_column`, `caption_column`)."
         )
     prepared = PreparedStream(
-        source=_absolute(found),
-        root=rows.root if rows.root is None or is_url(rows.root) else os.path.abspath(rows.root),
+        source=found,
+        root=rows.root,
         table=table,
         open_table=config.table.make_open(spec, table),
         rule=config.rule,
@@ -275,11 +273,3 @@ def prepare_stream(
     )
     files = paths_of(dataset, range(len(dataset)), rows.column)
     return prepared, {**columns, "file": np.array([file or "a row without a path" for file in files], object)}
-
-
-def _absolute(source: RowsConfig) -> RowsConfig:
-    """Return a source with the whole paths of its files and folders."""
-    values = flatten(source)
-    for name in ("dataset", *_FOLDERS) if is_local(source.dataset) else _FOLDERS:
-        values[name] = values[name] and type(values[name])(os.path.abspath(values[name]))
-    return build(RowsConfig, values)

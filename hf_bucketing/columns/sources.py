@@ -50,15 +50,14 @@ class MediaDataset:
     Captions are as they were found: [`check_captions`][hf_bucketing.columns.check_captions] makes strings of them.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`): The rows, or a stream of them.
+        dataset (`Dataset` or `IterableDataset`): The rows, or a stream of them with media as paths or bytes.
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder or URL that relative paths in the media column start from, if there are any.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources, if several were merged.
         layout (`str`): Description of what was read and how many files were ignored, for messages.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
-        first_rows (`Dataset`, *optional*): First rows of a stream, with media as paths or bytes; None for a data set
-            of rows.
+        first_rows (`Dataset`, *optional*): First rows of a stream; None for a data set of rows.
     """
 
     dataset: Any
@@ -219,11 +218,10 @@ def rows_to_check(dataset: Dataset | IterableDataset, *, name: str) -> Dataset:
     """
     if isinstance(dataset, Dataset):
         return dataset
-    stream = undecoded(dataset, dataset.features or ())
     rows: list[dict[str, Any]] = []
     num_bytes = 0
     try:
-        for row in islice(stream, SAMPLED_ROWS):
+        for row in islice(dataset, SAMPLED_ROWS):
             rows.append({name: named_cell(cell, row) if _is_file(cell) else cell for name, cell in row.items()})
             num_bytes += bytes_in(row)
             if num_bytes > _SAMPLED_BYTES:
@@ -234,8 +232,8 @@ def rows_to_check(dataset: Dataset | IterableDataset, *, name: str) -> Dataset:
         raise MediaError(f"{name} has no rows; write one per sample, with a file and a caption.")
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
-    if stream.features is not None:
-        return Dataset.from_dict(columns, features=stream.features)
+    if dataset.features is not None:
+        return Dataset.from_dict(columns, features=dataset.features)
     try:
         return Dataset.from_dict(columns)
     except pa.ArrowInvalid:  # cells of several types in one column, which datasets 4.7 and newer hold as JSON

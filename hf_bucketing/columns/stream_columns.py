@@ -13,7 +13,7 @@ from .captions import CaptionTexts, for_source
 from .clips import SCENE_END, SCENE_START, ClipRows
 from .conditions import ConditionColumns
 from .faults import Faults, path_of
-from .metadata import SIZES, ColumnSizes, MediaMetadata
+from .metadata import SIZES, ExistingMetadata, MediaMetadata
 from .settings import RowsConfig, read_size_columns
 from .sources import named_cell
 
@@ -39,7 +39,7 @@ class StreamColumns:
 
     Args:
         captions ([`CaptionTexts`]): Text columns, and how texts are made of them.
-        sizes ([`MediaMetadata`] or [`ColumnSizes`]): How sizes are read from headers, or taken from columns.
+        sizes ([`MediaMetadata`] or [`ExistingMetadata`]): How sizes are read from headers, or taken from columns.
         clips ([`ClipRows`], *optional*): How rows are cut into clips.
         conditions ([`ConditionColumns`]): Media column, and the column of each condition, which becomes a column of
             its name; how they are checked.
@@ -47,7 +47,7 @@ class StreamColumns:
     """
 
     captions: CaptionTexts
-    sizes: MediaMetadata | ColumnSizes
+    sizes: MediaMetadata | ExistingMetadata
     clips: ClipRows | None = None
     conditions: ConditionColumns
     buckets: BucketColumns
@@ -60,15 +60,19 @@ class StreamColumns:
         assert config.caption_column is not None
         column, texts = config.media_column, tuple(config.caption_column.split(","))
         on_error, on_caption_error = config.treatment
-        metadata = MediaMetadata(column, target_fps=config.target_fps, root=root, on_error=on_error)
+        sizes: MediaMetadata | ExistingMetadata
+        sizes = MediaMetadata(column, target_fps=config.target_fps, root=root, on_error=on_error)
+        if config.size_columns is not None:
+            named = read_size_columns(config.size_columns)
+            fps = config.target_fps if "fps" in named else None
+            sizes = ExistingMetadata(**named, target_fps=fps, on_error=on_error, media_column=column)
         files = MediaColumns(column=column, root=root, conditions=config.conditions)
         clips = config.clip_rule(1)
-        named = {} if config.size_columns is None else read_size_columns(config.size_columns)
         return cls(
             captions=CaptionTexts(
                 texts, on_error=on_caption_error, template=config.caption_template, media_column=column
             ),
-            sizes=ColumnSizes(named, metadata) if named else metadata,
+            sizes=sizes,
             clips=None
             if clips is None
             else ClipRows(clips, on_error=on_error, caption_column=texts[0], media_column=column),
@@ -101,7 +105,8 @@ class StreamColumns:
         columns: dict[str, Any] = {name: [named_cell(row.get(name), row) for row in rows] for name in named}
         for name in (*self.input_columns, SCENE_START, SCENE_END):
             columns.setdefault(name, [row.get(name) for row in rows])
-        columns |= self.sizes(columns, faults.report)
+        read = self.sizes.sizes if isinstance(self.sizes, ExistingMetadata) else self.sizes
+        columns |= read(columns, faults.report)
         columns |= self.captions(columns, lambda error: faults.report(for_source(error)))
         if self.clips is not None:
             columns = self.clips(columns, faults.report)
