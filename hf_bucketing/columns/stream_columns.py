@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..buckets.assignment import REJECTED_BUCKET
+from ..media.remote import is_url
 from ..media.rows import CLIP_END, CLIP_START, MediaColumns
 from .buckets import BucketColumns
 from .captions import CaptionTexts, for_source
@@ -125,9 +128,43 @@ class StreamColumns:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneOfSources:
+    """Make the columns of one source those of a stream of several; a batch function after [`StreamColumns`].
+
+    Args:
+        name (`str`): Name of the source, which belongs to the identity of its rows; `""` for the first.
+        root (`str`, *optional*): Folder or URL before its relative paths; None for the first source, whose paths stay.
+        conditions (`tuple` of `str`): Conditions of all sources; those that this one lacks are missing in its rows.
+        bucket_ids (`tuple` of `int`, *optional*): Ids that the buckets of its table have in that of all sources.
+    """
+
+    name: str
+    root: str | None
+    conditions: tuple[str, ...]
+    bucket_ids: tuple[int, ...] | None
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Return the columns for a batch of rows."""
+        count = len(batch[MEDIA])
+        columns = {
+            name: [self._whole_path(cell) for cell in batch.get(name, [None] * count)]
+            for name in (MEDIA, *self.conditions)
+        }
+        if self.bucket_ids is not None:
+            ids = (*self.bucket_ids, REJECTED_BUCKET)  # a rejected row's bucket, −1, is the last entry
+            columns["bucket_id"] = [ids[bucket] for bucket in batch["bucket_id"]]
+        if self.name:
+            columns["index"] = [_digest([self.name.encode(), str(index).encode()]) for index in batch["index"]]
+        return columns
+
+    def _whole_path(self, cell: Any) -> Any:
+        relative = isinstance(cell, str) and not is_url(cell) and not os.path.isabs(cell)
+        return f"{self.root}/{cell}" if relative and self.root is not None else cell
+
+
 def index_of(cell: Any, captions: str | Sequence[str], times: tuple[float | None, float | None]) -> int:
     """Return the identity of a row, from 0 to 2**63 - 1; `times` are the seconds of a clip, None for a whole file."""
-    digest = hashlib.blake2b(digest_size=8)
     data = cell.get("bytes") if isinstance(cell, dict) else None
     texts = [captions] if isinstance(captions, str) else captions
     name = path_of(cell) or "a row without a path"
@@ -135,6 +172,11 @@ def index_of(cell: Any, captions: str | Sequence[str], times: tuple[float | None
     if data is not None:
         parts += [str(len(data)).encode(), data[:_ENDS], data[-_ENDS:]]
     parts += [str(time).encode() for time in times if time is not None]
+    return _digest(parts)
+
+
+def _digest(parts: Sequence[bytes]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
     return int.from_bytes(digest.digest(), "big") >> 1
