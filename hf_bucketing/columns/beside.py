@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,10 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     above = root if len(folders) == 1 else os.path.commonpath(folders)  # the caller named them all
     files = [os.path.relpath(paths[0], root) for paths in media.values()]
     captions_of = [captions.get(stem) for stem in media]
-    read = CaptionFiles(request.missing_caption)
     paths = files if above == root else [os.path.relpath(paths[0], above) for paths in media.values()]
     columns = {"file_name": _as_paths(paths)}
-    columns["caption"] = _as_paths(captions_of) if request.streaming else read.texts(captions_of)
+    texts = _as_paths(captions_of) if request.streaming else _read_captions(captions_of, request.missing_caption)
+    columns["caption"] = texts
     missing = []
     for name, folder in request.companions.items():
         found = _companions(folder, [os.path.splitext(file)[0] for file in files], root, above=above)
@@ -73,7 +73,8 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
         missing.append(f"; {found.count(None)} without a {name}" if None in found else "")
     dataset = listed_rows(request, pa.table(columns))
     if isinstance(dataset, IterableDataset):
-        dataset = dataset.map(read, batched=True, batch_size=_CAPTIONS_AT_ONCE)
+        function = partial(_captions_of_batch, missing=request.missing_caption)
+        dataset = dataset.map(function, batched=True, batch_size=_CAPTIONS_AT_ONCE)
     words = ", ".join(f"{count} {what}" for what, count in ignored.items() if count)
     return SourceRows(
         dataset=dataset,
@@ -84,26 +85,17 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CaptionFiles:
-    """Replace the paths of captions, in the column `caption`, by their texts; a batch function for streams.
+def _read_captions(paths: Sequence[str | None], missing: str | None) -> pa.Array:
+    """Return the texts of some files, `(n,)`; `missing`, or null, where there is no path."""
+    with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
+        texts = list(threads.map(_read_caption, paths))
+    default = None if missing is None else missing.encode()
+    return text_column([default if text is None else text for text in texts])
 
-    Args:
-        missing (`str`, *optional*): Text of rows without such a file.
-    """
 
-    missing: str | None
-
-    def __call__(self, batch: Mapping[str, Sequence[str | None]]) -> dict[str, list[Any]]:
-        """Return the texts of a batch: strings, or bytes if some are not UTF-8."""
-        return {"caption": self.texts(batch["caption"]).to_pylist()}
-
-    def texts(self, paths: Sequence[str | None]) -> pa.Array:
-        """Return the texts of some files, `(n,)`; null, or `missing`, where there is no path."""
-        with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
-            texts = list(threads.map(_read_caption, paths))
-        missing = None if self.missing is None else self.missing.encode()
-        return text_column([missing if text is None else text for text in texts])
+def _captions_of_batch(batch: Mapping[str, Sequence[str | None]], missing: str | None) -> dict[str, list[Any]]:
+    """Return the texts of the captions whose paths a batch of a stream holds."""
+    return {"caption": _read_captions(batch["caption"], missing).to_pylist()}
 
 
 def _companions(folder: str, stems: list[str], root: str, *, above: str) -> list[str | None]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import pyarrow as pa
@@ -50,28 +49,20 @@ def with_nested(dataset: AnyDataset, names: Iterable[str]) -> AnyDataset:
     if isinstance(dataset, IterableDataset):
         present = dataset.column_names or ()
         dotted = tuple(name for name in dict.fromkeys(names) if "." in name and name not in present)
-        return dataset.map(NestedColumns(dotted), batched=True, batch_size=_BATCH_ROWS) if dotted else dataset
+        function = partial(_nested_columns, names=dotted)
+        return dataset.map(function, batched=True, batch_size=_BATCH_ROWS) if dotted else dataset
     for name in dict.fromkeys(names):
         if name not in dataset.column_names and has_column(dataset, name):
             dataset = _nested_column(dataset, name)
     return dataset
 
 
-@dataclass(frozen=True, slots=True)
-class NestedColumns:
-    """Add the columns of dotted names: a batch function for streams, whose rows may differ in what they hold.
+def _nested_columns(batch: Mapping[str, Sequence[Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the columns of dotted names for a batch of a stream, whose rows may differ in what they hold.
 
     A column whose own name is dotted, such as `depth.png`, comes first; a row without such a value gets None.
-
-    Args:
-        names (`tuple` of `str`): Dotted names.
     """
-
-    names: tuple[str, ...]
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Return the columns for a batch of rows."""
-        return {name: [*batch[name]] if name in batch else _values(batch, name) for name in self.names}
+    return {name: [*batch[name]] if name in batch else _values(batch, name) for name in names}
 
 
 def _values(batch: Mapping[str, Sequence[Any]], name: str) -> list[Any]:

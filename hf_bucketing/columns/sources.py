@@ -14,10 +14,8 @@ from datasets.exceptions import DatasetsError
 
 from ..errors import ColumnError, MediaError
 from .apply import undecoded
-from .beside import captions_beside
 from .layouts import (
     MEDIA_COLUMNS,
-    Layout,
     SourceRequest,
     SourceRows,
     choose_column,
@@ -26,10 +24,7 @@ from .layouts import (
     usual_media,
 )
 from .nested import has_column, nested_names, with_nested
-from .tables import lines_folder, listed_folder, mapped_folder, named_file, tars
-
-LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, mapped_folder, lines_folder, captions_beside)
-"""Layouts that are recognised; everything else is left to `datasets.load_dataset`."""
+from .tables import LAYOUTS
 
 SAMPLED_ROWS = 64
 """Rows of a stream that are read to find its columns and to check it."""
@@ -236,7 +231,7 @@ def rows_to_check(dataset: Dataset | IterableDataset, *, name: str) -> Dataset:
         return Dataset.from_dict(columns, features=dataset.features)
     try:
         return Dataset.from_dict(columns)
-    except pa.ArrowInvalid:  # cells of several types in one column, which datasets 4.7 and newer hold as JSON
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # cells of several types, which datasets 4.7 and newer hold as JSON
         return Dataset.from_dict(columns, on_mixed_types="use_json")
 
 

@@ -1,4 +1,4 @@
-"""Layouts with a list of samples: tables, folders that hold one, tars, and lists of lines."""
+"""Layouts with a list of samples, such as tables, folders that hold one and tars; and the list of all layouts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import pyarrow.parquet as pq
 
 from ..errors import MediaError
 from ..media.remote import is_url
-from .beside import files_below, files_in, read_bytes, text_column
+from .beside import captions_beside, files_below, files_in, read_bytes, text_column
 from .layouts import (
     CAPTION_COLUMNS,
     MEDIA_COLUMNS,
     MEDIA_FILES,
     TABLES,
+    Layout,
     SourceRequest,
     SourceRows,
     builder_of,
@@ -263,3 +264,7 @@ def _holds_media(folder: Path) -> bool:
 
 def _is_media(path: str) -> bool:
     return os.path.splitext(path)[1].lower() in MEDIA_FILES
+
+
+LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, mapped_folder, lines_folder, captions_beside)
+"""Layouts that are recognised; everything else is left to `datasets.load_dataset`."""

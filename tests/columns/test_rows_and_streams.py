@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pytest
 from datasets import Dataset
 
@@ -126,6 +127,22 @@ def test_a_format_gives_the_same_columns_buckets_and_captions(
         assert TEXTS[case.files[0]] in loaded.describe().splitlines()[1]
     named = [row[stream.caption_column] for row in stream.dataset]
     assert named == whole.dataset[whole.caption_column][:]
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="this version of datasets reads no mixed columns")
+def test_captions_of_several_types_are_rejected_alike(clips: dict, tmp_path: Path) -> None:
+    captions = ["a fox", 3, {"x": 1}, None, "b"]
+    rows = [{"file_name": clip.name, "caption": text} for clip, text in zip(clips["mp4"], captions, strict=True)]
+    for clip in clips["mp4"]:
+        (tmp_path / clip.name).write_bytes(clip.read_bytes())
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = config(tmp_path / "data.jsonl", on_error="reject")
+    shown = of_rows(source)
+    assert [row[0] for row in shown] == ["a fox", "", "", "", "b"]
+    assert [row[-1] for row in shown] == ["none", "caption", "caption", "caption", "none"]
+    assert [*map(repr, of_stream(source))] == [*map(repr, shown)], "also those that are not a number"
+    with pytest.raises(ColumnError, match="caption"):
+        streamed(config(tmp_path / "data.jsonl"))
 
 
 @pytest.mark.parametrize("name", WRITERS)
