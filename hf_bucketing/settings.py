@@ -261,16 +261,17 @@ def _hints(kind: Hashable) -> dict[str, Any]:
 
 @functools.cache
 def _entries(kind: type) -> dict[str, str]:
-    """Return the text of each entry under `Args:` in a docstring."""
+    """Return the text of each entry under `Args:` in the docstrings of a dataclass and of those that it extends."""
     entries: dict[str, str] = {}
-    name = None
-    for line in (inspect.getdoc(kind) or "").partition("\nArgs:\n")[2].splitlines():
-        if line and not line.startswith("    "):
-            break
-        if entry := _ENTRY.fullmatch(line):
-            name, entries[entry[1]] = entry[1], entry[2]
-        elif name is not None and line.strip():
-            entries[name] += f" {line.strip()}"
+    for extended in reversed(kind.__mro__[:-1]):
+        name = None
+        for line in inspect.cleandoc(extended.__doc__ or "").partition("\nArgs:\n")[2].splitlines():
+            if line and not line.startswith("    "):
+                break
+            if entry := _ENTRY.fullmatch(line):
+                name, entries[entry[1]] = entry[1], entry[2]
+            elif name is not None and line.strip():
+                entries[name] += f" {line.strip()}"
     return {name: without_links(text) for name, text in entries.items()}
 
 

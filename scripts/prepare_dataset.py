@@ -13,7 +13,6 @@ from hf_bucketing.columns.settings import NOT_FLAGS, SourceConfig
 from hf_bucketing.command_line.config_file import SOURCES
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
 from hf_bucketing.report import count_sources, describe_assignment, describe_packed_frames, describe_sources
 from hf_bucketing.training.script_settings import settings_of_scripts
@@ -64,9 +63,7 @@ def main(args: argparse.Namespace) -> None:
     if len(sources) == 1 and sources[0].table.table is None:
         shared["table_of_frames"] = table_of_frames
     if args.streaming:
-        if len(sources) > 1:
-            raise FlagError("A stream has one source; prepare each as a stream of its own.")
-        stream, columns = prepare_stream(sources[0], spec=spec, native_sizes=recipe.native_sizes, say=print)
+        stream, columns = prepare_stream(sources, spec=spec, native_sizes=recipe.native_sizes, say=print)
         stream.save(args.output_dir)
         print(f"A sample, the first {stream.sample.rows} rows; the others are assigned while training reads them:")
         named = columns["file"]

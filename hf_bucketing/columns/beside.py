@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset
+from datasets import IterableDataset
 
 from ..errors import MediaError
-from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, part
+from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, listed_rows
+
+_CAPTIONS_AT_ONCE = 64
+"""Captions of a stream that are read at once."""
 
 
 def captions_beside(request: SourceRequest) -> SourceRows | None:
@@ -56,25 +61,41 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     folders = [os.path.abspath(folder) for folder in (root, *request.companions.values())]
     above = root if len(folders) == 1 else os.path.commonpath(folders)  # the caller named them all
     files = [os.path.relpath(paths[0], root) for paths in media.values()]
-    with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
-        texts = list(threads.map(_read_caption, [captions.get(stem) for stem in media]))
-    if request.missing_caption is not None:
-        texts = [request.missing_caption.encode() if text is None else text for text in texts]
+    captions_of = [captions.get(stem) for stem in media]
     paths = files if above == root else [os.path.relpath(paths[0], above) for paths in media.values()]
-    columns = {"file_name": _as_paths(paths), "caption": text_column(texts)}
+    columns = {"file_name": _as_paths(paths)}
+    texts = _as_paths(captions_of) if request.streaming else _read_captions(captions_of, request.missing_caption)
+    columns["caption"] = texts
     missing = []
     for name, folder in request.companions.items():
         found = _companions(folder, [os.path.splitext(file)[0] for file in files], root, above=above)
         columns[name] = _as_paths(found)
         missing.append(f"; {found.count(None)} without a {name}" if None in found else "")
+    dataset = listed_rows(request, pa.table(columns))
+    if isinstance(dataset, IterableDataset):
+        function = partial(_captions_of_batch, missing=request.missing_caption)
+        dataset = dataset.map(function, batched=True, batch_size=_CAPTIONS_AT_ONCE)
     words = ", ".join(f"{count} {what}" for what, count in ignored.items() if count)
     return SourceRows(
-        dataset=part(Dataset(pa.table(columns)), request.split),
+        dataset=dataset,
         layout=f"{len(files)} media files with {extension} captions beside them (ignored files: {words or 'none'})"
         + "".join(missing),
         choose=f'give `caption_extension="{extension}"`',
         root=above,
     )
+
+
+def _read_captions(paths: Sequence[str | None], missing: str | None) -> pa.Array:
+    """Return the texts of some files, `(n,)`; `missing`, or null, where there is no path."""
+    with ThreadPoolExecutor(16) as threads:  # most of the time is spent waiting for storage
+        texts = list(threads.map(_read_caption, paths))
+    default = None if missing is None else missing.encode()
+    return text_column([default if text is None else text for text in texts])
+
+
+def _captions_of_batch(batch: Mapping[str, Sequence[str | None]], missing: str | None) -> dict[str, list[Any]]:
+    """Return the texts of the captions whose paths a batch of a stream holds."""
+    return {"caption": _read_captions(batch["caption"], missing).to_pylist()}
 
 
 def _companions(folder: str, stems: list[str], root: str, *, above: str) -> list[str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from ..buckets.assignment import CLIP_SIZE
 from ..errors import ColumnError
 from ..media.rows import CLIP_END, CLIP_START
 from ..settings import check_literals
-from .apply import undecoded, with_columns
+from .apply import with_columns
 from .arrays import SIZE_COLUMNS, column_array, is_list_type
-from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, paths_of, raise_error
 from .settings import ClipRule, OnFileError
 
 SCENE_START, SCENE_END = "start", "end"
@@ -173,33 +173,17 @@ def cut_clips(
         ColumnError: If there are no columns of scenes, they hold no numbers, a row has other numbers of captions and
             scenes, or, with `on_error="raise"`, if a clip does not lie in its file; the message names rows and files.
     """
-    frames, fps = column_array(dataset, "num_frames"), column_array(dataset, "fps")
-    captions = None
+    function = ClipRows(rule, on_error=on_error, caption_column=caption_column, media_column=media_column)
+    batch: dict[str, Any] = {name: column_array(dataset, name) for name in (*SIZE_COLUMNS, "fps")}
     if rule.mode == "scenes":
-        start, end = (_cells(dataset, name) for name in (SCENE_START, SCENE_END))
-        clips = scene_clips(start, end, frames, fps)
-        has_lists = caption_column is not None and is_list_type(dataset.data.schema.field(caption_column).type)
-        if caption_column is not None and has_lists and is_list_type(start.type):
-            captions = _one_each(dataset, caption_column, clips, report)
-    else:
-        clips = spaced_clips(rule, frames, fps)
-    count = int(clips.wrong.sum())
-    problem = ""
-    if count:
-        wrong = _wrong_rows(clips)
-        names = [SCENE_START, SCENE_END, "num_frames", "fps", media_column]
-        shown = undecoded(dataset.select_columns(names), [media_column]).select(wrong[:NAMED_ROWS])[:]
-        problem = _of_wrong_clips(shown, wrong, count=count, media_column=media_column)
-    if count and on_error == "raise":
+        batch |= {name: _scene_column(dataset, name) for name in (SCENE_START, SCENE_END)}
+        if caption_column is not None:
+            batch[caption_column] = dataset.select_columns([caption_column]).with_format("arrow")[:][caption_column]
+    clips, columns, problem = function.cut(batch, report, path=lambda row: paths_of(dataset, [row], media_column)[0])
+    if problem and on_error == "raise":
         report(ColumnError(problem, advice=_ADVICE))
         problem = ""
     rows = repeat_rows(dataset, clips.source)
-    columns: dict[str, Any] = {CLIP_START: clips.start, CLIP_END: clips.end}
-    for name in SIZE_COLUMNS:
-        values = column_array(rows, name) if name != "num_frames" else clips.num_frames
-        columns[name] = np.where(clips.wrong, CLIP_SIZE, values)
-    if captions is not None and caption_column is not None:
-        columns[caption_column] = captions
     if "index" in rows.column_names and len(rows) != len(dataset):
         rows = rows.remove_columns(["index"])  # it numbers files; `PreparedDataset.save` numbers clips
     summary = f"{len(dataset)} rows make {len(rows)} clips. {problem}".strip()
@@ -208,7 +192,7 @@ def cut_clips(
 
 @dataclass(frozen=True, slots=True)
 class ClipRows:
-    """Make a row of each clip: a batch function for streams, by the rules of [`cut_clips`].
+    """Make a row of each clip: a batch function, which [`cut_clips`] runs on all rows at once.
 
     For `IterableDataset.map(batched=True)` after `MediaMetadata`; a batch may become longer.
 
@@ -240,36 +224,45 @@ class ClipRows:
         Raises:
             ColumnError: As [`cut_clips`]; rows are counted from the first of their batch.
         """
-        if self.rule.mode == "scenes":
-            clips = scene_clips(batch[SCENE_START], batch[SCENE_END], batch["num_frames"], batch["fps"])
-        else:
-            clips = spaced_clips(self.rule, batch["num_frames"], batch["fps"])
-        rows = clips.source.tolist()
-        if clips.wrong.any() and self.on_error == "raise":
-            wrong = _wrong_rows(clips)
-            named = {name: [cells[row] for row in wrong[:NAMED_ROWS]] for name, cells in batch.items()}
-            problem = _of_wrong_clips(named, wrong, count=int(clips.wrong.sum()), media_column=self.media_column)
+        files = [None] * len(batch["fps"]) if self.media_column is None else [*map(path_of, batch[self.media_column])]
+        clips, columns, problem = self.cut(batch, report, path=files.__getitem__)
+        if problem and self.on_error == "raise":
             report(ColumnError(problem + OF_BATCH, advice=_ADVICE))
-        columns = {name: [cells[row] for row in rows] for name, cells in batch.items()}
-        columns |= {CLIP_START: clips.start.tolist(), CLIP_END: clips.end.tolist()}
-        columns["num_frames"] = clips.num_frames.tolist()
+        rows = clips.source.tolist()
+        repeated = {name: [cells[row] for row in rows] for name, cells in batch.items()}
+        return repeated | {name: values.tolist() for name, values in columns.items()}
+
+    def cut(
+        self, batch: Mapping[str, Any], report: Report, *, path: Callable[[int], str | None]
+    ) -> tuple[Clips, dict[str, Any], str]:
+        """Return the clips of a batch of rows, the columns in which they differ from their rows, and what is wrong.
+
+        Args:
+            batch (mapping): Sizes and `fps`, of length `n`, as arrays or lists; for scenes also their columns and the
+                captions, as lists or Arrow columns.
+            report ([`Report`]): Called with the error about numbers of captions.
+            path (callable): Returns the path of a row's file, for messages.
+
+        Returns:
+            `tuple`: The clips; their columns, of shape `(m,)`; and a sentence on clips that do not lie in their files,
+            or `""`.
+        """
+        frames, fps = batch["num_frames"], batch["fps"]
+        captions = None
+        if self.rule.mode == "scenes":
+            start, end = batch[SCENE_START], batch[SCENE_END]
+            clips = scene_clips(start, end, frames, fps)
+            if self.caption_column is not None and _has_lists(start):
+                captions = _captions_of_clips(batch[self.caption_column], clips, frames, report)
+        else:
+            clips = spaced_clips(self.rule, frames, fps)
+        columns: dict[str, Any] = {CLIP_START: clips.start, CLIP_END: clips.end}
         for name in SIZE_COLUMNS:
-            pairs = zip(columns[name], clips.wrong.tolist(), strict=True)
-            columns[name] = [CLIP_SIZE if wrong else value for value, wrong in pairs]
-        if self.caption_column is not None and self.rule.mode == "scenes":
-            captions = batch[self.caption_column]
-            # A list of captions belongs to a list of scenes; else it stays with the row's one clip.
-            is_list = [
-                _is_sequence(text) and _is_sequence(start)
-                for text, start in zip(captions, batch[SCENE_START], strict=True)
-            ]
-            counts = np.array([len(text) if own else 1 for text, own in zip(captions, is_list, strict=True)])
-            places = _caption_places(clips, counts, batch["num_frames"], report).tolist()
-            columns[self.caption_column] = [
-                captions[row][place] if is_list[row] else captions[row]
-                for row, place in zip(rows, places, strict=True)
-            ]
-        return columns
+            values = clips.num_frames if name == "num_frames" else np.asarray(batch[name])[clips.source]
+            columns[name] = np.where(clips.wrong, CLIP_SIZE, values)
+        if captions is not None and self.caption_column is not None:
+            columns[self.caption_column] = captions
+        return clips, columns, _problem_of(clips, batch, path) if clips.wrong.any() else ""
 
 
 def repeat_rows(dataset: Dataset, source: IntArray) -> Dataset:
@@ -305,7 +298,7 @@ def _repeated(counts: IntArray) -> tuple[IntArray, IntArray]:
     return source, np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _cells(dataset: Dataset, name: str) -> pa.ChunkedArray:
+def _scene_column(dataset: Dataset, name: str) -> pa.ChunkedArray:
     """Return a column of scenes, or raise if it holds neither numbers nor lists of numbers."""
     if name not in dataset.column_names:
         raise ColumnError(
@@ -357,12 +350,20 @@ def _filled(values: FloatArray, counts: IntArray, rows: BoolArray, *, value: flo
     return filled
 
 
-def _one_each(dataset: Dataset, column: str, clips: Clips, report: Report) -> pa.Array:
-    """Return the caption of each clip from the lists of captions of the rows."""
-    cells = dataset.select_columns([column]).with_format("arrow")[:][column].combine_chunks()
-    counts = pc.list_value_length(cells).to_numpy(zero_copy_only=False)
-    places = _caption_places(clips, counts, column_array(dataset, "num_frames"), report)
-    return cells.flatten().take(pa.array((np.cumsum(counts) - counts)[clips.source] + places))
+def _has_lists(column: Sequence[Any] | pa.ChunkedArray) -> bool:
+    return is_list_type(column.type) if isinstance(column, pa.ChunkedArray) else any(map(_is_sequence, column))
+
+
+def _captions_of_clips(
+    cells: Sequence[Any] | pa.ChunkedArray, clips: Clips, num_frames: npt.ArrayLike, report: Report
+) -> pa.Array | None:
+    """Return the caption of each clip from the lists of captions of the rows; None where rows have single captions."""
+    lists = cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else pa.array(cells)
+    if not is_list_type(lists.type):
+        return None
+    counts = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    places = _caption_places(clips, counts, num_frames, report)
+    return lists.flatten().take(pa.array((np.cumsum(counts) - counts)[clips.source] + places))
 
 
 def _caption_places(clips: Clips, counts: IntArray, num_frames: npt.ArrayLike, report: Report) -> IntArray:
@@ -380,20 +381,18 @@ def _caption_places(clips: Clips, counts: IntArray, num_frames: npt.ArrayLike, r
     return np.minimum(_repeated(scenes)[1], counts[clips.source] - 1)
 
 
-def _wrong_rows(clips: Clips) -> list[int]:
-    """Return the rows some of whose clips are wrong, each once."""
-    return list(dict.fromkeys(clips.source[clips.wrong].tolist()))
-
-
-def _of_wrong_clips(
-    cells: Mapping[str, Sequence[Any]], rows: Sequence[int], *, count: int, media_column: str | None
-) -> str:
-    """Return how many clips are wrong, and the times, frames and files of the first rows, whose cells are given."""
+def _problem_of(clips: Clips, batch: Mapping[str, Any], path: Callable[[int], str | None]) -> str:
+    """Return how many clips are wrong, and the times, frames and files of the first rows that have some."""
     texts = []
-    for place, row in enumerate(rows[:NAMED_ROWS]):
-        file = None if media_column is None else path_of(cells[media_column][place])
-        fps = cells["fps"][place]
-        seconds = cells["num_frames"][place] / fps if fps else 0.0
-        times = f"{cells[SCENE_START][place]} to {cells[SCENE_END][place]} s of {seconds:.3f} s"
-        texts.append(f"row {row}: {times}" + (f", {file}" if file is not None else ""))
-    return f"{count} clips do not lie in their files: {listed(texts, total=len(rows))}."
+    rows = list(dict.fromkeys(clips.source[clips.wrong].tolist()))
+    for row in rows[:NAMED_ROWS]:
+        start, end = (_plain_cell(batch[name][row]) for name in (SCENE_START, SCENE_END))
+        fps = batch["fps"][row]
+        seconds = batch["num_frames"][row] / fps if fps else 0.0
+        file = path(row)
+        texts.append(f"row {row}: {start} to {end} s of {seconds:.3f} s" + (f", {file}" if file is not None else ""))
+    return f"{clips.wrong.sum()} clips do not lie in their files: {listed(texts, total=len(rows))}."
+
+
+def _plain_cell(cell: Any) -> Any:
+    return cell.as_py() if isinstance(cell, pa.Scalar) else cell

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
@@ -24,7 +25,7 @@ from ..media.probe import MediaInfo, probe
 from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
-from .arrays import SIZE_COLUMNS, column_batches, media_kind
+from .arrays import SIZE_COLUMNS, arrow_type, column_batches, media_kind
 from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, paths_of, raise_error
 from .settings import OnFileError
 
@@ -149,7 +150,7 @@ def check_condition_columns(dataset: Dataset, conditions: Mapping[str, str]) -> 
         if column not in dataset.column_names:
             raise ColumnError(f"There is no {name} column {column!r}, only {dataset.column_names}.")
         feature = dataset.features[column]
-        if media_kind(feature) is None:
+        if media_kind(feature) is None and not pa.types.is_null(arrow_type(feature)):
             raise ColumnError(
                 f"The {name} column {column!r} must hold one file per row, as paths, bytes, images or videos, but it "
                 f"is {feature}."

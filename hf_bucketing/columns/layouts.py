@@ -1,23 +1,31 @@
-"""What a layout of media and captions is, and what all of them share: requests, rows, and loading with datasets."""
+"""What a layout of media and captions is, and what all of them share: requests, rows, and loading with datasets.
+
+A layout returns a `Dataset`, or an `IterableDataset` where the request is for a stream; what a stream cannot be, such
+as a part of rows whose number is not known, is refused here, with the reason.
+"""
 
 from __future__ import annotations
 
 import csv
 import glob
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import fsspec
-from datasets import Dataset, ReadInstruction, concatenate_datasets, load_dataset
+import pyarrow as pa
+from datasets import Dataset, IterableDataset, ReadInstruction, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 from ..errors import ColumnError, MediaError
 from ..hub import from_hub
 from ..media.remote import is_url
+from .apply import undecoded
+from .settings import RowsConfig
 
 STILL_IMAGES = frozenset(
     {".avif", ".bmp", ".heic", ".heif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff"}
@@ -55,6 +63,11 @@ _NOT_GIVEN = ["", "NA", "N/A", "NaN", "nan", "n/a", "NULL", "null", "None", "<NA
 CAPTION_EXTENSION = ".txt"
 """Ending of the files of captions beside media."""
 
+_SHARDS = 48
+"""Parts of a list of files that is read as a stream; it divides among 2, 3, 4, 6, 8, 12, 16 or 24 readers."""
+
+Rows: TypeAlias = Dataset | IterableDataset
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRequest:
@@ -68,6 +81,22 @@ class SourceRequest:
     caption_extension: str | None = None
     missing_caption: str | None = None
     companions: Mapping[str, str] = field(default_factory=dict)
+    streaming: bool = False
+
+    @classmethod
+    def of(cls, config: RowsConfig, *, streaming: bool = False) -> SourceRequest:
+        """Return the request for the rows that a configuration describes; of several caption columns, the first."""
+        return cls(
+            path_or_name=config.dataset,
+            split=config.split,
+            config_name=config.dataset_config_name,
+            media_column=config.media_column,
+            caption_column=None if config.caption_column is None else config.caption_column.split(",")[0],
+            caption_extension=config.beside.caption_extension,
+            missing_caption=config.beside.missing_caption,
+            companions=config.beside.companions,
+            streaming=streaming,
+        )
 
     @property
     def path(self) -> Path:
@@ -81,6 +110,13 @@ class SourceRequest:
         return PurePosixPath(urlsplit(name).path if is_url(name) else name).suffix.lower()
 
     @property
+    def files(self) -> list[str]:
+        """The file of the name, or the files that match it as a pattern, sorted; none for folders, URLs and others."""
+        if self.path.is_file():
+            return [self.path_or_name]
+        return sorted(filter(os.path.isfile, glob.glob(self.path_or_name, recursive=True)))
+
+    @property
     def beside(self) -> bool:
         """Whether the caller asked for captions or other files beside the media, by a setting of these alone."""
         return self.caption_extension is not None or self.missing_caption is not None or bool(self.companions)
@@ -91,14 +127,14 @@ class SourceRows:
     """Rows of one layout.
 
     Args:
-        dataset (`Dataset`): The rows.
+        dataset (`Dataset` or `IterableDataset`): The rows, or the stream of them.
         layout (`str`): Description of what was read.
         choose (`str`): Clause that says how to ask for this layout, if another one could be meant as well.
         root (`str`, *optional*): Folder or URL of relative paths.
         media_column (`str`, *optional*): Media column, if the layout fixes it.
     """
 
-    dataset: Dataset
+    dataset: Rows
     layout: str
     choose: str = ""
     root: str | None = None
@@ -122,18 +158,54 @@ def loaded_by_datasets(request: SourceRequest) -> SourceRows:
         )
     if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise MediaError(f"The folder {path} does not exist; pass a folder or the name of a hub data set.")
-    dataset = load(name, request.config_name, split=request.split)
-    root = str(path) if path.is_dir() else hub_root(name)
-    return SourceRows(dataset=dataset, layout=f"{len(dataset)} rows, loaded by datasets", root=root)
+    dataset = load(request, name, request.config_name)
+    return SourceRows(dataset=dataset, layout=f"{count_rows(dataset)}, loaded by datasets", root=default_root(name))
 
 
-def hub_root(name: str) -> str:
-    """Return the URL from which relative paths in a data set on the hub start."""
-    return f"hf://datasets/{name}"
+def default_root(name: str) -> str:
+    """Return where relative paths start that lie in a folder, in files, or in a data set on the hub."""
+    if os.path.isdir(name):
+        return name
+    files = SourceRequest(path_or_name=name).files
+    return os.path.dirname(files[0]) if files else f"hf://datasets/{name}"
 
 
-def load(*args: Any, **options: Any) -> Dataset:
-    """Call `datasets.load_dataset`; what it cannot load is a `MediaError`, or an error about the hub."""
+def is_local(name: str) -> bool:
+    """Return whether a name means a folder or files here, and no URL or data set on the hub."""
+    return os.path.isdir(name) or bool(SourceRequest(path_or_name=name).files)
+
+
+def count_rows(dataset: Rows) -> str:
+    """Return how many rows there are, in words, or how many shards a stream has."""
+    if isinstance(dataset, Dataset):
+        return f"{len(dataset)} rows"
+    return f"a stream of {dataset.num_shards} {'shard' if dataset.num_shards == 1 else 'shards'}"
+
+
+def load(request: SourceRequest, builder: str, *args: Any, **options: Any) -> Rows:
+    """Call `datasets.load_dataset` for the split of a request, as rows or as a stream with media as paths or bytes.
+
+    Raises:
+        MediaError: If datasets cannot load the files, or the part of a stream's split cannot be counted.
+        BucketingError: If datasets cannot load the folder or hub data set, or the hub cannot be reached.
+    """
+    if not request.streaming:
+        return _load(builder, *args, split=request.split, **options)
+    split, first, end = _stream_part(request.split)
+    rows: IterableDataset = _load(builder, *args, split=split, streaming=True, **options)
+    rows = undecoded(rows, rows.features or ())
+    if not first and end is None:
+        return rows
+    if rows.num_shards > 1:
+        raise MediaError(
+            f"The rows of {request.split!r} cannot be counted in the {rows.num_shards} shards of "
+            f"{request.path_or_name}, which are read at once; name the files to train from, and others to hold out."
+        )
+    rows = rows.skip(first) if first else rows
+    return rows if end is None else rows.take(max(0, end - first))
+
+
+def _load(*args: Any, **options: Any) -> Any:
     if "data_files" not in options:
         with from_hub(str(args[0])):
             return load_dataset(*args, **options)
@@ -229,16 +301,17 @@ def choose_column(
     return usual[0] if usual else None
 
 
-def data_files(path: str | Path) -> dict[str, str]:
-    """Return the `data_files` of one file or URL, all of which belong to the split `train`."""
-    return {"train": str(path) if is_url(str(path)) else glob.escape(str(path))}
+def data_files(files: Sequence[str]) -> dict[str, str | list[str]]:
+    """Return the `data_files` of files or URLs, all of which belong to the split `train`."""
+    escaped = [file if is_url(file) else glob.escape(file) for file in files]
+    return {"train": escaped[0] if len(escaped) == 1 else escaped}
 
 
 _RANGE = re.compile(r"([\w.]+)(?:\[(\d*):(\d*)\])?")
 """Split of a stream: a name, and maybe the first row and the one after the last, counted from the beginning."""
 
 
-def stream_part(split: str) -> tuple[str, int, int | None]:
+def _stream_part(split: str) -> tuple[str, int, int | None]:
     """Return the name of a stream's split, its first row, and the row after its last one, if it has an end.
 
     Raises:
@@ -255,8 +328,22 @@ def stream_part(split: str) -> tuple[str, int, int | None]:
     return name, int(first or 0), int(end) if end else None
 
 
-def part(dataset: Dataset, split: str) -> Dataset:
-    """Return the rows of a split such as `train[:100]`; all files of a folder belong to the split `train`."""
+def listed_rows(request: SourceRequest, table: pa.Table) -> Rows:
+    """Return the rows of a list of files, such as those of a folder, which all belong to the split `train`.
+
+    Raises:
+        MediaError: If the request has another split, or no row of the list for a stream.
+    """
+    dataset = _part(Dataset(table), request.split)
+    if not request.streaming:
+        return dataset
+    if not len(dataset):
+        raise MediaError(f"{request.path_or_name} has no rows of {request.split}, so that nothing can be streamed.")
+    return dataset.to_iterable_dataset(num_shards=min(len(dataset), _SHARDS))
+
+
+def _part(dataset: Dataset, split: str) -> Dataset:
+    """Return the rows of a split such as `train[:100]`."""
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({"train": len(dataset)})
     except (ValueError, AssertionError) as error:

@@ -51,11 +51,7 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
     root = roots[0] if roots else None
     needed = [first.column, *filter(None, [first.caption_column])]
     conditions = {name: column for part in parts for name, column in part.conditions.items()}
-    for name in conditions.keys() - {MASK}:
-        if lacking := [source for source, part in zip(sources, parts, strict=True) if name not in part.conditions]:
-            raise ColumnError(
-                f"The source {lacking[0]} has no {name} column, which others have; give it one, or none to the others."
-            )
+    check_same_conditions({source: part.conditions for source, part in sources.items()})
     names = dict.fromkeys(name for part in parts for name in part.dataset.column_names if name != "index")
     features, dropped = Features(), []
     for name in names:
@@ -82,6 +78,15 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
         layout=f"{len(parts)} sources: {', '.join(sources)}",
         conditions=conditions,
     )
+
+
+def check_same_conditions(conditions: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise ColumnError if a source, by its name, lacks a condition that others have, other than a mask."""
+    for name in {name for columns in conditions.values() for name in columns} - {MASK}:
+        if lacking := [source for source, columns in conditions.items() if name not in columns]:
+            raise ColumnError(
+                f"The source {lacking[0]} has no {name} column, which others have; give it one, or none to the others."
+            )
 
 
 def _roles(parts: Sequence[MediaDataset]) -> dict[str, str]:

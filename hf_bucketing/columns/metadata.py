@@ -21,10 +21,13 @@ from .apply import map_columns, undecoded, with_columns
 from .arrays import column_array, column_batches, is_text, numbers, whole_numbers
 from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
 from .layouts import STILL_IMAGES
-from .settings import SIDES, TIMES, SizesFrom
+from .settings import SIDES, TIMES, OnFileError, SizesFrom
 
 _UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
 _SAMPLED_FILES = 16
+SIZES = (*SIDES, *TIMES)
+"""Columns of the size of each row."""
+
 _ROUNDED_FRAMES = 0.01
 """Frames by which a duration may be too short, since its decimals are rounded."""
 
@@ -122,6 +125,8 @@ class ExistingMetadata:
         fps (`str`, *optional*): Column with the frames per second of the file; needed with `num_frames` or `duration`.
         duration (`str`, *optional*): Column with the seconds of the file, in place of `num_frames`; 0 for images.
         target_fps (`float`, *optional*): As in `MediaMetadata`.
+        on_error (`"raise"` or `"reject"`): Whether a row without a size stops [`sizes`][ExistingMetadata.sizes].
+        media_column (`str`, *optional*): Media column, whose files messages of `sizes` name.
 
     Raises:
         ColumnError: If `fps` and one of `num_frames` and `duration` are not given together, `target_fps` is not above
@@ -134,6 +139,8 @@ class ExistingMetadata:
     fps: str | None = field(default=None, kw_only=True)
     duration: str | None = field(default=None, kw_only=True)
     target_fps: float | None = field(default=None, kw_only=True)
+    on_error: OnFileError = field(default="reject", kw_only=True)
+    media_column: str | None = field(default=None, kw_only=True)
     rule_version: int = field(default=1, init=False)
 
     optional_columns = ()
@@ -176,6 +183,35 @@ class ExistingMetadata:
         """
         columns = _sizes(batch, self._names, target_fps=self.target_fps)
         return {name: columns[name] for name in self.output_columns}
+
+    def sizes(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
+        """Return all four columns for a batch of a stream, those included that already have their names.
+
+        Args:
+            batch (mapping of sequences of length `n`): Columns.
+            report ([`Report`]): As in [`add_sizes`].
+
+        Raises:
+            ColumnError: As above, or, under `on_error="raise"`, if a row lacks a size.
+        """
+        columns = _sizes(batch, self._names, target_fps=self.target_fps)
+        lacking = np.minimum.reduce([columns[name] for name in (*SIDES, "num_frames")]) < 1
+        rows = np.flatnonzero(lacking).tolist()
+        if rows and self.on_error == "raise":
+            files = batch[self.media_column] if self.media_column is not None else [None] * len(lacking)
+            texts = [
+                f"row {row} ({path_of(files[row]) or 'a row without a path'}) has "
+                + ", ".join(f"{name} {batch[name][row]}" for name in self.input_columns)
+                for row in rows[:NAMED_ROWS]
+            ]
+            report(
+                ColumnError(
+                    f"{len(rows)} of {len(lacking)} rows lack a size: {listed(texts, total=len(rows))}.{OF_BATCH}",
+                    advice=["correct the columns", 'reject such rows with `on_error="reject"`'],
+                )
+            )
+        columns |= {name: np.where(lacking, -1, columns[name]) for name in (*SIDES, "num_frames")}
+        return {name: values.tolist() for name, values in columns.items()}
 
 
 def _sizes(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, DatasetInfo, Features, concatenate_datasets
+from datasets import Dataset, DatasetInfo, Features, IterableDataset, concatenate_datasets
 
+from .apply import AnyDataset
 from .arrays import column_batches
 
 _MEDIA_KEYS = {"bytes", "path"}
+
+_BATCH_ROWS = 8
+"""Rows of a stream that are read at once, few because their files may be in memory."""
 
 
 def nested_names(dataset: Dataset, *, within: str = "") -> list[str]:
@@ -27,21 +31,52 @@ def nested_names(dataset: Dataset, *, within: str = "") -> list[str]:
 
 
 def has_column(dataset: Dataset, name: str) -> bool:
-    """Return whether [`nested_column`] can add a dotted name, or the data set has a column of that name.
+    """Return whether [`with_nested`] can add a dotted name, or the data set has a column of that name.
 
     Dicts whose keys differ by row are JSON texts (datasets 4.6 and newer); whether they have a key is not checked.
     """
     return name in nested_names(dataset) or ("." in name and _is_json(dataset.features.get(name.partition(".")[0])))
 
 
-def nested_column(dataset: Dataset, name: str) -> Dataset:
+def with_nested(dataset: AnyDataset, names: Iterable[str]) -> AnyDataset:
+    """Add the columns of dotted names that the rows lack, where they have them; other names are ignored.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): Rows in their stored order, as they were loaded; of a stream, all
+            dotted names are added that are not known to be columns.
+        names (iterable of `str`): Names of columns.
+    """
+    if isinstance(dataset, IterableDataset):
+        present = dataset.column_names or ()
+        dotted = tuple(name for name in dict.fromkeys(names) if "." in name and name not in present)
+        function = partial(_nested_columns, names=dotted)
+        return dataset.map(function, batched=True, batch_size=_BATCH_ROWS) if dotted else dataset
+    for name in dict.fromkeys(names):
+        if name not in dataset.column_names and has_column(dataset, name):
+            dataset = _nested_column(dataset, name)
+    return dataset
+
+
+def _nested_columns(batch: Mapping[str, Sequence[Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the columns of dotted names for a batch of a stream, whose rows may differ in what they hold.
+
+    A column whose own name is dotted, such as `depth.png`, comes first; a row without such a value gets None.
+    """
+    return {name: [*batch[name]] if name in batch else _values(batch, name) for name in names}
+
+
+def _values(batch: Mapping[str, Sequence[Any]], name: str) -> list[Any]:
+    outer, _, inner = name.partition(".")
+    column = batch.get(outer)
+    if column is None:
+        return [None] * len(next(iter(batch.values())))
+    return [reduce(_get, inner.split("."), value) for value in column]
+
+
+def _nested_column(dataset: Dataset, name: str) -> Dataset:
     """Add the column of a dotted name, by reference: no cell is copied, however many bytes lie beside it.
 
     What lies in JSON texts is JSON again, and null where a row lacks it.
-
-    Args:
-        dataset (`Dataset`): Rows in their stored order, as they were loaded.
-        name (`str`): A name for which [`has_column`] is true.
     """
     column, *keys = name.split(".")
     feature: Any = dataset.features[column]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import NamedTuple
 
-from datasets import Features, Value
+from datasets import Dataset, Features, Value
 
 from ..buckets.sizes import LatentSpec
 from ..buckets.union import union_of_tables
-from ..errors import BucketingError, ColumnError
+from ..errors import BucketingError, ColumnError, quoted
 from ..media.rows import MediaColumns
+from ..settings import not_default, settings_in
 from .apply import map_columns, with_columns
 from .arrays import column_array
 from .buckets import BucketColumns
@@ -18,13 +20,14 @@ from .captions import check_captions, for_source
 from .clips import SCENE_END, SCENE_START, cut_clips
 from .conditions import ConditionColumns, check_condition_columns, check_conditions
 from .faults import Faults
+from .layouts import SourceRequest
 from .merge import merge_sources, with_sources
 from .metadata import MediaMetadata, add_sizes
-from .nested import nested_names
+from .nested import nested_names, with_nested
 from .prepared import ROW_WEIGHT, PreparedDataset
-from .settings import ClipRule, SourceConfig, Treatment, read_size_columns
+from .settings import ClipRule, RowsConfig, SourceConfig, read_size_columns
 from .shares import name_sources, row_weights
-from .sources import MediaDataset, load_source
+from .sources import MediaDataset, load_rows
 
 
 def read_source(
@@ -53,44 +56,82 @@ def read_source(
             as `load_source`.
         RowsError: If several of these are so; the message has a line for each.
     """
+    loaded = load_described(source, say=say)
     with Faults() as faults:
-        return _read_and_check(source, faults, clips=clips, num_proc=num_proc, say=say)
+        return check_rows(source, loaded, faults, clips=clips, num_proc=num_proc, say=say).rows
 
 
-def _read_and_check(
+def load_described(
+    source: SourceConfig, *, streaming: bool = False, say: Callable[[str], None] = print
+) -> MediaDataset:
+    """Load a source, as rows or as a stream, and say how it was read.
+
+    Raises:
+        BucketingError: If a setting needs all rows, and the source is a stream.
+        ColumnError: If there is no caption column; and as `load_source`.
+        MediaError: As `load_source`.
+    """
+    reasons = {setting.name: setting.metadata.get("needs_rows") for setting in settings_in(SourceConfig)}
+    if streaming and (given := not_default(source, *(name for name, reason in reasons.items() if reason))):
+        raise BucketingError(f"Omit {quoted(given)}: {reasons[given[0]]}.")
+    loaded = load_rows(SourceRequest.of(source, streaming=streaming))
+    say(loaded.describe())
+    if loaded.caption_column is None:
+        names = nested_names(loaded.dataset if loaded.first_rows is None else loaded.first_rows)
+        raise ColumnError(
+            f"No caption column was found among {names}; name one as `caption_column`, or write captions beside the "
+            "files."
+        )
+    return loaded
+
+
+class CheckedRows(NamedTuple):
+    """Rows that were checked, and what was found out about all rows of their source.
+
+    Attributes:
+        rows ([`MediaDataset`]): Rows with the columns of their sizes; of a stream, its first rows.
+        config ([`RowsConfig`]): How the columns of all rows are computed: with the names of all columns, one origin of
+            sizes and the length of clips.
+    """
+
+    rows: MediaDataset
+    config: RowsConfig
+
+
+def check_rows(
     source: SourceConfig,
+    loaded: MediaDataset,
     faults: Faults,
     *,
     clips: ClipRule | None,
-    num_proc: int | None,
+    num_proc: int | None = None,
     say: Callable[[str], None],
-) -> MediaDataset:
-    """Return the rows of a source as [`read_source`] does; keep the errors about rows, and check the rest.
+) -> CheckedRows:
+    """Check the rows of a source, or the first rows of a stream, and add the columns of their sizes.
 
     Rows whose file or clip is at fault are marked as if they were rejected, so that their conditions are not checked.
+
+    Args:
+        source ([`SourceConfig`]): How they are read.
+        loaded ([`MediaDataset`]): The rows, with a caption column.
+        faults ([`Faults`]): Keeps the errors about rows, so that all checks follow.
+        clips ([`ClipRule`], *optional*): As in [`read_source`].
+        num_proc (`int`, *optional*): As in [`read_source`].
+        say (callable): As in [`read_source`].
+
+    Raises:
+        ColumnError: If a named column is missing or cannot hold what it should.
     """
-    names = [] if source.caption_column is None else source.caption_column.split(",")
-    loaded = load_source(
-        source.dataset,
-        split=source.split,
-        config_name=source.dataset_config_name,
-        media_column=source.media_column,
-        caption_column=names[0] if names else None,
-        caption_extension=source.beside.caption_extension,
-        missing_caption=source.beside.missing_caption,
-        companions=source.beside.companions,
-    )
-    say(loaded.describe())
-    if loaded.caption_column is None:
-        raise ColumnError(
-            f"No caption column was found among {nested_names(loaded.dataset)}; name one as `caption_column`, or "
-            "write captions beside the files."
-        )
-    check_condition_columns(loaded.dataset, source.conditions)
-    treatment = Treatment.of(source.on_error, source.on_caption_error)
+    assert loaded.caption_column is not None, "load_described checks it"
+    texts = [loaded.caption_column, *(source.caption_column or "").split(",")[1:]]
+    named = {} if source.size_columns is None else read_size_columns(source.size_columns)
+    rows: Dataset = loaded.dataset if loaded.first_rows is None else loaded.first_rows
+    rows = with_nested(rows, [*texts, *named.values(), *source.conditions.values()])
+    check_condition_columns(rows, source.conditions)
+    treatment = source.treatment
     captions = check_captions(
-        loaded.dataset,
-        [loaded.caption_column, *names[1:]],
+        rows,
+        texts,
         on_error=treatment.captions,
         template=source.caption_template,
         media_column=loaded.column,
@@ -101,7 +142,7 @@ def _read_and_check(
         captions.dataset,
         metadata,
         sizes_from=source.sizes_from,
-        size_columns=None if source.size_columns is None else read_size_columns(source.size_columns),
+        size_columns=named,
         num_proc=num_proc,
         report=faults.report,
     )
@@ -131,7 +172,16 @@ def _read_and_check(
     )
     for sentence in sentences:
         say(sentence)
-    return replace(loaded, dataset=dataset, conditions=source.conditions)
+    sizes = ",".join(f"{name}={column}" for name, column in sized.columns.items())
+    config = replace(
+        RowsConfig(**{field.name: getattr(source, field.name) for field in fields(RowsConfig)}),
+        media_column=loaded.column,
+        caption_column=",".join(texts),
+        sizes_from="columns" if sizes else "headers",
+        size_columns=sizes or None,
+        clip_frames=None if clips is None else clips.frames,
+    )
+    return CheckedRows(replace(loaded, dataset=dataset, conditions=source.conditions), config)
 
 
 def prepare(

@@ -166,8 +166,8 @@ class PreparedDataset:
             "open_table": asdict(self.open_table),
             "column": self.column,
             "caption_column": self.caption_column,
-            "root": self.root and _root_from(self.root, target),
-            "other_roots": [_root_from(root, target) for root in self.other_roots],
+            "root": self.root and root_from(self.root, target),
+            "other_roots": [root_from(root, target) for root in self.other_roots],
             "conditions": dict(self.conditions),
             "cache": None
             if self.cache is None
@@ -200,8 +200,8 @@ class PreparedDataset:
             open_table=read_open_table(manifest["open_table"]),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
-            root=manifest["root"] and _read_root(manifest["root"], path),
-            other_roots=tuple(_read_root(root, path) for root in manifest["other_roots"]),
+            root=manifest["root"] and read_root(manifest["root"], path),
+            other_roots=tuple(read_root(root, path) for root in manifest["other_roots"]),
             conditions=manifest["conditions"],
             cache=None
             if cache is None
@@ -210,12 +210,13 @@ class PreparedDataset:
         )
 
 
-def _root_from(root: str, folder: Path) -> str:
+def root_from(root: str, folder: Path) -> str:
     """Return a root as it is seen from a prepared folder, so that both can be moved together."""
     return root if is_url(root) else os.path.relpath(root, folder)
 
 
-def _read_root(root: str, folder: Path) -> str:
+def read_root(root: str, folder: Path) -> str:
+    """Return a root of which a prepared folder holds how it is seen from there."""
     return root if is_url(root) else os.path.normpath(folder / root)
 
 

@@ -1,4 +1,4 @@
-"""A stream with its bucket table and latent spec in one folder, as training reads it: a definition, no rows."""
+"""Streams with their bucket table and latent spec in one folder, as training reads them: a definition, no rows."""
 
 from __future__ import annotations
 
@@ -6,61 +6,45 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, Image, IterableDataset
+from datasets import IterableDataset
+from datasets.iterable_dataset import (
+    CyclingMultiSourcesExamplesIterable,
+    RandomlyCyclingMultiSourcesExamplesIterable,
+)
 
-from ..buckets.assignment import AssignmentRule, count_rejections
+from ..buckets.assignment import REJECTED_BUCKET, AssignmentRule, count_rejections
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import BucketingError, MediaError, quoted
+from ..buckets.union import union_of_tables
+from ..errors import BucketingError
 from ..files import complete_folder
-from ..settings import names_of, not_default
+from ..randomness import Purpose, integer_seed
+from ..settings import build, flatten
+from .apply import map_columns
+from .arrays import column_array
 from .buckets import BucketColumns
-from .clips import SCENE_END, SCENE_START
-from .faults import Faults, Report
-from .metadata import SizedDataset, add_sizes
-from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table
-from .settings import SourceConfig, read_size_columns
-from .stream_columns import CAPTION, MEDIA, name_of, named_cell, value_at
-from .stream_source import (
-    StreamSource,
-    bytes_in,
-    check_present,
-    columns_of,
-    find_caption_columns,
-    find_media_column,
-    first_rows,
-    local_root,
-    open_rows,
-    root_of,
-)
+from .faults import Faults, paths_of
+from .layouts import SourceRequest, default_root, is_local
+from .merge import check_same_conditions
+from .nested import with_nested
+from .preparation import check_alike, check_rows, load_described
+from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table, read_root, root_from
+from .settings import RowsConfig, SourceConfig
+from .shares import given_shares, name_sources
+from .sources import bytes_in, find_rows
+from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 
-_USED = (
-    *("dataset", "dataset_config_name", "split", "media_column", "caption_column", "sizes_from", "target_fps"),
-    *(
-        "caption_template",
-        "size_columns",
-        "clips",
-        "clip_frames",
-        "on_error",
-        "on_caption_error",
-        "bucket_tokens",
-        "buckets",
-        "table",
-        "bucket_frames",
-        "bucket_sizes",
-        "aspect_step",
-    ),
-    *("first_frame_column", "last_frame_column", "control_column", "mask_column", "reference_column"),
-    *("max_aspect_ratio", "max_frames", *(part.name for part in fields(AssignmentRule))),
-)
-"""Settings of a source that a stream takes; each of the others needs all rows."""
+_BATCH_ROWS = 8
+"""Rows whose columns are computed at once, few because their files may be in memory."""
+
+_REPORTED = ("num_frames", "height", "width", "bucket_id", "rejection")
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -82,51 +66,87 @@ class StreamSample:
     sizes: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], columns: Columns) -> StreamSample:
+    def of(cls, columns: Columns, *, row_bytes: int) -> StreamSample:
         """Return what rows are like, by their arrays `num_frames`, `height`, `width` and `bucket_id`."""
         usable = columns["bucket_id"] >= 0
         sizes = np.stack([columns[name][usable] for name in ("num_frames", "height", "width")])
         return cls(
             rows=len(usable),
-            row_bytes=sum(map(bytes_in, rows)) // len(rows),
+            row_bytes=row_bytes,
             buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
             sizes=np.unique(sizes, axis=1).T.tolist(),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedStream:
-    """Describe a stream, and the tables that its columns are computed with.
+class StreamPart:
+    """One source of a stream, and how its buckets are assigned.
 
     Args:
-        source ([`StreamSource`]): What is read.
-        table ([`BucketTable`]): Table of buckets.
-        open_table ([`OpenTable`]): Sizes of the rows in packs.
+        source ([`RowsConfig`]): What is read, with the names of all columns.
+        root (`str`, *optional*): Folder or URL that relative paths start from.
+        table ([`BucketTable`]): Table of its buckets.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
+        name (`str`): Name among several sources.
+        weight (`float`, *optional*): Share among several sources.
+    """
+
+    source: RowsConfig
+    root: str | None
+    table: BucketTable
+    rule: AssignmentRule = field(default_factory=AssignmentRule)
+    name: str = ""
+    weight: float | None = None
+
+    def open(self, buckets: BucketColumns, *, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
+        """Return the stream of the rows of the source; arguments as those of [`PreparedStream.open`]."""
+        columns = StreamColumns.of(self.source, buckets, root=self.root)
+        rows = find_rows(SourceRequest.of(self.source, streaming=True)).dataset
+        assert isinstance(rows, IterableDataset), "the request is for a stream"
+        present = list(rows.column_names or next(iter(rows)))
+        nested = [name for name in columns.input_columns if "." in name and name not in present]
+        rows = with_nested(rows, nested)
+        if self.source.clips is None:  # before the map, as shuffling reads many shards at once, each by whole batches
+            rows = _shuffled(rows, shuffle_buffer, seed)
+        rows = rows.map(columns, batched=True, batch_size=_BATCH_ROWS, remove_columns=[*present, *nested])
+        return rows if self.source.clips is None else _shuffled(rows, shuffle_buffer, seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedStream:
+    """Describe a stream of one or several sources, and the tables that its columns are computed with.
+
+    Args:
+        parts (`tuple` of [`StreamPart`]): Sources.
+        table ([`BucketTable`]): Table of the buckets of all sources.
+        open_table ([`OpenTable`]): Sizes of the rows in packs.
         num_shards (`int`): Files, or parts of files, that processes and workers share out.
         sample ([`StreamSample`]): First rows, as they were when the stream was prepared.
     """
 
-    source: StreamSource
+    parts: tuple[StreamPart, ...]
     table: BucketTable
     open_table: OpenTable
-    rule: AssignmentRule = field(default_factory=AssignmentRule)
     num_shards: int
     sample: StreamSample
 
-    other_roots = ()
     column = MEDIA
     caption_column = CAPTION
 
     @property
     def root(self) -> str | None:
-        """Folder that relative paths start from."""
-        return root_of(self.source.dataset)
+        """Folder or URL that relative paths start from."""
+        return self.parts[0].root
+
+    @property
+    def other_roots(self) -> tuple[str, ...]:
+        """Folders and URLs of the other sources, which their whole paths lead to."""
+        return tuple(part.root for part in self.parts[1:] if part.root is not None)
 
     @property
     def conditions(self) -> Mapping[str, str]:
         """Column of each condition."""
-        return {name: name for name in self.source.conditions}
+        return {name: name for part in self.parts for name in part.source.conditions}
 
     @property
     def spec(self) -> LatentSpec:
@@ -134,21 +154,37 @@ class PreparedStream:
         return self.open_table.spec
 
     def open(self, *, packed: bool = False, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
-        """Return the stream of rows with the columns of `StreamColumns`.
+        """Return the stream of rows with the columns of `StreamColumns`; no row is read yet.
+
+        Of several sources, the next row comes from each by its weight, or from all by turns, until a source ends; the
+        others then continue alone, so that every row comes once.
 
         Args:
             packed (`bool`): Whether `bucket_id` and `num_tokens` are those of the open table.
-            shuffle_buffer (`int`): Rows among which each next one is drawn; 0 keeps the order of the files.
-            seed (`int`): Seed of that draw.
+            shuffle_buffer (`int`): Rows, or clips, among which each next one is drawn; 0 keeps the order of the files.
+            seed (`int`): Seed of these draws.
 
         Raises:
-            MediaError: If the files are gone.
+            MediaError: If the files are gone, or datasets cannot read them.
+            HubError: If the hub cannot be reached.
         """
-        buckets = BucketColumns(self.open_table, self.spec) if packed else self._bucket_columns()
-        return self.source.open(buckets, shuffle_buffer=shuffle_buffer, seed=seed)
-
-    def _bucket_columns(self) -> BucketColumns:
-        return BucketColumns(self.table, self.spec, rule=self.rule)
+        open_columns = BucketColumns(self.open_table, self.spec)
+        columns = [
+            open_columns if packed else BucketColumns(part.table, self.spec, rule=part.rule) for part in self.parts
+        ]
+        if len(self.parts) == 1:
+            return self.parts[0].open(columns[0], shuffle_buffer=shuffle_buffer, seed=seed)
+        _, ids = union_of_tables([part.table for part in self.parts])
+        streams = []
+        for number, (part, buckets, new_ids) in enumerate(zip(self.parts, columns, ids, strict=True)):
+            function = OneOfSources(
+                name=part.name if number else "",
+                root=part.root if number else None,
+                conditions=tuple(self.conditions),
+                bucket_ids=None if packed else tuple(new_ids.tolist()),
+            )
+            streams.append(part.open(buckets).map(function, batched=True, batch_size=_BATCH_ROWS))
+        return _shuffled(_interleaved(streams, self.parts, seed), shuffle_buffer, seed)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder, replacing an earlier one; it gets its name only when it is complete.
@@ -156,19 +192,12 @@ class PreparedStream:
         Raises:
             BucketingError: If the folder exists and is not such a folder.
         """
-        local = local_root(self.source.dataset) is not None
-        dataset = os.path.relpath(self.source.dataset, folder) if local else self.source.dataset
+        first, *others = (_written(part, folder) for part in self.parts)
         manifest = {
             "version": MANIFEST_VERSION,
             "table": json.loads(self.table.to_json()),
             "open_table": asdict(self.open_table),
-            STREAM: {
-                "local": local,
-                "source": {**asdict(self.source), "dataset": dataset},
-                "rule": asdict(self.rule),
-                "num_shards": self.num_shards,
-                "sample": asdict(self.sample),
-            },
+            STREAM: {**first, "others": others, "num_shards": self.num_shards, "sample": asdict(self.sample)},
         }
         with complete_folder(folder, marker=MANIFEST) as partial:
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
@@ -183,20 +212,84 @@ class PreparedStream:
         manifest = read_manifest(Path(folder))
         if STREAM not in manifest:
             raise BucketingError(f"{folder} holds rows and describes no stream; prepare it with --streaming.")
-        stream = manifest[STREAM]
-        source, sample = stream["source"], stream["sample"]
-        if stream["local"]:
-            source["dataset"] = os.path.abspath(os.path.join(folder, source["dataset"]))
+        stream = {"table": manifest["table"], **manifest[STREAM]}
+        sample = stream["sample"]
         return cls(
-            source=StreamSource(**source),
+            parts=tuple(_read_part(part, folder) for part in (stream, *stream.get("others", []))),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
             open_table=read_open_table(manifest["open_table"]),
-            rule=AssignmentRule(**stream["rule"]),
             num_shards=stream["num_shards"],
             sample=StreamSample(
                 **{**sample, "buckets": {int(key): count for key, count in sample["buckets"].items()}}
             ),
         )
+
+
+def _shuffled(rows: IterableDataset, buffer_size: int, seed: int) -> IterableDataset:
+    return rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=buffer_size) if buffer_size else rows
+
+
+def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart], seed: int) -> IterableDataset:
+    """Return one stream of several; `interleave_datasets` would read rows of each, to give captions one type."""
+    iterables = [stream._ex_iterable for stream in streams]
+    until = "all_exhausted_without_replacement"
+    shares = given_shares([part.weight for part in parts])
+    if shares is None:
+        return IterableDataset(CyclingMultiSourcesExamplesIterable(iterables, stopping_strategy=until))
+    generator = np.random.default_rng(integer_seed(Purpose.STREAM, seed))
+    return IterableDataset(
+        RandomlyCyclingMultiSourcesExamplesIterable(
+            iterables, generator=generator, probabilities=shares.tolist(), stopping_strategy=until
+        )
+    )
+
+
+_FOLDERS = ("control_folder", "mask_folder")
+"""Settings that name folders beside the data set."""
+
+
+def _written(part: StreamPart, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a source as a manifest holds it: local paths as they are seen from the prepared folder."""
+    values = flatten(part.source)
+    local = is_local(part.source.dataset)
+    for name in ("dataset", *_FOLDERS) if local else _FOLDERS:
+        values[name] = values[name] and os.path.relpath(values[name], folder)
+    return {
+        "local": local,
+        "source": values,
+        "root": part.root and root_from(part.root, Path(folder)),
+        "table": json.loads(part.table.to_json()),
+        "rule": asdict(part.rule),
+        "name": part.name,
+        "weight": part.weight,
+    }
+
+
+def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> StreamPart:
+    """Return what [`_written`] wrote, or what releases wrote whose streams had other names for settings."""
+    values = dict(part["source"])
+    if "caption_columns" in values:
+        values |= {f"{name}_column": column for name, column in values.pop("conditions").items()}
+        values |= {
+            "dataset_config_name": values.pop("config_name"),
+            "caption_column": ",".join(values.pop("caption_columns")),
+            "sizes_from": "columns" if values["sizes"] else "headers",
+            "size_columns": ",".join(f"{name}={column}" for name, column in values.pop("sizes").items()) or None,
+        }
+    for name in ("dataset", *_FOLDERS) if part["local"] else _FOLDERS:
+        if values.get(name) is not None:
+            values[name] = os.path.abspath(os.path.join(folder, values[name]))
+    root = default_root(values["dataset"])
+    if "root" in part:
+        root = part["root"] and read_root(part["root"], Path(folder))
+    return StreamPart(
+        source=build(RowsConfig, values | {name: Path(values[name]) for name in _FOLDERS if values.get(name)}),
+        root=root,
+        table=BucketTable.from_json(json.dumps(part["table"])),
+        rule=AssignmentRule(**part["rule"]),
+        name=part.get("name", ""),
+        weight=part.get("weight"),
+    )
 
 
 def holds_stream(folder: str | os.PathLike[str]) -> bool:
@@ -209,104 +302,86 @@ def holds_stream(folder: str | os.PathLike[str]) -> bool:
 
 
 def prepare_stream(
-    config: SourceConfig,
+    sources: SourceConfig | Sequence[SourceConfig],
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
     say: Callable[[str], None] = print,
 ) -> tuple[PreparedStream, Columns]:
-    """Check the first rows of a source and describe it as a stream; the other rows are not read.
+    """Check the first rows of sources as those of a data set of rows, and describe them as one stream.
 
     Args:
-        config ([`SourceConfig`][hf_bucketing.columns.preparation.SourceConfig]): What to read, and its bucket table.
+        sources ([`SourceConfig`][hf_bucketing.columns.preparation.SourceConfig] or several): What to read, and its
+            bucket table.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
         say (callable): Called with each sentence about what was found.
 
     Returns:
-        The stream, and the size and bucket columns of the first rows.
+        The stream, and the size and bucket columns of the first rows, those of the first source first.
 
     Raises:
-        BucketingError: If a setting needs all rows, the table does not suit the model, or none of the first rows is
-            usable.
-        MediaError: If there are no files, or files of the first rows cannot be read, unless `on_error` is `"reject"`.
-        ColumnError: If columns cannot be found, or captions are not text.
-        RowsError: If several of these are so.
+        BucketingError: If a setting needs all rows, the table does not suit the model, or none of the first rows of a
+            source is usable; and as `prepare`.
     """
-    if given := not_default(config, *(name for name in names_of(SourceConfig) if name not in _USED)):
-        raise BucketingError(f"Omit {quoted(given)}: a stream reads only its first rows before it is trained from.")
-    table = config.table.make(spec, native_sizes=native_sizes)
-    texts = (config.media_column, config.caption_column)
-    dataset = open_rows(config.dataset, split=config.split, config_name=config.dataset_config_name, texts=texts)
-    rows = first_rows(dataset, name=config.dataset)
-    clips = config.clip_rule(table.max_frames)
-    source = StreamSource(
-        dataset=os.path.abspath(config.dataset) if local_root(config.dataset) is not None else config.dataset,
-        config_name=config.dataset_config_name,
-        split=config.split,
-        media_column=find_media_column(dataset, rows, config.media_column),
-        caption_columns=find_caption_columns(rows, config.caption_column),
-        caption_template=config.caption_template,
-        target_fps=config.target_fps,
-        clips=config.clips,
-        clip_frames=None if clips is None else clips.frames,
-        on_error=config.on_error,
-        on_caption_error=config.on_caption_error,
-        conditions=config.conditions,
-    )
-    check_present(rows, config.conditions)
-    if config.clips == "scenes":
-        check_present(rows, {f"scene {name}": name for name in (SCENE_START, SCENE_END)})
-    say(
-        f"{config.dataset}: a stream of {dataset.num_shards} shards; media column {source.media_column}, caption "
-        f"column {', '.join(source.caption_columns)}"
-    )
-    batch = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
+    names = name_sources([(config.dataset, config.name) for config in configs])
+    check_alike(configs)
+    given_shares([config.weight for config in configs])
+    checked: list[_CheckedPart] = []
     with Faults() as faults:
-        sized = _sized(source, rows, features=dataset.features, config=config, report=faults.report)
-        source = replace(source, sizes=dict(sized.columns))
-        say(sized.origin)
-        found = source.columns(BucketColumns(table, spec, rule=config.rule))(batch)
-    columns = {name: np.array(found[name]) for name in ("num_frames", "height", "width", "bucket_id", "rejection")}
+        for name, config in zip(names, configs, strict=True):
+            try:
+                checked.append(_check_part(config, name=name, spec=spec, native_sizes=native_sizes, say=say))
+            except BucketingError as error:
+                faults.report(error, source=name if len(configs) > 1 else None)
+    check_same_conditions({name: config.conditions for name, config in zip(names, configs, strict=True)})
+    table, ids = union_of_tables([part.table for part, *_ in checked])
+    for (_, columns, *_), new_ids in zip(checked, ids, strict=True):
+        columns["bucket_id"] = np.append(new_ids, REJECTED_BUCKET)[columns["bucket_id"]]
+    columns = {name: np.concatenate([part.columns[name] for part in checked]) for name in checked[0].columns}
+    prepared = PreparedStream(
+        parts=tuple(part for part, *_ in checked),
+        table=table,
+        open_table=configs[0].table.make_open(spec, table),
+        num_shards=min(part.num_shards for part in checked),
+        sample=StreamSample.of(columns, row_bytes=sum(part.row_bytes for part in checked) // len(checked)),
+    )
+    return prepared, columns
+
+
+class _CheckedPart(NamedTuple):
+    part: StreamPart
+    columns: dict[str, npt.NDArray[Any]]
+    row_bytes: int
+    num_shards: int
+
+
+def _check_part(
+    config: SourceConfig,
+    *,
+    name: str,
+    spec: LatentSpec,
+    native_sizes: Sequence[tuple[int, int]],
+    say: Callable[[str], None],
+) -> _CheckedPart:
+    """Check the first rows of a source, and return their columns, with the buckets of its own table."""
+    table = config.table.make(spec, native_sizes=native_sizes)
+    loaded = load_described(config, streaming=True, say=say)
+    assert loaded.first_rows is not None, "it is a stream"
+    with Faults() as faults:
+        rows, found = check_rows(config, loaded, faults, clips=config.clip_rule(table.max_frames), say=say)
+    dataset = map_columns(rows.dataset, BucketColumns(table, spec, rule=config.rule), overwrite=True)
+    columns = {name: column_array(dataset, name) for name in _REPORTED}
     if not (columns["bucket_id"] >= 0).any():
         reasons = ", ".join(f"{count} {label}" for label, count in count_rejections(columns["rejection"]).items())
         raise BucketingError(
-            f"None of the first {len(rows)} rows of {config.dataset} can be trained: {reasons}; choose other buckets, "
-            "or other columns (`media_column`, `caption_column`)."
+            f"None of the first {len(dataset)} rows of {config.dataset} can be trained: {reasons}; choose other "
+            "buckets, or other columns (`media_column`, `caption_column`)."
         )
-    prepared = PreparedStream(
-        source=source,
-        table=table,
-        open_table=config.table.make_open(spec, table),
-        rule=config.rule,
-        num_shards=dataset.num_shards,
-        sample=StreamSample.of(rows, columns),
-    )
-    return prepared, {**columns, "file": np.array([name_of(cell) for cell in found[MEDIA]], object)}
-
-
-def _sized(
-    source: StreamSource, rows: Sequence[Mapping[str, Any]], *, features: Any, config: SourceConfig, report: Report
-) -> SizedDataset:
-    """Compare the sizes that the first rows have with the headers of their files, as for a data set of rows.
-
-    Unreadable files are not reported, because `StreamColumns` reads and reports them.
-    """
-    typed = type((features or {}).get(source.media_column)) is Image
-    given = None if config.size_columns is None else read_size_columns(config.size_columns)
-    usual = [name for name in ("width", "height", "num_frames", "fps") if all(name in row for row in rows)]
-    present = columns_of(rows)
-    names = dict.fromkeys([*usual, *(name for name in (given or {}).values() if name in present)])
-    sample = Dataset.from_dict({
-        MEDIA: [named_cell(value_at(row, source.media_column), row) for row in rows],
-        **{name: [value_at(row, name) for row in rows] for name in names},
-    })  # fmt: skip
-    if typed:
-        sample = sample.cast_column(MEDIA, Image(decode=False))
-    return add_sizes(
-        sample,
-        source.metadata,
-        sizes_from=config.sizes_from,
-        size_columns=given,
-        report=lambda error: None if isinstance(error, MediaError) else report(error),
-    )
+    files = paths_of(dataset, range(len(dataset)), rows.column)
+    columns["file"] = np.array([file or "a row without a path" for file in files], object)
+    weight = config.weight
+    part = StreamPart(source=found, root=rows.root, table=table, rule=config.rule, name=name, weight=weight)
+    row_bytes = sum(map(bytes_in, loaded.first_rows)) // len(loaded.first_rows)
+    return _CheckedPart(part, columns, row_bytes, loaded.dataset.num_shards)

@@ -104,7 +104,9 @@ class TableConfig:
     bucket_sizes: list[tuple[int, int]] | None = field(default=None, metadata={"parse": heights_and_widths})
     aspect_step: float = 0.08
     max_aspect_ratio: float = 2.5
-    image_sizes: Literal["own", "video"] = "own"
+    image_sizes: Literal["own", "video"] = field(
+        default="own", metadata={"needs_rows": "a stream does not know the sizes of its videos before they come"}
+    )
     max_frames: int | Literal["table", "none"] = "table"
 
     def __post_init__(self) -> None:
@@ -244,8 +246,8 @@ def read_size_columns(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceConfig:
-    """Source of data, and how it is read.
+class RowsConfig:
+    """Rows of a source, and how their columns are computed; for rows and for streams.
 
     Args:
         dataset (`str`): Data to prepare: a csv, tsv, json, jsonl or parquet file, or its URL; tars of webdataset; a
@@ -282,18 +284,10 @@ class SourceConfig:
             not text: raise ends the script, reject rejects their rows, and empty trains them without a text (default:
             as `on_error`).
         beside ([`BesideConfig`]): Captions and other files that have the names of the media.
-        name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
-        repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
-            each row twice, 0.5 every row in every other epoch.
-        weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
-            3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
-        table ([`TableConfig`]): Bucket table of its rows.
-        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
 
     Raises:
-        BucketingError: If `repeats` or `weight` is not above 0, or both are given, if `on_error` and
-            `on_caption_error` contradict each other, or if `caption_template`, `clips`, `clip_frames` or
-            `size_columns` is not as described.
+        BucketingError: If `on_error` and `on_caption_error` contradict each other, or if `caption_template`, `clips`,
+            `clip_frames` or `size_columns` is not as described.
     """
 
     dataset: str
@@ -315,11 +309,6 @@ class SourceConfig:
     on_error: OnCaptionError = "raise"
     on_caption_error: OnCaptionError | None = None
     beside: BesideConfig = field(default_factory=BesideConfig)
-    name: str | None = None
-    repeats: float = 1.0
-    weight: float | None = None
-    table: TableConfig
-    rule: AssignmentRule = field(default_factory=AssignmentRule)
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -331,12 +320,11 @@ class SourceConfig:
         Treatment.of(self.on_error, self.on_caption_error)
         if self.size_columns is not None:
             read_size_columns(self.size_columns)
-        for name in ("repeats", "weight"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise BucketingError(f"`{name}` must be above 0 and finite, got {value}.")
-        if self.weight is not None and self.repeats != 1:
-            raise BucketingError("`repeats` and `weight` both say how often a row occurs; give one of them.")
+
+    @property
+    def treatment(self) -> Treatment:
+        """Treatment of rows at fault."""
+        return Treatment.of(self.on_error, self.on_caption_error)
 
     def clip_rule(self, longest: int) -> ClipRule | None:
         """Return the rule of the clips, of `longest` frames where their number is not given; None for whole files."""
@@ -349,3 +337,38 @@ class SourceConfig:
         columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
         given: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
         return {**{name: name for name in self.beside.companions}, **given}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig(RowsConfig):
+    """Source of data, and how it is read.
+
+    Args:
+        name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
+        repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
+            each row twice, 0.5 every row in every other epoch.
+        weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
+            3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
+        table ([`TableConfig`]): Bucket table of its rows.
+        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
+
+    Raises:
+        BucketingError: If `repeats` or `weight` is not above 0, or both are given, or as [`RowsConfig`].
+    """
+
+    name: str | None = None
+    repeats: float = field(
+        default=1.0, metadata={"needs_rows": "a stream does not know how many rows there are to repeat; give `weight`"}
+    )
+    weight: float | None = None
+    table: TableConfig
+    rule: AssignmentRule = field(default_factory=AssignmentRule)
+
+    def __post_init__(self) -> None:
+        RowsConfig.__post_init__(self)
+        for name in ("repeats", "weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BucketingError(f"`{name}` must be above 0 and finite, got {value}.")
+        if self.weight is not None and self.repeats != 1:
+            raise BucketingError("`repeats` and `weight` both say how often a row occurs; give one of them.")

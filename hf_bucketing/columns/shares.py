@@ -65,10 +65,8 @@ def row_weights(
     """
     own = [_own_weights(dataset) for dataset in datasets]
     factors = np.asarray(repeats, np.float64)
-    given = [share for share in shares if share is not None]
-    if given and len(given) < len(shares):
-        raise BucketingError("Give all sources a `weight`, or none: it is a share among them.")
-    if given:
+    given = given_shares(shares)
+    if given is not None:
         kept = [column_array(dataset, "bucket_id") >= 0 for dataset in datasets]
         usable = np.array([weights[rows].sum() for weights, rows in zip(own, kept, strict=True)])
         if not usable.all():
@@ -76,11 +74,22 @@ def row_weights(
                 f"All rows of source {int(usable.argmin())} are rejected, so it cannot have a `weight`; look at why, "
                 "or remove it."
             )
-        wanted = np.asarray(given, np.float64)
-        factors = wanted / wanted.sum() * usable.sum() / usable
+        factors = given * usable.sum() / usable
     if np.all(factors == 1) and all(ROW_WEIGHT not in dataset.column_names for dataset in datasets):
         return None
     return np.concatenate([weights * factor for weights, factor in zip(own, factors, strict=True)])
+
+
+def given_shares(shares: Sequence[float | None]) -> FloatArray | None:
+    """Return the shares of sources, `(n,)`, whose sum is 1; None if none is given.
+
+    Raises:
+        BucketingError: If some sources alone have shares.
+    """
+    given = [share for share in shares if share is not None]
+    if given and len(given) < len(shares):
+        raise BucketingError("Give all sources a `weight`, or none: it is a share among them.")
+    return np.asarray(given, np.float64) / sum(given) if given else None
 
 
 def _own_weights(dataset: Dataset) -> FloatArray:

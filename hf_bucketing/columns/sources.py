@@ -1,19 +1,21 @@
-"""Load a data set of media files and captions in any of the usual layouts."""
+"""Load a data set of media files and captions in any of the usual layouts, as rows or as a stream."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
-from datasets import Dataset
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+from datasets.exceptions import DatasetsError
 
 from ..errors import ColumnError, MediaError
 from .apply import undecoded
-from .beside import captions_beside
 from .layouts import (
     MEDIA_COLUMNS,
-    Layout,
     SourceRequest,
     SourceRows,
     choose_column,
@@ -21,13 +23,19 @@ from .layouts import (
     usual_captions,
     usual_media,
 )
-from .nested import has_column, nested_column, nested_names
-from .tables import lines_folder, listed_folder, mapped_folder, named_file, tars
+from .nested import has_column, nested_names, with_nested
+from .tables import LAYOUTS
 
-LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, mapped_folder, lines_folder, captions_beside)
-"""Layouts that are recognised; everything else is left to `datasets.load_dataset`."""
+SAMPLED_ROWS = 64
+"""Rows of a stream that are read to find its columns and to check it."""
+
+_SAMPLED_BYTES = 2**28
+"""Bytes after which no more of them are read."""
 
 _SHOWN_CHARACTERS = 80
+
+_TAR, _KEY = "__url__", "__key__"
+"""Columns that datasets' webdataset builder adds: the tar of a row, and its name in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,32 +45,35 @@ class MediaDataset:
     Captions are as they were found: [`check_captions`][hf_bucketing.columns.check_captions] makes strings of them.
 
     Args:
-        dataset (`Dataset`): The rows.
+        dataset (`Dataset` or `IterableDataset`): The rows, or a stream of them with media as paths or bytes.
         column (`str`): Media column.
         caption_column (`str`, *optional*): Text column; None if there is none.
         root (`str`, *optional*): Folder or URL that relative paths in the media column start from, if there are any.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources, if several were merged.
         layout (`str`): Description of what was read and how many files were ignored, for messages.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
+        first_rows (`Dataset`, *optional*): First rows of a stream; None for a data set of rows.
     """
 
-    dataset: Dataset
+    dataset: Any
     column: str
     caption_column: str | None
     root: str | None
     other_roots: tuple[str, ...] = ()
     layout: str
     conditions: Mapping[str, str] = field(default_factory=dict)
+    first_rows: Dataset | None = None
 
     def describe(self) -> str:
         """Return two lines: the layout that was read, and the columns with the first row as an example."""
         columns = f"media column {self.column}, " + (
             f"caption column {self.caption_column}" if self.caption_column is not None else "no caption column"
         )
-        if not len(self.dataset):
+        rows: Dataset = self.dataset if self.first_rows is None else self.first_rows
+        if not len(rows):
             return f"{self.layout}\n{columns}; no rows"
         names = [name for name in (self.column, self.caption_column) if name is not None]
-        row = undecoded(self.dataset.select_columns(names), names)[0]
+        row = undecoded(rows.select_columns(names), names)[0]
         return f"{self.layout}\n{columns}; row 0: {' · '.join(_shown(row[name]) for name in names)}"
 
 
@@ -76,6 +87,7 @@ def load_source(
     caption_extension: str | None = None,
     missing_caption: str | None = None,
     companions: Mapping[str, str] | None = None,
+    streaming: bool = False,
 ) -> MediaDataset:
     """Load a data set from a file, a folder, a URL or the hub, and recognise its layout.
 
@@ -84,6 +96,7 @@ def load_source(
     - a `.csv`, `.tsv`, `.json`, `.jsonl` or `.parquet` file with a row per sample, and paths relative to its folder,
       named directly (also at a URL that fsspec opens), or as the `metadata` of a folder, or as the only table in it
       that lists its files; FastVideo's `videos2caption.json`;
+    - several such files of one kind, by a pattern such as `parts/*.parquet`;
     - tars of webdataset: one, a pattern such as `shards/*.tar`, or a folder of them;
     - a folder with a list of files and a list of captions, line by line, such as `videos.txt` and `prompts.txt`;
     - a folder whose `captions.json` maps the name of each file to its caption or captions;
@@ -107,56 +120,78 @@ def load_source(
         missing_caption (`str`, *optional*): Caption of media without a caption file, in that layout.
         companions (mapping of `str` to `str`, *optional*): Folder, for each column to add, of files that have the
             stems of the media, such as `{"control": "clips/control"}`; for the layout of caption files beside media.
+        streaming (`bool`): Whether the rows are a stream, an `IterableDataset`, which is read while it is used. Its
+            columns are found by its first rows.
 
     Raises:
         MediaError: If there is no such file or folder, it holds no rows, datasets cannot load it, two layouts could be
-            meant, lists of files and captions differ in length, or two media files share one stem and thereby one
-            caption.
+            meant, lists of files and captions differ in length, two media files share one stem and thereby one
+            caption, or the rows of a stream's `split` cannot be counted from its beginning in one file.
         ColumnError: If a named column does not exist, there is no media column, several columns could be meant, or
             captions are dicts.
     """
-    request = SourceRequest(
-        path_or_name=path_or_name,
-        split=split,
-        config_name=config_name,
-        media_column=media_column,
-        caption_column=caption_column,
-        caption_extension=caption_extension,
-        missing_caption=missing_caption,
-        companions=companions or {},
+    return load_rows(
+        SourceRequest(
+            path_or_name=path_or_name,
+            split=split,
+            config_name=config_name,
+            media_column=media_column,
+            caption_column=caption_column,
+            caption_extension=caption_extension,
+            missing_caption=missing_caption,
+            companions=companions or {},
+            streaming=streaming,
+        )
     )
-    rows = _chosen(request, [rows for layout in LAYOUTS if (rows := layout(request)) is not None])
-    dataset = rows.dataset
-    typed = [name for name, feature in dataset.features.items() if type(feature).__name__ in ("Image", "Video")]
-    if media_column is None and rows.media_column in dataset.column_names:
+
+
+def load_rows(request: SourceRequest) -> MediaDataset:
+    """Load the data set that a request describes, as [`load_source`] does.
+
+    Raises:
+        MediaError: As [`load_source`].
+        ColumnError: As [`load_source`].
+    """
+    name, rows = request.path_or_name, find_rows(request)
+    sample = rows_to_check(rows.dataset, name=name)
+    typed = [name for name, feature in sample.features.items() if type(feature).__name__ in ("Image", "Video")]
+    media_column = request.media_column
+    if media_column is None and rows.media_column in sample.column_names:
         media_column = rows.media_column
-    usual = usual_media(nested_names(dataset), typed=typed)
-    media = _find_column(path_or_name, dataset, media_column, usual, kind="media")
+    usual = usual_media(nested_names(sample), typed=typed)
+    media = _find_column(name, sample, media_column, usual, kind="media")
     if media is None:
         raise ColumnError(
-            f"{path_or_name} has no media column: none of {', '.join(MEDIA_COLUMNS)} is among its columns "
-            f"{nested_names(dataset)}; name the one that holds the files as `media_column`."
+            f"{name} has no media column: none of {', '.join(MEDIA_COLUMNS)} is among its columns "
+            f"{nested_names(sample)}; name the one that holds the files as `media_column`."
         )
-    caption = _caption_column(path_or_name, dataset, caption_column)
-    for name in (media, caption):
-        if name is not None and name not in dataset.column_names:
-            dataset = nested_column(dataset, name)
+    caption = _caption_column(name, sample, request.caption_column)
+    columns = [column for column in (media, caption) if column is not None]
     return MediaDataset(
-        dataset=dataset,
+        dataset=with_nested(rows.dataset, columns),
         column=media,
         caption_column=caption,
         root=rows.root,
-        layout=f"{path_or_name}: {rows.layout}",
+        layout=f"{name}: {rows.layout}",
+        first_rows=with_nested(sample, columns) if request.streaming else None,
     )
 
 
-def _chosen(request: SourceRequest, found: list[SourceRows]) -> SourceRows:
-    """Return the only layout that was found, or the only one of them that has captions."""
+def find_rows(request: SourceRequest) -> SourceRows:
+    """Return the rows, or the stream, of the one layout that is meant: the recogniser of all sources.
+
+    Raises:
+        MediaError: As [`load_source`].
+    """
+    found = [rows for layout in LAYOUTS if (rows := layout(request)) is not None]
     if not found:
         return loaded_by_datasets(request)
     if len(found) == 1:
         return found[0]
-    captioned = [rows for rows in found if _captions_of(rows.dataset, request.caption_column)]
+    samples = [rows_to_check(rows.dataset, name=request.path_or_name) for rows in found]
+    captioned = [
+        rows for rows, sample in zip(found, samples, strict=True) if _captions_of(sample, request.caption_column)
+    ]
     if len(captioned) == 1:
         others = " and ".join(rows.layout for rows in found if rows is not captioned[0])
         return replace(captioned[0], layout=f"{captioned[0].layout} (not used, for lack of such captions: {others})")
@@ -164,6 +199,61 @@ def _chosen(request: SourceRequest, found: list[SourceRows]) -> SourceRows:
         f"{request.path_or_name} could be read in {len(found)} ways: {'; or '.join(rows.layout for rows in found)}.",
         advice=[rows.choose for rows in found],
     )
+
+
+def rows_to_check(dataset: Dataset | IterableDataset, *, name: str) -> Dataset:
+    """Return a data set of rows as it is; of a stream its first rows, with media as paths or bytes.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): Rows of a layout.
+        name (`str`): What was read, for messages.
+
+    Raises:
+        MediaError: If a stream has no rows, or datasets cannot read them.
+    """
+    if isinstance(dataset, Dataset):
+        return dataset
+    rows: list[dict[str, Any]] = []
+    num_bytes = 0
+    try:
+        for row in islice(dataset, SAMPLED_ROWS):
+            rows.append({name: named_cell(cell, row) if _is_file(cell) else cell for name, cell in row.items()})
+            num_bytes += bytes_in(row)
+            if num_bytes > _SAMPLED_BYTES:
+                break
+    except (DatasetsError, OSError, ValueError) as error:
+        raise MediaError(f"datasets cannot read the first rows of {name}: {error}") from error
+    if not rows:
+        raise MediaError(f"{name} has no rows; write one per sample, with a file and a caption.")
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    if dataset.features is not None:
+        return Dataset.from_dict(columns, features=dataset.features)
+    try:
+        return Dataset.from_dict(columns)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # cells of several types, which datasets 4.7 and newer hold as JSON
+        return Dataset.from_dict(columns, on_mixed_types="use_json")
+
+
+def named_cell(cell: Any, row: Mapping[str, Any]) -> Any:
+    """Return a cell whose bytes, if it has any, are named by their tar and key, or by their path."""
+    data = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not isinstance(data, bytes | bytearray):
+        return cell.get("path") if isinstance(cell, dict) else cell
+    path = cell.get("path") if isinstance(cell, dict) else None
+    tar = os.path.basename(str(row[_TAR])) if row.get(_TAR) else None
+    parts = [part for part in (tar, path or row.get(_KEY)) if part]
+    return {"path": "/".join(parts) or None, "bytes": data}
+
+
+def _is_file(cell: Any) -> bool:
+    return isinstance(cell, dict) and set(cell) == {"path", "bytes"}
+
+
+def bytes_in(row: Mapping[str, Any]) -> int:
+    """Return how many bytes the files and texts of a row take in memory."""
+    cells = (value.get("bytes") if isinstance(value, Mapping) else value for value in row.values())
+    return sum(len(cell) for cell in cells if isinstance(cell, bytes | str))
 
 
 def _captions_of(dataset: Dataset, given: str | None) -> list[str]:
@@ -198,7 +288,7 @@ def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence
 
 
 def _shown(cell: Any) -> str:
-    if isinstance(cell, dict) and set(cell) == {"path", "bytes"}:
+    if _is_file(cell):
         cell = cell["path"] or cell["bytes"]
     if isinstance(cell, bytes):
         return f"{len(cell)} bytes"

@@ -8,14 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ColumnError
-from ..media.rows import CLIP_END, CLIP_START
+from ..buckets.assignment import REJECTED_BUCKET
+from ..media.remote import is_url
+from ..media.rows import CLIP_END, CLIP_START, MediaColumns
 from .buckets import BucketColumns
 from .captions import CaptionTexts, for_source
 from .clips import SCENE_END, SCENE_START, ClipRows
-from .conditions import CONDITION_FAULT, ConditionColumns
-from .faults import NAMED_ROWS, OF_BATCH, Faults, Report, listed, path_of
-from .metadata import ExistingMetadata, MediaMetadata
+from .conditions import ConditionColumns
+from .faults import Faults, path_of
+from .metadata import SIZES, ExistingMetadata, MediaMetadata
+from .settings import RowsConfig, read_size_columns
+from .sources import named_cell
 
 MEDIA = "media"
 """Column of paths, or of dictionaries of path and bytes."""
@@ -26,44 +29,67 @@ CAPTION = "caption"
 _ENDS = 2**16
 """Bytes from each end of a file in memory that its identity depends on."""
 
-_TAR, _KEY = "__url__", "__key__"
-"""Columns that datasets' webdataset builder adds: the tar of a row, and its name in it."""
-
-Batch = Mapping[str, Sequence[Any]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamColumns:
     """Make of the rows of a source the columns that training draws; a batch function for `IterableDataset.map`.
 
-    Returns `media`, `caption`, the columns of conditions, [`MediaMetadata`] and [`BucketColumns`], and `index`: a
-    number from 0 to 2**63 - 1 that follows from a row's file, captions and clip alone, so that its noise and crop
-    depend neither on the shard, process and worker that read it, nor on the rows before it. Of a file in memory, its
-    name without the folder of its tar, its length, and the first and last 64 KiB count. Rows that are cut into clips
-    become one row each.
+    It runs the functions that check rows, batch by batch. Returns `media`, `caption`, the columns of conditions,
+    [`MediaMetadata`] and [`BucketColumns`], and `index`: a number from 0 to 2**63 - 1 that follows from a row's file,
+    captions and clip alone, so that its noise and crop depend neither on the shard, process and worker that read it,
+    nor on the rows before it. Of a file in memory, its name without the folder of its tar, its length, and the first
+    and last 64 KiB count. Rows that are cut into clips become one row each.
 
     Args:
-        media_column (`str`): Media column: paths, bytes, or dictionaries of both; dotted if it is nested.
-        captions ([`CaptionTexts`]): Text columns, dotted if they are nested, and how texts are made of them.
-        metadata ([`MediaMetadata`]): How sizes are read from the column `media`.
-        existing ([`ExistingMetadata`], *optional*): Columns that sizes are taken from instead, dotted if nested.
+        captions ([`CaptionTexts`]): Text columns, and how texts are made of them.
+        sizes ([`MediaMetadata`] or [`ExistingMetadata`]): How sizes are read from headers, or taken from columns.
         clips ([`ClipRows`], *optional*): How rows are cut into clips.
-        conditions (mapping of `str` to `str`): Column of each condition, which becomes a column of its name.
-        check ([`ConditionColumns`]): How the conditions are checked.
+        conditions ([`ConditionColumns`]): Media column, and the column of each condition, which becomes a column of
+            its name; how they are checked.
         buckets ([`BucketColumns`]): Table and rule of the buckets.
     """
 
-    media_column: str
     captions: CaptionTexts
-    metadata: MediaMetadata
-    existing: ExistingMetadata | None = None
+    sizes: MediaMetadata | ExistingMetadata
     clips: ClipRows | None = None
-    conditions: Mapping[str, str]
-    check: ConditionColumns
+    conditions: ConditionColumns
     buckets: BucketColumns
-    rule_version: int = field(default=2, init=False)
+    rule_version: int = field(default=3, init=False)
 
-    def __call__(self, batch: Batch) -> dict[str, Any]:
+    @classmethod
+    def of(cls, config: RowsConfig, buckets: BucketColumns, *, root: str | None) -> StreamColumns:
+        """Return the function for a source whose columns are all named, and whose sizes have one origin."""
+        assert config.media_column is not None
+        assert config.caption_column is not None
+        column, texts = config.media_column, tuple(config.caption_column.split(","))
+        on_error, on_caption_error = config.treatment
+        sizes: MediaMetadata | ExistingMetadata
+        sizes = MediaMetadata(column, target_fps=config.target_fps, root=root, on_error=on_error)
+        if config.size_columns is not None:
+            named = read_size_columns(config.size_columns)
+            fps = config.target_fps if "fps" in named else None
+            sizes = ExistingMetadata(**named, target_fps=fps, on_error=on_error, media_column=column)
+        files = MediaColumns(column=column, root=root, conditions=config.conditions)
+        clips = config.clip_rule(1)
+        return cls(
+            captions=CaptionTexts(
+                texts, on_error=on_caption_error, template=config.caption_template, media_column=column
+            ),
+            sizes=sizes,
+            clips=None
+            if clips is None
+            else ClipRows(clips, on_error=on_error, caption_column=texts[0], media_column=column),
+            conditions=ConditionColumns(files, on_error=on_error),
+            buckets=buckets,
+        )
+
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        """Columns that are read, those that not every row has included."""
+        files = self.conditions.files
+        return (files.column, *files.conditions.values(), *self.captions.columns, *self.sizes.input_columns)
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the columns for a batch of rows.
 
         Raises:
@@ -75,97 +101,82 @@ class StreamColumns:
         with Faults() as faults:
             return self._columns(batch, faults)
 
-    def _columns(self, batch: Batch, faults: Faults) -> dict[str, Any]:
+    def _columns(self, batch: Mapping[str, Sequence[Any]], faults: Faults) -> dict[str, Any]:
+        files = self.conditions.files
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        columns: dict[str, Any] = {MEDIA: _cells(rows, self.media_column)}
-        columns |= {name: _cells(rows, column) for name, column in self.conditions.items()}
-        columns |= self._sizes(rows, columns[MEDIA], faults.report)
-        texts = {name: [value_at(row, name) for row in rows] for name in self.captions.columns}
-        columns |= self.captions({**columns, **texts}, lambda error: faults.report(for_source(error)))
-        columns[CAPTION] = columns.pop(self.captions.columns[0])
+        named = (files.column, *files.conditions.values())
+        columns: dict[str, Any] = {name: [named_cell(row.get(name), row) for row in rows] for name in named}
+        for name in (*self.input_columns, SCENE_START, SCENE_END):
+            columns.setdefault(name, [row.get(name) for row in rows])
+        read = self.sizes.sizes if isinstance(self.sizes, ExistingMetadata) else self.sizes
+        columns |= read(columns, faults.report)
+        columns |= self.captions(columns, lambda error: faults.report(for_source(error)))
         if self.clips is not None:
-            scenes = {name: [value_at(row, name) for row in rows] for name in (SCENE_START, SCENE_END)}
-            columns = self.clips({**columns, **scenes}, faults.report)
-            del columns[SCENE_START], columns[SCENE_END]
-        columns |= self.check(columns, faults.report)
-        del columns[CONDITION_FAULT]
+            columns = self.clips(columns, faults.report)
+        columns |= self.conditions(columns, faults.report)
         assigned: Any = self.buckets(columns)
-        count = len(columns[MEDIA])
-        times = zip(columns.get(CLIP_START, [None] * count), columns.get(CLIP_END, [None] * count), strict=True)
-        index = map(index_of, columns[MEDIA], columns[CAPTION], times)
-        return {**columns, **{name: values.tolist() for name, values in assigned.items()}, "index": list(index)}
-
-    def _sizes(self, rows: Sequence[Mapping[str, Any]], media: Sequence[Any], report: Report) -> dict[str, list[Any]]:
-        if self.existing is None:
-            return self.metadata({MEDIA: media}, report)
-        given = {name: [value_at(row, name) for row in rows] for name in self.existing.input_columns}
-        found = self.existing(given)
-        names = ("width", "height", "num_frames", "fps")
-        sizes = {name: found[name].tolist() if name in found else given[name] for name in names}
-        lacking = [
-            row
-            for row, size in enumerate(zip(*(sizes[name] for name in names[:3]), strict=True))
-            if min(-1 if side is None else side for side in size) < 1
-        ]
-        if lacking and self.metadata.on_error == "raise":
-            texts = [
-                f"row {row} ({name_of(media[row])}) has "
-                + ", ".join(f"{name} {values[row]}" for name, values in given.items())
-                for row in lacking[:NAMED_ROWS]
-            ]
-            report(
-                ColumnError(
-                    f"{len(lacking)} of {len(media)} rows lack a size: {listed(texts, total=len(lacking))}.{OF_BATCH}",
-                    advice=["correct the columns", 'reject such rows with `on_error="reject"`'],
-                )
-            )
-        for name in names[:3]:
-            for row in lacking:
-                sizes[name][row] = -1
-        return sizes
+        media, captions = columns[files.column], columns[self.captions.columns[0]]
+        shown = {MEDIA: media, **{name: columns[column] for name, column in files.conditions.items()}}
+        kept = [name for name in (*SIZES, "num_frames_estimated", CLIP_START, CLIP_END) if name in columns]
+        times = zip(*(columns.get(name, [None] * len(media)) for name in (CLIP_START, CLIP_END)), strict=True)
+        return {
+            **shown,
+            **{name: columns[name] for name in kept},
+            CAPTION: captions,
+            **{name: values.tolist() for name, values in assigned.items()},
+            "index": [*map(index_of, media, captions, times)],
+        }
 
 
-def _cells(rows: Sequence[Mapping[str, Any]], column: str) -> list[Any]:
-    return [named_cell(value_at(row, column), row) for row in rows]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneOfSources:
+    """Make the columns of one source those of a stream of several; a batch function after [`StreamColumns`].
 
-
-def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column, or of a dotted one such as `json.caption`; None where a row has no such value.
-
-    A column whose own name is dotted, such as `depth.png`, comes first.
+    Args:
+        name (`str`): Name of the source, which belongs to the identity of its rows; `""` for the first.
+        root (`str`, *optional*): Folder or URL before its relative paths; None for the first source, whose paths stay.
+        conditions (`tuple` of `str`): Conditions of all sources; those that this one lacks are missing in its rows.
+        bucket_ids (`tuple` of `int`, *optional*): Ids that the buckets of its table have in that of all sources.
     """
-    if column in row:
-        return row[column]
-    outer, _, inner = column.partition(".")
-    value = row.get(outer)
-    return value_at(value, inner) if inner and isinstance(value, Mapping) else None
 
+    name: str
+    root: str | None
+    conditions: tuple[str, ...]
+    bucket_ids: tuple[int, ...] | None
 
-def name_of(cell: Any) -> str:
-    """Return the path of a cell's file, for messages."""
-    return path_of(cell) or "a row without a path"
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Return the columns for a batch of rows."""
+        count = len(batch[MEDIA])
+        columns = {
+            name: [self._whole_path(cell) for cell in batch.get(name, [None] * count)]
+            for name in (MEDIA, *self.conditions)
+        }
+        if self.bucket_ids is not None:
+            ids = (*self.bucket_ids, REJECTED_BUCKET)  # a rejected row's bucket, −1, is the last entry
+            columns["bucket_id"] = [ids[bucket] for bucket in batch["bucket_id"]]
+        if self.name:
+            columns["index"] = [_digest([self.name.encode(), str(index).encode()]) for index in batch["index"]]
+        return columns
+
+    def _whole_path(self, cell: Any) -> Any:
+        relative = isinstance(cell, str) and not is_url(cell) and not os.path.isabs(cell)
+        return f"{self.root}/{cell}" if relative and self.root is not None else cell
 
 
 def index_of(cell: Any, captions: str | Sequence[str], times: tuple[float | None, float | None]) -> int:
     """Return the identity of a row, from 0 to 2**63 - 1; `times` are the seconds of a clip, None for a whole file."""
-    digest = hashlib.blake2b(digest_size=8)
     data = cell.get("bytes") if isinstance(cell, dict) else None
     texts = [captions] if isinstance(captions, str) else captions
-    parts = [name_of(cell).encode(errors="surrogateescape"), *(text.encode(errors="surrogatepass") for text in texts)]
+    name = path_of(cell) or "a row without a path"
+    parts = [name.encode(errors="surrogateescape"), *(text.encode(errors="surrogatepass") for text in texts)]
     if data is not None:
         parts += [str(len(data)).encode(), data[:_ENDS], data[-_ENDS:]]
     parts += [str(time).encode() for time in times if time is not None]
+    return _digest(parts)
+
+
+def _digest(parts: Sequence[bytes]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
     return int.from_bytes(digest.digest(), "big") >> 1
-
-
-def named_cell(cell: Any, row: Mapping[str, Any]) -> Any:
-    """Return a cell whose bytes, if it has any, are named by their tar and key, or by their path."""
-    data = cell.get("bytes") if isinstance(cell, dict) else cell
-    if not isinstance(data, bytes | bytearray):
-        return cell.get("path") if isinstance(cell, dict) else cell
-    path = cell.get("path") if isinstance(cell, dict) else None
-    tar = os.path.basename(str(row[_TAR])) if row.get(_TAR) else None
-    parts = [part for part in (tar, path or row.get(_KEY)) if part]
-    return {"path": "/".join(parts) or None, "bytes": data}

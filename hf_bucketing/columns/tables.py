@@ -1,4 +1,4 @@
-"""Layouts with a list of samples: tables, folders that hold one, tars, and lists of lines."""
+"""Layouts with a list of samples, such as tables, folders that hold one and tars; and the list of all layouts."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset
 
 from ..errors import MediaError
 from ..media.remote import is_url
-from .beside import files_below, files_in, read_bytes, text_column
+from .beside import captions_beside, files_below, files_in, read_bytes, text_column
 from .layouts import (
     CAPTION_COLUMNS,
     MEDIA_COLUMNS,
     MEDIA_FILES,
     TABLES,
+    Layout,
     SourceRequest,
     SourceRows,
     builder_of,
+    count_rows,
     csv_header,
     data_files,
+    listed_rows,
     load,
-    part,
 )
 
 _FASTVIDEO = "videos2caption.json"
@@ -38,14 +40,12 @@ _CAPTION_LINES = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
 
 
 def named_file(request: SourceRequest) -> SourceRows | None:
-    """Read a table, or a list of media, whose path or URL was given."""
+    """Read a table, or a list of media, whose path, URL or pattern was given."""
     name, path = request.path_or_name, request.path
     if is_url(name):
-        return _read_table(name, request) if request.ending in TABLES else None
+        return _read_table([name], request) if request.ending in TABLES else None
     if not path.is_file():
-        if request.ending in {*TABLES, ".toml"} and not path.is_dir():
-            raise MediaError(f"The file {path} does not exist; correct the path.")
-        return None
+        return _pattern(request)
     if request.ending == ".tar":
         return None
     if path.name in _MEDIA_LINES:
@@ -59,28 +59,50 @@ def named_file(request: SourceRequest) -> SourceRows | None:
             f"{path} is not a table of samples: name a {', '.join(TABLES)} file, a .tar, a folder, or a data set on "
             "the hub."
         )
-    return _read_table(path, request)
+    return _read_table([name], request)
+
+
+def _pattern(request: SourceRequest) -> SourceRows | None:
+    """Read the tables that match a pattern such as `parts/*.parquet`; None for tars, folders and names on the hub."""
+    name, files = request.path_or_name, request.files
+    if not files:
+        if request.path.is_dir():
+            return None
+        if glob.has_magic(name) or request.ending == ".tar":
+            raise MediaError(f"No file is named {name}; correct the path or the pattern.")
+        if request.ending in {*TABLES, ".toml"}:
+            raise MediaError(f"The file {request.path} does not exist; correct the path.")
+        return None
+    endings = _endings(files)
+    if endings == {".tar"}:
+        return None
+    if len(endings) > 1 or not endings <= {*TABLES}:
+        raise MediaError(
+            f"{name} names {', '.join(sorted(endings))} files; those of a pattern must be of one kind: "
+            f"{', '.join(['.tar', *TABLES])}."
+        )
+    return _read_table(files, request)
+
+
+def _endings(files: Sequence[str]) -> set[str]:
+    return {os.path.splitext(file)[1].lower() for file in files}
 
 
 def tars(request: SourceRequest) -> SourceRows | None:
     """Read tars of webdataset: one file or URL, a pattern such as `shards/*.tar`, or a folder whose files are tars."""
     name, path = request.path_or_name, request.path
     if path.is_dir():
-        if any(map(_is_media, files_in(path))):
-            return None
-        pattern = os.path.join(glob.escape(name), "*.tar")
-    elif request.ending == ".tar":
-        pattern = glob.escape(name) if path.is_file() else name
+        names = files_in(path)
+        files = [] if any(map(_is_media, names)) else [str(path / name) for name in names if name.endswith(".tar")]
+    elif is_url(name):
+        files = [name] if request.ending == ".tar" else []
     else:
+        files = request.files if _endings(request.files) == {".tar"} else []
+    if not files:
         return None
-    found = [name] if is_url(name) else sorted(glob.glob(pattern))
-    if not found:
-        if path.is_dir():
-            return None
-        raise MediaError(f"No file is named {name}; correct the path or the pattern.")
-    dataset = load("webdataset", data_files={"train": pattern}, split=request.split)
-    count = f"{len(found)} tars" if len(found) > 1 else os.path.basename(found[0])
-    return SourceRows(dataset=dataset, layout=f"{len(dataset)} rows of {count}", choose=f"name {found[0]}")
+    dataset = load(request, "webdataset", data_files=data_files(files))
+    count = f"{len(files)} tars" if len(files) > 1 else os.path.basename(files[0])
+    return SourceRows(dataset=dataset, layout=f"{count_rows(dataset)} of {count}", choose=f"name {files[0]}")
 
 
 def listed_folder(request: SourceRequest) -> SourceRows | None:
@@ -96,7 +118,7 @@ def listed_folder(request: SourceRequest) -> SourceRows | None:
     if len(chosen) > 1:
         both = " and ".join(str(folder / name) for name in chosen)
         raise MediaError(f"{both} could both be meant; name one of them instead of the folder.")
-    return _read_table(folder / chosen[0], request, media_column="file_name" if metadata else None)
+    return _read_table([str(folder / chosen[0])], request, media_column="file_name" if metadata else None)
 
 
 def lines_folder(request: SourceRequest) -> SourceRows | None:
@@ -136,9 +158,8 @@ def _read_mapping(path: Path, request: SourceRequest) -> SourceRows | None:
         raise MediaError(f"{path} must map names of files to a caption or a list of captions, but {got}.")
     several = any(isinstance(value, list) for value in captions.values())
     texts = [[value] if several and isinstance(value, str) else value for value in captions.values()]
-    dataset = Dataset(pa.table({"file_name": list(captions), "caption": texts}))
     return SourceRows(
-        dataset=part(dataset, request.split),
+        dataset=listed_rows(request, pa.table({"file_name": list(captions), "caption": texts})),
         layout=f"{len(captions)} files of {path.name}",
         choose=f"name {path}",
         root=str(path.parent),
@@ -165,9 +186,8 @@ def _read_lines(path: Path, request: SourceRequest) -> SourceRows:
         paths = pa.array([line.decode() for line in files], pa.string())
     except UnicodeDecodeError as error:
         raise MediaError(f"{path} is not UTF-8 text ({error}); write it again.") from error
-    dataset = Dataset(pa.table({"file_name": paths, "caption": text_column(captions)}))
     return SourceRows(
-        dataset=part(dataset, request.split),
+        dataset=listed_rows(request, pa.table({"file_name": paths, "caption": text_column(captions)})),
         layout=f"{len(files)} lines of {path.name} with the captions of {found[0].name}",
         choose=f"name {path}",
         root=_root(path.parent, files[0].decode() if files else ""),
@@ -193,19 +213,21 @@ def _root(folder: Path, first: str) -> str:
     return str(folder)
 
 
-def _read_table(path: Path | str, request: SourceRequest, *, media_column: str | None = None) -> SourceRows:
-    url = is_url(str(path))
-    if not url and not read_bytes(Path(path), 4096).strip():
+def _read_table(files: Sequence[str], request: SourceRequest, *, media_column: str | None = None) -> SourceRows:
+    """Read one table, or several of the same kind and columns."""
+    path = files[0]
+    url = is_url(path)
+    if not url and not any(read_bytes(Path(file), 4096).strip() for file in files):
         raise MediaError(f"{path} is empty; write one row per sample, with a file_name and a caption.")
-    builder, options = builder_of(str(path), request.media_column, request.caption_column)
-    dataset = load(builder, data_files=data_files(path), split=request.split, **options)
-    root = str(path).partition("?")[0].rpartition("/")[0] if url else str(Path(path).parent)
-    name = str(path).rpartition("/")[2]
-    if name == _FASTVIDEO and "path" in dataset.column_names and len(dataset):
-        root = _root(Path(path).parent, str(dataset[0]["path"]))
+    builder, options = builder_of(path, request.media_column, request.caption_column)
+    dataset = load(request, builder, data_files=data_files(files), **options)
+    root = path.partition("?")[0].rpartition("/")[0] if url else str(Path(path).parent)
+    name = path.rpartition("/")[2]
+    if name == _FASTVIDEO:
+        root = _root(Path(path).parent, next((str(row["path"]) for row in dataset if "path" in row), ""))
     return SourceRows(
         dataset=dataset,
-        layout=f"{len(dataset)} rows of {name}",
+        layout=f"{count_rows(dataset)} of {name if len(files) == 1 else f'{len(files)} tables'}",
         choose=f"name {path}",
         root=root,
         media_column=media_column,
@@ -242,3 +264,7 @@ def _holds_media(folder: Path) -> bool:
 
 def _is_media(path: str) -> bool:
     return os.path.splitext(path)[1].lower() in MEDIA_FILES
+
+
+LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, mapped_folder, lines_folder, captions_beside)
+"""Layouts that are recognised; everything else is left to `datasets.load_dataset`."""

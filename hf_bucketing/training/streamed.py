@@ -20,10 +20,11 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.apply import map_columns
+from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, PreparedDataset, RowSources
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
-from ..columns.stream_source import SAMPLED_ROWS
+from ..columns.sources import SAMPLED_ROWS, bytes_in
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..loaders.workers import worker_options
@@ -111,9 +112,10 @@ def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_sh
 
 def _sample_of(prepared: PreparedDataset) -> StreamSample:
     """Return what the first rows of a prepared folder are like."""
-    rows = list(prepared.dataset.with_format(None).select(range(min(SAMPLED_ROWS, len(prepared.dataset)))))
+    rows = prepared.dataset.with_format(None).select(range(min(SAMPLED_ROWS, len(prepared.dataset))))
     names = ("num_frames", "height", "width", "bucket_id")
-    return StreamSample.of(rows, {name: np.array([row[name] for row in rows]) for name in names})
+    columns = {name: column_array(rows, name) for name in names}
+    return StreamSample.of(columns, row_bytes=sum(map(bytes_in, rows)) // len(rows))
 
 
 @dataclass(kw_only=True)
@@ -133,7 +135,7 @@ class StreamedData:
         on_new_buckets (callable): Called with the buckets of samples that come for the first time, each with its
             number of samples; raises for those that the model cannot take.
         empty_text (None): A stream reads no cache.
-        sources (None): A stream has one source.
+        sources (None): The rows of a stream do not say which source they come from.
         conditions (tuple of `str`): Names of what the stream has of a sample beside its media and caption.
     """
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shlex
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +40,10 @@ class Format:
     give: str = "FOLDER"
     files: tuple[str, ...] = ("a.mp4", "b.mp4")
     options: dict[str, str] = field(default_factory=dict)
+
+    def dataset(self, folder: Path) -> str:
+        """Return what to give as `--dataset`."""
+        return shlex.split(self.give)[0].replace("FOLDER", str(folder))
 
 
 def write_media(folder: Path, *files: str) -> None:
@@ -133,17 +138,25 @@ def lines(media: str, captions: str, inner: str = "videos/", listed: str = "vide
     return write
 
 
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """Write a tar of files in this order, by their names and contents."""
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
 def tar_of(target: Path, *files: str, nested: bool = False) -> None:
     """Write a webdataset tar of media, each with a `.txt`, or a `.json` that holds its caption."""
     work = target.parent / ".work"
     write_media(work, *files)
-    with tarfile.open(target, "w") as tar:
-        for file in files:
-            tar.add(work / file, file)
-            text = json.dumps({"caption": TEXTS[file], "id": file}) if nested else TEXTS[file]
-            member = tarfile.TarInfo(str(Path(file).with_suffix(".json" if nested else ".txt")))
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
+    members = []
+    for file in files:
+        text = json.dumps({"caption": TEXTS[file], "id": file}) if nested else TEXTS[file]
+        beside = str(Path(file).with_suffix(".json" if nested else ".txt"))
+        members += [(file, (work / file).read_bytes()), (beside, text.encode())]
+    write_tar(target, members)
 
 
 def tar_with_txt(folder: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, disable_progress_bars
+
+from tests.columns.formats import write_tar
 
 
 def samples_of(media_dir: Path) -> list[dict[str, Any]]:
@@ -22,11 +22,12 @@ def write_tars(folder: Path, media_dir: Path, *, shards: int, captions: Mapping[
     """Write webdataset tars of mp4 and json, one sample after the other into each; some captions may be replaced."""
     folder.mkdir(parents=True)
     for shard in range(shards):
-        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
-            for number, row in list(enumerate(samples_of(media_dir)))[shard::shards]:
-                caption = (captions or {}).get(number, row["caption"])
-                _add(tar, f"{number:04d}.mp4", (media_dir / row["file_name"]).read_bytes())
-                _add(tar, f"{number:04d}.json", json.dumps({"caption": caption}).encode())
+        members = []
+        for number, row in list(enumerate(samples_of(media_dir)))[shard::shards]:
+            caption = (captions or {}).get(number, row["caption"])
+            members.append((f"{number:04d}.mp4", (media_dir / row["file_name"]).read_bytes()))
+            members.append((f"{number:04d}.json", json.dumps({"caption": caption}).encode()))
+        write_tar(folder / f"{shard:05d}.tar", members)
     return folder
 
 
@@ -48,9 +49,3 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size = len(data)
-    tar.addfile(entry, io.BytesIO(data))

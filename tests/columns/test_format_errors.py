@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Value, Video
 
 from hf_bucketing import ColumnError, LatentSpec, MediaError
 from hf_bucketing.columns import MediaMetadata, PreparedDataset, check_captions, load_source, map_columns
-from hf_bucketing.columns.nested import nested_column, nested_names
+from hf_bucketing.columns.nested import nested_names, with_nested
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from tests.columns.formats import (
@@ -137,7 +137,7 @@ def test_a_nested_column_is_not_copied(tmp_path: Path) -> None:
     ).dataset
     assert dataset["sample.about.text"][:] == ["x"] * 4
     before = pa.total_allocated_bytes()
-    again = nested_column(dataset.remove_columns(["sample.video"]), "sample.video")
+    again = with_nested(dataset.remove_columns(["sample.video"]), ["sample.video"])
     assert pa.total_allocated_bytes() - before < 2**17
     assert type(again.features["sample.video"]) is Video
     assert nested_names(dataset)[:4] == ["sample", "sample.video", "sample.about", "sample.about.text"]

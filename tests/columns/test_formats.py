@@ -1,4 +1,7 @@
-"""Every documented layout of data is read without changes to its files, and docs/formats.md lists it."""
+"""docs/formats.md lists every layout of data that is tested, and the script prepares each as the page says.
+
+`test_rows_and_streams.py` reads each of them, as rows and as a stream.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_bucketing.columns import MediaMetadata, PreparedDataset, check_captions, load_source, map_columns
-from tests.columns.formats import FORMATS, SIZES, TEXTS, Format
+from hf_bucketing.columns import PreparedDataset
+from tests.columns.formats import FORMATS, TEXTS
 from tests.conftest import ROOT, run_script_here
 
 HEADER = "| data | documented by | `--dataset` |\n|---|---|---|\n"
-
-
-def rows(loaded) -> list[tuple]:
-    """Return caption, width, height and frames of each row."""
-    captions = check_captions(loaded.dataset, loaded.caption_column)
-    sized = map_columns(captions.dataset, MediaMetadata(loaded.column, root=loaded.root), overwrite=True)
-    return [(row[captions.column], row["width"], row["height"], row["num_frames"]) for row in sized]
-
-
-def given(case: Format, folder: Path) -> str:
-    """Return what the case says to give as `--dataset`."""
-    return shlex.split(case.give)[0].replace("FOLDER", str(folder))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_layout_is_read_as_its_trainer_documents_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = FORMATS[name]
-    if name == "URLs":
-        monkeypatch.setenv("HF_BUCKETING_ALLOWED_PATHS", f"file://{tmp_path}")
-    case.write(tmp_path)
-    loaded = load_source(given(case, tmp_path), **case.options)
-    assert rows(loaded) == [(TEXTS[file], *SIZES[file]) for file in case.files]
-    layout, example = loaded.describe().splitlines()
-    assert f"{len(case.files)} " in layout
-    assert TEXTS[case.files[0]] in example
 
 
 def test_the_page_of_formats_lists_the_layouts_that_are_tested() -> None:

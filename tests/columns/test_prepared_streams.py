@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import IterableDataset
 
-from hf_bucketing import BucketingError, LatentSpec
-from hf_bucketing.columns import PreparedDataset, column_array, prepared_stream, stream_source
+from hf_bucketing import BucketingError, LatentSpec, open_table
+from hf_bucketing.columns import PreparedDataset, column_array, prepared_stream
+from hf_bucketing.columns.layouts import SourceRows
 from hf_bucketing.columns.preparation import prepare
-from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
-from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.columns.prepared import MANIFEST
+from hf_bucketing.columns.prepared_stream import PreparedStream, StreamPart, StreamSample, prepare_stream
+from hf_bucketing.columns.settings import RowsConfig, SourceConfig, TableConfig
 from hf_bucketing.errors import ColumnError, MediaError
-from hf_bucketing.loaders import BucketCollator, CaptionRule
-from hf_bucketing.media import ViewRule
+from hf_bucketing.loaders import BucketCollator, CaptionRule, resume
+from hf_bucketing.media import ViewRule, write_video
+from hf_bucketing.media.source import MediaSource
 from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher
 from tests.columns.stream_cases import samples_of, write_parquet, write_table, write_tars
 
@@ -74,10 +82,11 @@ def test_only_the_first_rows_are_read_and_sizes_come_from_columns_that_agree(med
     path = write_table(tmp_path / "rows.jsonl", [file] * 64 + [gone] * 40)
     stream = prepared(path)
     assert stream.sample.rows == 64
-    assert dict(stream.source.sizes) == dict(zip(SIZES, SIZES, strict=True))
+    assert stream.parts[0].source.sizes_from == "columns"
+    assert stream.parts[0].source.size_columns == ",".join(f"{name}={name}" for name in SIZES)
     rows = list(stream.open())
     assert [(row["width"], row["num_frames"], row["fps"]) for row in rows[::100]] == [(128, 17, 8.0), (96, 17, 8.0)]
-    assert not prepared(path, sizes_from="headers").source.sizes
+    assert prepared(path, sizes_from="headers").parts[0].source.sizes_from == "headers"
     wrong = write_table(tmp_path / "wrong.jsonl", [{**file, "width": 130}])
     with pytest.raises(ColumnError, match=r"has width 130, .* but the file has width 128"):
         prepared(wrong)
@@ -182,8 +191,8 @@ def test_clips_are_those_of_rows_prepared_whole_and_each_has_its_own_index(clips
         with pytest.raises(ColumnError, match=rf"1 clips do not lie .*: row 0: .*, {rows[0]['file_name']}"):
             prepared(path, **settings)
         assert [row["rejection"] for row in prepared(path, **settings, on_error="reject").open()][2] == "clip"
-        write_table(path, samples_of(media_dir)[:1])
-        with pytest.raises(ColumnError, match="no scene start column 'start'"):
+        write_table(path, [{name: rows[0][name] for name in ("file_name", "caption")}])
+        with pytest.raises(ColumnError, match="reads the columns start and end, in seconds, but the data set has"):
             prepared(path, **settings)
 
 
@@ -198,12 +207,17 @@ def test_a_stream_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were read and not yet handed out are those of open batches, and some that are read together."""
     read: list[int] = []
     rows = IterableDataset.from_generator(partial(rows_that_count, 400, read))
-    monkeypatch.setattr(stream_source, "open_rows", lambda *args, **options: rows)
-    source = stream_source.StreamSource(
-        dataset="rows", media_column="image", caption_columns=["caption"], sizes=dict(zip(SIZES, SIZES, strict=True))
-    )
+    monkeypatch.setattr(prepared_stream, "find_rows", lambda request: SourceRows(dataset=rows, layout="rows"))
     table = TableConfig(buckets="96,96", bucket_frames=[1]).make(SPEC)
-    dataset = source.open(prepared_stream.BucketColumns(table, SPEC))
+    sizes = ",".join(f"{name}={name}" for name in SIZES)
+    source = RowsConfig(dataset="rows", media_column="image", caption_column="caption", size_columns=sizes)
+    dataset = PreparedStream(
+        parts=(StreamPart(source=source, root=None, table=table),),
+        table=table,
+        open_table=open_table(SPEC),
+        num_shards=1,
+        sample=StreamSample(rows=1, row_bytes=1, buckets={}, sizes=[]),
+    ).open()
     handed = 0
     stream = StreamingBucketBatcher(
         dataset, BucketGrouping(table=table, batch_size=4), collate_fn=lambda rows: {"rows": rows},
@@ -215,7 +229,128 @@ def test_a_stream_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert handed == 400
 
 
-def test_what_a_stream_cannot_be_is_refused_by_name(media_dir, tars, prepared_dir, tmp_path: Path) -> None:
+@pytest.fixture
+def sources(media_dir, tars, tmp_path: Path) -> list[SourceConfig]:
+    """Tars, a folder of captions beside media, and a table with masks, each with buckets of its own."""
+    rows = samples_of(media_dir)
+    for row in rows[:5]:
+        shutil.copy(media_dir / row["file_name"], tmp_path / Path(row["file_name"]).name)
+        (tmp_path / Path(row["file_name"]).with_suffix(".txt").name).write_text(f"beside {row['caption']}")
+    more = [{**row, "file_name": str(media_dir / row["file_name"]), "own": None} for row in rows[:4]]
+    more[0]["own"] = more[0]["file_name"]
+    table = write_table(tmp_path.parent / f"{tmp_path.name}.jsonl", more)
+    small = TableConfig(bucket_tokens=[60], bucket_frames=[1, 9])
+    return [
+        config(tars, name="tars", weight=2.0),
+        config(tmp_path, name="folder", weight=1.0, table=small),
+        config(table, name="table", weight=1.0, mask_column="own"),
+    ]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_several_sources_are_mixed_by_their_shares_and_each_row_comes_once(sources, packed: bool, tmp_path) -> None:
+    whole = prepare(sources, spec=SPEC, say=lambda sentence: None)
+    stream, columns = prepare_stream(sources, spec=SPEC, say=lambda sentence: None)
+    stream.save(tmp_path / "out")
+    assert PreparedStream.load(tmp_path / "out") == stream
+    assert stream.table == whole.table
+    assert columns["bucket_id"].tolist() == column_array(whole.dataset, "bucket_id").tolist()
+    options = {"packed": packed, "seed": 3}
+    rows = list(stream.open(**options))
+    assert [row["index"] for row in stream.open(**options)] == [row["index"] for row in rows]
+    assert len({row["index"] for row in rows}) == len(rows) == len(whole.dataset)
+    if not packed:
+        sizes = ("num_frames", "height", "width", "bucket_id")
+        names = (whole.caption_column, *sizes)
+        expected = sorted(zip(*(column_array(whole.dataset, name).tolist() for name in names), strict=True))
+        assert sorted(tuple(row[name] for name in ("caption", *sizes)) for row in rows) == expected
+    read = [MediaSource.from_cell(row["media"], root=stream.root, other_roots=stream.other_roots) for row in rows]
+    assert len(read) == len(rows)
+    shuffled = list(stream.open(shuffle_buffer=5, seed=1))
+    assert sorted(row["index"] for row in shuffled) == sorted(row["index"] for row in rows)
+    assert sum(row["mask"] is not None for row in rows) == 1, "the others have none, as rows of other sources"
+
+
+def test_the_first_rows_of_several_sources_come_by_their_weights(media_dir, tmp_path: Path) -> None:
+    rows = [{**row, "file_name": str(media_dir / row["file_name"])} for row in samples_of(media_dir)[:1]]
+    sizes = {"width": 128, "height": 72, "num_frames": 33, "fps": 16.0}
+    configs = []
+    for name, weight in (("many", 3.0), ("few", 1.0)):
+        path = write_table(tmp_path / f"{name}.jsonl", [{**row, **sizes, "caption": name} for row in rows * 400])
+        configs.append(config(path, weight=weight, sizes_from="columns"))
+    stream, _ = prepare_stream(configs, spec=SPEC, say=lambda sentence: None)
+    captions = [row["caption"] for row in itertools.islice(stream.open(), 400)]
+    assert 0.68 < captions.count("many") / 400 < 0.82
+    by_turns, _ = prepare_stream([replace(one, weight=None) for one in configs], spec=SPEC, say=lambda sentence: None)
+    assert [row["caption"] for row in itertools.islice(by_turns.open(), 4)] == ["many", "few"] * 2
+
+
+def collate_indices(rows):
+    return {"index": [row["index"] for row in rows]}
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 4])
+def test_a_stream_of_several_sources_resumes_exactly(sources, shuffle_buffer: int) -> None:
+    stream, _ = prepare_stream(sources, spec=SPEC, say=lambda sentence: None)
+
+    def loader():
+        rows = stream.open(seed=2, shuffle_buffer=shuffle_buffer)
+        grouping = BucketGrouping(table=stream.table, batch_size=2)
+        batcher = StreamingBucketBatcher(rows, grouping, collate_fn=collate_indices)
+        return resume(Accelerator(cpu=True), batcher.make_loader())
+
+    whole = loader()
+    states, wanted = [whole.state_dict()], []
+    for batch in whole:
+        wanted.append(batch["index"])
+        states.append(json.loads(json.dumps(whole.state_dict())))
+    assert len(wanted) > 6
+    for finished, state in list(enumerate(states))[:-1:3]:
+        again = loader()
+        again.load_state_dict(state)
+        assert [batch["index"] for batch in again] == wanted[finished:]
+
+
+def test_sources_of_a_stream_that_cannot_go_together_are_refused(sources) -> None:
+    with pytest.raises(BucketingError, match="Give all sources a `weight`, or none"):
+        prepare_stream([sources[0], replace(sources[1], weight=None)], spec=SPEC, say=lambda sentence: None)
+    control = replace(sources[2], mask_column=None, control_column="file_name")
+    with pytest.raises(ColumnError, match="The source folder has no control column, which others have"):
+        prepare_stream([sources[1], control], spec=SPEC, say=lambda sentence: None)
+
+
+EARLIER = {
+    "local": True,
+    "source": {
+        "dataset": "../rows.jsonl", "config_name": None, "split": "train", "media_column": "file_name",
+        "caption_columns": ["caption", "long"], "caption_template": "TOK, {caption}",
+        "sizes": {name: name for name in SIZES}, "target_fps": 8.0, "clips": "uniform:2", "clip_frames": 9,
+        "on_error": "reject", "on_caption_error": "empty", "conditions": {"control": "depth"},
+    },
+    "rule": {"metric": "log", "max_aspect_error": None, "max_upscale": 1.0},
+    "num_shards": 1,
+    "sample": {"rows": 2, "row_bytes": 11, "buckets": {"1": 2}, "sizes": [[9, 72, 128]]},
+}  # fmt: skip
+"""Entry of a manifest that an earlier release wrote, which had other names for the settings of a source."""
+
+
+def test_a_stream_that_an_earlier_release_described_has_the_same_rows(tmp_path: Path) -> None:
+    size = {"width": 128, "height": 72, "num_frames": 33, "fps": 16.0}
+    write_video(tmp_path / "a.mp4", [np.zeros((72, 128, 3), np.uint8)] * 33, fps=16)
+    row = {"file_name": "a.mp4", "caption": ["x", "y"], "long": "z", "depth": "a.mp4", **size}
+    path = write_table(tmp_path / "rows.jsonl", [row])
+    settings = {"caption_column": "caption,long", "caption_template": "TOK, {caption}", "control_column": "depth"}
+    settings |= {"clips": "uniform:2", "clip_frames": 9, "on_error": "reject", "on_caption_error": "empty"}
+    now = prepared(path, table=TableConfig(buckets="64,96", bucket_frames=[1, 9]), **settings)
+    now.save(tmp_path / "stream")
+    manifest = json.loads((tmp_path / "stream" / MANIFEST).read_text())
+    (tmp_path / "stream" / MANIFEST).write_text(json.dumps({**manifest, "stream": EARLIER}))
+    earlier = PreparedStream.load(tmp_path / "stream")
+    assert (earlier.parts[0].source, earlier.root) == (now.parts[0].source, now.root)
+    assert [row["index"] for row in earlier.open()] == [1957456681678402035, 8055056557228664191]
+
+
+def test_what_a_stream_cannot_be_is_refused_by_name(media_dir, tars, parquet, prepared_dir, tmp_path: Path) -> None:
     prepared(tars).save(tmp_path / "stream")
     with pytest.raises(BucketingError, match=r"describes a stream .* with `streaming=True`"):
         PreparedDataset.load(tmp_path / "stream")
@@ -223,16 +358,22 @@ def test_what_a_stream_cannot_be_is_refused_by_name(media_dir, tars, prepared_di
         PreparedStream.load(prepared_dir)
     both = config(tars, table=TableConfig(buckets="96,96", bucket_frames=[9], image_sizes="video"))
     for source, error, message in (
-        (config(tars, caption_column="json"), ColumnError, r"not text: 14 a dict \(row 0: 00000\.tar/"),
+        (config(tars, caption_column="json"), ColumnError, r"holds dicts; name .* `caption_column`: json\.caption"),
         (
             config(tars, caption_column="txt"),
             ColumnError,
             r"no caption column 'txt'.*; caption_column json\.cap",
         ),
         (config(media_dir / "images"), ColumnError, "No caption column was found"),
-        (config(f"{tars.parent}/*"), MediaError, "files; a stream reads files of one kind"),
+        (
+            config(f"{tars.parent.parent}/stream*/*/*.[tp]*"),
+            MediaError,
+            r"names \.parquet, \.tar files; those of a pattern must be of one",
+        ),
+        (config(f"{tars.parent}/*"), MediaError, "No file is named"),
         (config(tars, table=TableConfig(buckets="512,512", bucket_frames=[9])), BucketingError, "too_small"),
-        (both, BucketingError, "Omit `image_sizes`"),
+        (both, BucketingError, "Omit `image_sizes`: a stream does not know the sizes of its videos"),
+        (config(tars, repeats=2.0), BucketingError, "Omit `repeats`: a stream does not know how many rows"),
         (config(write_table(tmp_path / "empty.jsonl", [])), MediaError, "is empty; write one row"),
     ):
         with pytest.raises(error, match=message):
