@@ -1,4 +1,4 @@
-"""The class that trains a pipeline: encoding media and captions, predicting, and the training objective."""
+"""What a recipe is: how a pipeline encodes media and captions, predicts, and what it is trained to do."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate import init_empty_weights
-from accelerate.utils import compare_versions
 from accelerate.utils.memory import clear_device_cache
 
 from ..buckets.open_table import OpenTable
@@ -22,12 +19,12 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, quoted
-from ..hub import from_hub
 from ..losses.variational import GaussianPosterior
 from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family
 from ..packing.strips import token_grid
+from .loading import Loading, Part, load_pipeline, part_of, read_config
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
@@ -135,42 +132,8 @@ in [0, 1], where 1 is learned; `reference` is `(3, 1, h, w)` at its own size. A 
 Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ."""
 
-Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
-"""A part of a pipeline: the transformer to train, its other transformers, its text encoders, or what encodes media.
-
-The text encoders include whatever else reads text, such as the connectors of LTX-2; what encodes media is the VAE, an
-image encoder where there is one, and what makes sound.
-"""
-
 IMAGES = ("image", "last_image")
 """Arguments of a pipeline's call for the frames to begin and to end a clip with."""
-
-PARTS: tuple[Part, ...] = get_args(Part)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """What of a pipeline is loaded, and how. VAE and image encoder always have float32, which many VAEs need.
-
-    Attributes:
-        parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
-            others, `"text_encoders"` and `"vae"`. The weights of other parts are not opened.
-        dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
-            modules that a model keeps in float32.
-        trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
-        quantization (any, *optional*): Quantisation of that transformer, one of diffusers' configurations.
-        empty (`bool`): Whether the transformer to train is built without weights, on the meta device, because another
-            process sends them.
-        vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
-            changes results slightly: tiles do not see each other.
-    """
-
-    parts: Collection[Part] = PARTS
-    dtype: torch.dtype = torch.float32
-    trained_dtype: torch.dtype = torch.float32
-    quantization: Any = None
-    empty: bool = False
-    vae_tiling: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,34 +206,15 @@ class Recipe(ABC):
         Raises:
             BucketingError: If the pipeline has no such transformer, or cannot be loaded.
         """
-        import diffusers
-
-        loading, pipeline_class = loading or Loading(), cls.pipeline_type()
-        with from_hub(name_or_path):
-            index = pipeline_class.load_config(name_or_path)
-            check_has(index, trained, name_or_path=name_or_path)
-            parts = {name: part_of(name, trained=trained) for name in index}
-            options: dict[str, Any] = {
-                name: None
-                for name, part in parts.items()
-                if (part is not None and part not in loading.parts) or _is_absent(index[name])
-            }
-            if loading.quantization is not None:
-                mapping = {trained: loading.quantization}
-                options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
-            if loading.empty:
-                options[trained] = cls.empty_transformer(name_or_path, trained)
-            options |= {**cls.replaced_components(), **dtypes(loading.dtype, **{trained: loading.trained_dtype})}
-            pipeline = pipeline_class.from_pretrained(name_or_path, **options)
-        for name, component in pipeline.components.items():
-            if isinstance(component, torch.nn.Module):
-                component.requires_grad_(name == trained and loading.quantization is None)
-                if name == trained:
-                    cls.family.freeze_unused(component)
-        if loading.quantization is not None:
-            _let_go_of_files(getattr(pipeline, trained))
-        if loading.vae_tiling and pipeline.vae is not None:
-            tile(pipeline.vae, name_or_path)
+        pipeline = load_pipeline(
+            cls.pipeline_type(),
+            name_or_path,
+            trained=trained,
+            loading=loading or Loading(),
+            replaced=cls.replaced_components(),
+        )
+        if (transformer := getattr(pipeline, trained)) is not None:
+            cls.family.freeze_unused(transformer)
         return cls(
             pipeline=pipeline,
             spec=cls.read_spec(name_or_path),
@@ -290,23 +234,6 @@ class Recipe(ABC):
     def replaced_components(cls) -> dict[str, Any]:
         """Return components that replace those of the pipeline when it is loaded; by default none."""
         return {}
-
-    @classmethod
-    def empty_transformer(cls, name_or_path: str, trained: str) -> Any:
-        """Return a transformer of a pipeline whose parameters have no values.
-
-        Raises:
-            BucketingError: If the pipeline has no such transformer, or its configuration cannot be read.
-        """
-        import diffusers
-
-        with from_hub(name_or_path):
-            index = diffusers.DiffusionPipeline.load_config(name_or_path)
-            check_has(index, trained, name_or_path=name_or_path)
-            kind = getattr(diffusers, index[trained][1])
-            config = kind.load_config(name_or_path, subfolder=trained)
-        with init_empty_weights(), torch.random.fork_rng(devices=[]):  # some draw parameters all the same
-            return kind.from_config(config)
 
     @classmethod
     @abstractmethod
@@ -651,116 +578,3 @@ class Recipe(ABC):
     def duration(self, frames: int) -> dict[str, int]:
         """Return the argument of the pipeline's call that sets the number of frames; none for images."""
         return {} if self.family.images_only else {"num_frames": frames}
-
-
-def _let_go_of_files(transformer: torch.nn.Module) -> None:
-    """Copy the weights that were not quantised: they lie in the mapped files, all of which would stay in memory."""
-    for parameter in transformer.parameters():
-        if type(parameter) is torch.nn.Parameter:
-            parameter.data = parameter.data.clone()
-
-
-def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> None:
-    """Raise BucketingError if the index of a pipeline names no such transformer."""
-    if index.get(trained, (None,))[0] is None:
-        raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
-
-
-def _is_absent(component: Any) -> bool:
-    """Return whether the index of a pipeline says that it comes without a component."""
-    return isinstance(component, (list, tuple)) and component[0] is None
-
-
-def part_of(name: str, *, trained: str) -> Part | None:
-    """Return the part to which a component of a pipeline belongs; None for those without weights."""
-    if name == trained:
-        return "trained"
-    if name.startswith("transformer"):
-        return "transformers"
-    if name.startswith("text_encoder") or name in ("connectors", "prompt_enhancer", "duration_head"):
-        return "text_encoders"
-    return "vae" if name in ("vae", "image_encoder", "audio_vae", "vocoder") else None
-
-
-def dtypes(dtype: torch.dtype, **others: torch.dtype) -> dict[str, Any]:
-    """Return the argument of a pipeline's `from_pretrained` for a dtype, with others by component.
-
-    A VAE has float32, and so has an image encoder, as in diffusers' examples.
-    """
-    name = "dtype" if compare_versions("diffusers", ">=", "0.42") else "torch_dtype"
-    return {name: {"default": dtype, "vae": torch.float32, "image_encoder": torch.float32, **others}}
-
-
-def tile(vae: Any, name_or_path: str) -> None:
-    """Make a VAE work sample by sample and tile by tile.
-
-    Raises:
-        BucketingError: If it cannot.
-    """
-    if not hasattr(vae, "use_tiling"):
-        raise BucketingError(f"The {type(vae).__name__} of {name_or_path} has no tiling; omit `vae_tiling`.")
-    vae.enable_tiling()
-    if hasattr(vae, "use_slicing"):
-        vae.enable_slicing()
-
-
-def pipeline_folder(name_or_path: str) -> Path:
-    """Return the folder of a whole pipeline, which is downloaded if it is on the hub."""
-    from diffusers import DiffusionPipeline
-
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    with from_hub(name_or_path):
-        return Path(DiffusionPipeline.download(name_or_path))
-
-
-def video_spec(name_or_path: str, *, temporal_stride: int = 4, spatial_stride: int = 8) -> LatentSpec:
-    """Read the strides of a pipeline's VAE, by default those given, and the transformer's patch."""
-    vae, transformer = read_configs(name_or_path)
-    patch = transformer["patch_size"]
-    temporal, spatial = (  # the latter names are those of Wan's VAE
-        vae.get(f"{axis}_compression_ratio", vae.get(f"scale_factor_{axis}")) for axis in ("temporal", "spatial")
-    )
-    return LatentSpec(
-        temporal_stride=temporal or temporal_stride,
-        spatial_stride=spatial or spatial_stride,
-        patch=(transformer["patch_size_t"], patch, patch) if isinstance(patch, int) else tuple(patch),
-    )
-
-
-def image_spec(name_or_path: str, *, side: int | None = None) -> LatentSpec:
-    """Read the stride of a pipeline's image VAE from its number of blocks, and the transformer's patch.
-
-    Args:
-        name_or_path (`str`): Pipeline on the hub or in a folder.
-        side (`int`, *optional*): Latent rows and columns per token; by default, the transformer's `patch_size`.
-    """
-    vae, transformer = read_configs(name_or_path)
-    side = transformer["patch_size"] if side is None else side
-    stride = 2 ** (len(vae["block_out_channels"]) - 1)
-    return LatentSpec(temporal_stride=1, spatial_stride=stride, patch=(1, side, side))
-
-
-def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configurations of a pipeline's VAE and transformer, without loading their classes.
-
-    Raises:
-        BucketingError: If there is no pipeline with a VAE and a transformer.
-    """
-    return read_config(name_or_path, "vae"), read_config(name_or_path, "transformer")
-
-
-def read_config(name_or_path: str, component: str) -> dict[str, Any]:
-    """Return the configuration of a component of a pipeline, without loading its class.
-
-    Raises:
-        BucketingError: If there is no pipeline with that component.
-    """
-    from diffusers.configuration_utils import ConfigMixin
-
-    class AnyModel(ConfigMixin):
-        config_name = "config.json"
-
-    with from_hub(name_or_path):
-        config: dict[str, Any] = AnyModel.load_config(name_or_path, subfolder=component)
-    return config

@@ -33,7 +33,7 @@ from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
-from ..models.recipe import PARTS, pipeline_folder, read_config
+from ..models.loading import PARTS, pipeline_folder, read_config
 from ..models.registry import recipe_of
 from ..settings import changed
 from .adapters import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters

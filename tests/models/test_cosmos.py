@@ -14,8 +14,8 @@ from diffusers import CosmosTextToWorldPipeline, EDMEulerScheduler
 
 from hf_bucketing import BucketingError, PackingError, Size
 from hf_bucketing.models import enable_packing
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.objectives import EDM
-from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.testing import make_tiny_pipeline

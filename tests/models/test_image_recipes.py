@@ -13,7 +13,8 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.caching.fingerprints import text_fingerprint
-from hf_bucketing.models.recipe import Loading, Recipe
+from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.memory.planner import plan_memory

@@ -15,8 +15,9 @@ from PIL import Image
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe, write_video
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.loss_mask import LOSS_MASK
-from hf_bucketing.models.recipe import Loading, Recipe
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.wan_vace.packing import CONTROL
 from hf_bucketing.testing import make_tiny_pipeline

@@ -15,7 +15,8 @@ from PIL import Image
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe
-from hf_bucketing.models.recipe import Loading, Recipe, Samples
+from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.recipe import Recipe, Samples
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training.memory.components import read_components

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
 from hf_bucketing.caching.fingerprints import weights_fingerprints
-from hf_bucketing.models.recipe import Loading, Recipe
+from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training.adapters import LORA_WEIGHTS, add_lora

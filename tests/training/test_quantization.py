@@ -18,7 +18,7 @@ from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 
 from hf_bucketing import BucketingError
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.recipe import Loading
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import Packing, packed_forward
 from hf_bucketing.training.adapters import add_lora, save_lora

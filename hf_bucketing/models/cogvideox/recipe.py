@@ -13,7 +13,8 @@ from ...errors import BucketingError, PackingError
 from ...packing.strips import token_grid
 from ..control import ControlRecipe
 from ..first_frame import ENDS, shown_ends
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, read_configs
+from ..loading import read_configs
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
 from .packing import FAMILY, has_table
 
 OFFSET = 2.0

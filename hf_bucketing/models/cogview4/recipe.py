@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
 from ..control import ControlRecipe
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, image_spec
+from ..loading import image_spec
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from ..shift import ShiftLaw, ShiftOfLatents, shift_of_scheduler
 from .packing import FAMILY, TEXT_MULTIPLE
 

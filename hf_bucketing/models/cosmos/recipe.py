@@ -16,8 +16,9 @@ from ...buckets.sizes import LatentSpec, Size
 from ...devices import to_device
 from ...errors import BucketingError
 from ..first_frame import FirstFrameRecipe, with_clean_first_frame
+from ..loading import video_spec
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
-from ..recipe import ModelInputs, Recipe, Samples, video_spec
+from ..recipe import ModelInputs, Recipe, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from .packing import FAMILY
 

@@ -8,7 +8,8 @@ import torch
 
 from ...buckets.sizes import LatentSpec
 from ..control import ControlRecipe
-from ..recipe import Recipe, TextEmbeddings, image_spec
+from ..loading import image_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import BLOCK, FAMILY
 
 

@@ -10,8 +10,9 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...packing.context import bind_checkpoints
+from ..loading import read_configs
 from ..objectives import Objective
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, GLYPH_MASK, GLYPHS
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, TextEmbeddings, video_spec
+from ..loading import video_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY
 
 

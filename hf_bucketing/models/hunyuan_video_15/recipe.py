@@ -11,7 +11,8 @@ import torch
 
 from ...buckets.sizes import LatentSpec, Size
 from ..first_frame import ENDS, pictures, shown_ends
-from ..recipe import Conditions, Loading, ModelInputs, Recipe, Samples, Shown, TextEmbeddings, video_spec
+from ..loading import Loading, video_spec
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, TextEmbeddings
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, video_spec
+from ..loading import video_spec
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, SCALE
 
 

@@ -7,7 +7,8 @@ from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...buckets.sizes import LatentSpec
 from ...devices import to_device
-from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
+from ..loading import image_spec
+from ..recipe import Recipe, Samples, TextEmbeddings
 from .packing import FAMILY
 
 _TOKENS = 120

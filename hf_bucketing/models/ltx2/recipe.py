@@ -9,8 +9,9 @@ import torch
 from ...errors import BucketingError
 from ...media.sample import frame_rates
 from ..first_frame import FirstFrameRecipe
+from ..loading import Loading
 from ..ltx.recipe import LTXRecipe
-from ..recipe import Loading, Recipe, Samples, TextEmbeddings
+from ..recipe import Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, modulates_text
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, TextEmbeddings, image_spec
+from ..loading import image_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY
 
 

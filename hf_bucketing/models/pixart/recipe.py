@@ -9,7 +9,8 @@ import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...buckets.sizes import LatentSpec, Size
-from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
+from ..loading import image_spec
+from ..recipe import Recipe, Samples, TextEmbeddings
 from .packing import FAMILY
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from ..loading import read_configs
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from .packing import BLOCK, FAMILY
 
 

@@ -9,7 +9,8 @@ import torch
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
-from ..recipe import Recipe, TextEmbeddings, image_spec
+from ..loading import image_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY
 
 

@@ -11,7 +11,8 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ..first_frame import ENDS, first_latents, pictures, shown_ends, with_clean_first_frame
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, video_spec
+from ..loading import video_spec
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
 from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS, TEXT_LENGTH
 
 IMAGE_LATENTS = "image_latents"

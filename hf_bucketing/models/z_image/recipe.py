@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, TextEmbeddings, image_spec
+from ..loading import image_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY, PATCH
 
 

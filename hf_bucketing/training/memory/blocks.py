@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...models import loading
 from ...models.registry import recipe_of
 from ..config import TrainingConfig
 
@@ -17,7 +18,8 @@ def empty_transformer(config: TrainingConfig) -> Any:
         BucketingError: If there is no such transformer.
     """
     name = config.pretrained_model_name_or_path
-    return recipe_of(name).empty_transformer(name, config.trained_component)
+    recipe_of(name)  # refuses pipelines that cannot be trained
+    return loading.empty_transformer(name, config.trained_component)
 
 
 def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:

@@ -27,7 +27,8 @@ from ...buckets.sizes import Size
 from ...columns.arrays import column_array
 from ...columns.prepared import PreparedDataset
 from ...errors import BucketingError
-from ...models.recipe import Recipe, read_configs
+from ...models.loading import read_configs
+from ...models.recipe import Recipe
 from ..checkpoint import SHARDED
 from ..config import TrainingConfig
 from ..data import counting_spec

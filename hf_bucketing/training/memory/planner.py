@@ -13,7 +13,7 @@ import torch
 
 from ...buckets.sizes import LatentSpec, Size
 from ...errors import BucketingError
-from ...models.recipe import Part, part_of, tile
+from ...models.loading import Part, part_of, tile
 from ...units import format_bytes
 from ..adapters import check_loads_lora
 from ..settings.plan import PlanConfig

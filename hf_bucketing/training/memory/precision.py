@@ -7,7 +7,7 @@ from accelerate import Accelerator
 
 from ...columns.prepared import PreparedDataset
 from ...errors import BucketingError
-from ...models.recipe import PARTS, Loading, Part
+from ...models.loading import PARTS, Loading, Part
 from ..config import TrainingConfig
 from .quantization import quantization_of
 from .sharding import loads_empty
