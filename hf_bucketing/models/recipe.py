@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,9 @@ from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
 from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
-from ..packing.family import Family
+from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
-from .loading import Loading, Part, load_pipeline, part_of, read_config
+from .loading import Loading, Part, image_spec, load_pipeline, part_of, read_config, video_spec
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
@@ -54,7 +53,9 @@ class TextEmbeddings(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> TextEmbeddings:
         """Cast the embeddings to another dtype."""
-        others = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.others.items()}
+        others = {
+            name: values.to(dtype) if values.is_floating_point() else values for name, values in self.others.items()
+        }
         return TextEmbeddings(self.values.to(dtype), self.mask, others)
 
     def trimmed(self) -> TextEmbeddings:
@@ -137,7 +138,7 @@ IMAGES = ("image", "last_image")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(ABC):
+class Recipe:
     """A loaded pipeline with one transformer to train, and everything that training needs to know about it.
 
     Args:
@@ -182,6 +183,8 @@ class Recipe(ABC):
     """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    trims_text: ClassVar[bool] = False
+    """Whether a stack runs with no more padding than its longest text needs."""
     null_as_long: ClassVar[bool] = False
     """Whether the null text has as many tokens as the caption that it replaces, the padding of the empty caption
     included; else it is the empty caption."""
@@ -214,7 +217,7 @@ class Recipe(ABC):
             replaced=cls.replaced_components(),
         )
         if (transformer := getattr(pipeline, trained)) is not None:
-            cls.family.freeze_unused(transformer)
+            freeze_unused(cls.family, transformer)
         return cls(
             pipeline=pipeline,
             spec=cls.read_spec(name_or_path),
@@ -236,9 +239,9 @@ class Recipe(ABC):
         return {}
 
     @classmethod
-    @abstractmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read strides and patch from the configurations alone, without loading weights."""
+        """Read the strides of the VAE and the patch of the transformer from the configurations, without weights."""
+        return (image_spec if cls.image_vae else video_spec)(name_or_path)
 
     @classmethod
     def text_tokens(cls, max_sequence_length: int | None = None) -> int:
@@ -247,7 +250,7 @@ class Recipe(ABC):
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         """
-        if not cls.family.text_in_sequence:
+        if not cls.family.text.in_sequence:
             return 0
         return (max_sequence_length or cls.default_sequence_length) + cls.added_text_tokens
 
@@ -456,21 +459,21 @@ class Recipe(ABC):
             encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
         return encoded
 
-    def check_conditions(self, given: Collection[str]) -> None:
+    def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
 
         Args:
-            given (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
+            names (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
                 weighs the loss.
         """
         taken = (*self.shown, MASK)
-        if unknown := sorted(set(given) - set(taken)):
+        if unknown := sorted(set(names) - set(taken)):
             raise BucketingError(
                 f"A {self.pipeline_class} is not shown {quoted(unknown)}, which the data set has; of a data set's "
                 f"conditions it takes {quoted(taken)}. Prepare the data set again without the others, or train a "
                 "pipeline that takes them."
             )
-        if missing := sorted(set(self.required) - set(given)):
+        if missing := sorted(set(self.required) - set(names)):
             raise BucketingError(
                 f"A {self.pipeline_class} must be shown {quoted(missing)}, which the data set lacks; name their "
                 f"columns when it is prepared, such as --{missing[0]}_column of scripts/prepare_dataset.py."
@@ -484,13 +487,13 @@ class Recipe(ABC):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions as the pipeline does, with a mask where the model does not attend to padding."""
-        values, *others = self.pipeline.encode_prompt(
-            captions,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
-        return TextEmbeddings(values, others[0] if self.family.text_rule == "masked" else None)
+        values, *others = self._encode_prompt(captions, do_classifier_free_guidance=False)
+        return TextEmbeddings(values, others[0] if self.family.text.padding == "masked" else None)
+
+    def _encode_prompt(self, captions: str | list[str], **options: Any) -> Any:
+        """Call `encode_prompt` of the pipeline with this recipe's length, where its text encoder is."""
+        device, length = self.pipeline.text_encoder.device, self.max_sequence_length
+        return self.pipeline.encode_prompt(captions, max_sequence_length=length, device=device, **options)
 
     def encode_null(self) -> TextEmbeddings:
         """Encode the null text, `(1, length, dim)`, that stands for a dropped caption: the empty caption's.
@@ -511,11 +514,11 @@ class Recipe(ABC):
 
         By default it is what comes from its caption and, where the model embeds one, the guidance scale, `(n,)`.
         """
-        given: dict[str, Any] = dict(samples.text.others)
+        inputs: dict[str, Any] = dict(samples.text.others)
         if self.embeds_guidance:
             assert self.guidance_factor is not None, "else the model embeds none"
-            given["guidance"] = torch.full_like(samples.fps, self.guidance * self.guidance_factor)
-        return given
+            inputs["guidance"] = torch.full_like(samples.fps, self.guidance * self.guidance_factor)
+        return inputs
 
     def refusal(self, samples: Samples) -> str | None:
         """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""
@@ -537,16 +540,19 @@ class Recipe(ABC):
         """
         if reason := self.refusal(samples):
             raise BucketingError(reason)
+        text = samples.text.trimmed() if self.trims_text else samples.text
         patch, timesteps = self.family.patch(self.transformer), inputs.timesteps
         if not isinstance(timesteps, torch.Tensor):
             grid = token_grid(inputs.latents[0], patch, sample=0)
-            timesteps = torch.stack([token_timesteps(one, grid, sample=row) for row, one in enumerate(timesteps)])
+            timesteps = torch.stack(
+                [token_timesteps(levels, grid, sample=row) for row, levels in enumerate(timesteps)]
+            )
         stack = Rows(
             latents=torch.stack(list(inputs.latents)),
             timesteps=timesteps,
-            text=samples.text.values,
+            text=text.values,
             patch=patch,
-            text_mask=samples.text.mask,
+            text_mask=text.mask,
             conditioning={
                 name: values if isinstance(values, torch.Tensor) else torch.stack(list(values))
                 for name, values in inputs.conditioning.items()
@@ -569,9 +575,9 @@ class Recipe(ABC):
         Returns:
             `numpy.ndarray` of shape `(frames, height, width, 3)`: In [0, 1].
         """
-        images = zip(IMAGES, (image, last_image), strict=True)
-        given = {name: one for name, one in images if one is not None}
-        call = {**given, **self.duration(size.frames), **options}
+        pairs = zip(IMAGES, (image, last_image), strict=True)
+        images = {name: frame for name, frame in pairs if frame is not None}
+        call = {**images, **self.duration(size.frames), **options}
         result = self.pipeline(prompt=prompt, height=size.height, width=size.width, output_type="np", **call)
         return np.asarray(result.images if "images" in result else result.frames[0])
 

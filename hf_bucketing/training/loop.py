@@ -612,7 +612,7 @@ class Trainer:
             idle = set(PARTS) - {"trained", *self.calls}
             lent = self.recipe.lent_to(self.accelerator.device, *idle)
             removed, averages = self.context_parallel.removed(), self._averages()
-            with averages, removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
+            with averages, removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe):
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
         self.accelerator.wait_for_everyone()
 

@@ -232,7 +232,7 @@ def test_adapters_take_part(name: str) -> None:
 @torch.no_grad()
 def test_texts_may_come_padded_with_a_mask(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)
-    rule = family_of(model).text_rule
+    rule = family_of(model).text.padding
     longest, count = max(map(len, samples.text)), len(samples.text)
     if rule != "masked":
         return  # what the model attends to as padding is part of each text already

@@ -120,7 +120,7 @@ def test_the_loss_is_the_one_by_hand(
         lengths = record_text_lengths(monkeypatch)
     losses = step(recipe.transformer, batch, epoch=1).values
     assert losses.tolist() == pytest.approx(by_hand, abs=case.tolerance, rel=case.tolerance)
-    if batching == "pack" and recipe.family.text_in_sequence:
+    if batching == "pack" and recipe.family.text.in_sequence:
         assert max(lengths) <= recipe.text_tokens(recipe.max_sequence_length), "max_tokens counts the text"
 
 

@@ -30,7 +30,7 @@ def padded_with(samples: Samples, value: float) -> tuple[torch.Tensor, torch.Ten
 @torch.no_grad()
 def test_masked_text_is_what_the_pipeline_makes_of_it(case: FamilyCase) -> None:
     model, samples = case.model(), Samples(case=case)
-    rule = family_of(model).text_rule
+    rule = family_of(model).text.padding
     padded, mask = padded_with(samples, 0.5 if rule == "encoded_padding" else torch.nan)
     packing = enable_packing(model, strip_length=4)
 

@@ -17,6 +17,7 @@ import torch
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.packing.texts import TextTokens
 from hf_bucketing.settings import flatten
 from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training import AdapterConfig, MemoryConfig, OptimizerConfig, PlanConfig, TrainingConfig, plan_memory
@@ -283,7 +284,7 @@ def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monke
     apart = plan_components(components, config)
     assert (apart.shape.samples, apart.shape.length) == (4, 4 * 48)
     alone = largest_tokens(components, CPU, memory=apart.total, at_most=480)
-    monkeypatch.setattr(type(components.recipe.family), "text_in_sequence", True)
+    monkeypatch.setattr(TextTokens, "in_sequence", True)
     joint = plan_components(components, config).shape
     assert (joint.samples, joint.tokens, joint.text_tokens, joint.length) == (3, 3 * 48, 3 * 16, 3 * 64)
     assert (alone, largest_tokens(components, CPU, memory=apart.total, at_most=480)) == (4 * 48, 4 * 64)

@@ -24,6 +24,7 @@ from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import Rotary
+from ...packing.texts import TextTokens
 from ..joint import JointFamily, of_text
 from ..positions import one_table, rotary_tables
 
@@ -37,8 +38,7 @@ class CogVideoXFamily(JointFamily):
     transformer_class = "CogVideoXTransformer3DModel"
     tested_forwards = ("1d9ec921fa79",)
     stock_processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
-    text_channels = "text_embed_dim"
-    text_rule = "encoded_padding"
+    text = TextTokens(rows="slots", channels="text_embed_dim", padding="encoded_padding")
     interpolates = True
     latents_as = "frames_first"
     attention_kwargs = "attention_kwargs"
@@ -88,7 +88,8 @@ class CogVideoXFamily(JointFamily):
         return {"ofs": lambda grids: torch.full((len(grids),), 2.0)} if transformer.config.ofs_embed_dim else {}
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse texts that do not have the length of the table of positions."""
+        """Refuse also texts that do not have the length of the table of positions."""
+        super().check_layout(transformer, layout)
         length = self.text_length(transformer)
         if length is not None and set(layout.text_lengths) != {length}:
             raise PackingError(

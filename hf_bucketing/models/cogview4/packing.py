@@ -20,6 +20,7 @@ from ...packing.family import Draw, Transformer
 from ...packing.names import Grid
 from ...packing.positions import shape_only
 from ...packing.processors import PackedJointAttnProcessor, Rotary, rotate_channels
+from ...packing.texts import TextTokens
 from ..joint import JointFamily, of_text
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class CogView4Family(JointFamily):
     tested_forwards = ("8fde5b83ce78",)
     processor_class = PackedCogView4AttnProcessor
     stock_processors = ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor")
-    text_channels = "text_embed_dim"
+    text = TextTokens(rows="slots", channels="text_embed_dim")
     images_only = True
     latents_as = "images"
     attention_kwargs = "attention_kwargs"

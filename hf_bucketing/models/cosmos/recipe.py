@@ -224,9 +224,9 @@ class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Put the clean first frame into the noisy latents, at its own timestep."""
         inputs = _with_first_frame(samples, conditioning=self.conditioning(samples))
-        given = CONDITION_SIGMA / (CONDITION_SIGMA + 1)
+        conditioned = CONDITION_SIGMA / (CONDITION_SIGMA + 1)
         pairs = zip(inputs.timesteps, inputs.weights or (), strict=True)
-        timesteps = [torch.where(weight[0, :, 0, 0] > 0, timestep, given) for timestep, weight in pairs]
+        timesteps = [torch.where(weight[0, :, 0, 0] > 0, timestep, conditioned) for timestep, weight in pairs]
         return replace(inputs, timesteps=timesteps)
 
 

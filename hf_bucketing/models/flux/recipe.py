@@ -31,11 +31,7 @@ class FluxRecipe(Recipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions by T5, and by CLIP to one pooled embedding each."""
-        values, pooled, _ = self.pipeline.encode_prompt(
-            captions,
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
+        values, pooled, _ = self._encode_prompt(captions)
         return TextEmbeddings(values, others={"pooled_projections": pooled})
 
 

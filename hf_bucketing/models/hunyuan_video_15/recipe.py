@@ -46,7 +46,8 @@ class HunyuanVideo15Recipe(Recipe):
 
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode sample by sample: the attention mask of diffusers' VAE fits one sample only."""
-        return torch.cat([super(HunyuanVideo15Recipe, self).encode_latents(one) for one in pixel_values.split(1)])
+        encode = super().encode_latents
+        return torch.cat([encode(sample) for sample in pixel_values.split(1)])
 
     @property
     def latent_channels(self) -> int:

@@ -18,6 +18,7 @@ from ...packing.family import Draw, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
+from ...packing.texts import TextTokens
 from ..joint import JointFamily, of_text
 
 BLOCK = 2
@@ -53,7 +54,7 @@ class QwenImageFamily(JointFamily):
     tested_forwards = ("ff06e8bc147f",)
     processor_class = PackedQwenDoubleStreamAttnProcessor
     stock_processors = ("QwenDoubleStreamAttnProcessor2_0",)
-    text_channels = "joint_attention_dim"
+    text = TextTokens(rows="slots", channels="joint_attention_dim")
     images_only = True
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"

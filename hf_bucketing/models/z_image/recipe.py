@@ -29,12 +29,7 @@ class ZImageRecipe(Recipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions in the tokenizer's chat template, and pad them to `max_sequence_length` for a mask."""
-        texts, _ = self.pipeline.encode_prompt(
-            list(captions),  # the pipeline writes into it
-            device=self.pipeline.text_encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
+        texts, _ = self._encode_prompt(list(captions), do_classifier_free_guidance=False)  # which writes into the list
         values = pad_sequence(texts, batch_first=True)
         mask = pad_sequence([text.new_ones(len(text), dtype=torch.long) for text in texts], batch_first=True)
         missing = self.max_sequence_length - values.shape[1]
