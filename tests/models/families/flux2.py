@@ -13,9 +13,14 @@ from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
 
 def make_flux2(**config: Any) -> Flux2Transformer2DModel:
     settings = {
-        **{"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16},
-        **{"num_attention_heads": 2, "joint_attention_dim": 16, "timestep_guidance_channels": 32},
-        **{"axes_dims_rope": (4, 4, 4, 4)},
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "timestep_guidance_channels": 32,
+        "axes_dims_rope": (4, 4, 4, 4),
     }
     return Flux2Transformer2DModel(**{**settings, **config})
 

@@ -17,10 +17,19 @@ CONTROL_CHANNELS, LAYERS = 5, [0, 2]
 
 def make(**config: Any) -> WanVACETransformer3DModel:
     settings = {
-        **{"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4},
-        **{"out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48, "num_layers": 3},
-        **{"cross_attn_norm": True, "rope_max_seq_len": 64, "vace_layers": LAYERS},
-        **{"vace_in_channels": CONTROL_CHANNELS},
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 32,
+        "ffn_dim": 48,
+        "num_layers": 3,
+        "cross_attn_norm": True,
+        "rope_max_seq_len": 64,
+        "vace_layers": LAYERS,
+        "vace_in_channels": CONTROL_CHANNELS,
     }
     return WanVACETransformer3DModel(**{**settings, **config})
 
