@@ -165,6 +165,19 @@ def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "
     return handles
 
 
+def hook_joint_norms(norms: Iterable[torch.nn.Module], *, text_outputs: Sequence[int]) -> list[Any]:
+    """Let norms of tokens and text, which also return gates, modulate the text by its own sample's timestep.
+
+    Args:
+        norms (iterable of `torch.nn.Module`): Norms that are called with tokens, text and an embedding of timesteps.
+        text_outputs (sequence of `int`): Positions of the text's tensors in what they return.
+
+    Returns:
+        `list`: Handles of the hooks.
+    """
+    return [norm.register_forward_hook(partial(_modulate_text_outputs, text_outputs)) for norm in norms]
+
+
 def hook_row_modulation(norms: Iterable[torch.nn.Module], *, text_first: bool) -> list[Any]:
     """Let norms of rows that hold text slots and tokens modulate the text by its own sample's timestep.
 
@@ -183,6 +196,17 @@ def hook_row_modulation(norms: Iterable[torch.nn.Module], *, text_first: bool) -
 def _modulate_text(norm: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
     text, *embedding = args
     return (text, *map(of_text, embedding)), {name: of_text(value) for name, value in kwargs.items()}
+
+
+def _modulate_text_outputs(
+    text_outputs: Sequence[int], norm: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    if active_layout().joint.text_strips() is None:
+        return output
+    hidden_states, text, embedding = args
+    # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
+    again = norm.forward(hidden_states[:, :0], text, of_text(embedding))
+    return tuple(again[part] if part in text_outputs else values for part, values in enumerate(output))
 
 
 def _modulate_row(
@@ -235,6 +259,11 @@ class ModulatedRows:
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ModulatedRows:
         return ModulatedRows([function(part) for part in self.parts], self.sizes)
+
+
+def embeddings_of_text(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Give a module that modulates text the embeddings of the text's own sample; a forward pre-hook."""
+    return tuple(map(of_text, args))
 
 
 def of_text(values: torch.Tensor) -> torch.Tensor:

@@ -93,12 +93,9 @@ def load_pipeline(
 
 def _omitted_components(index: Mapping[str, Any], trained: str, loading: Loading) -> list[str]:
     """Return the components of a pipeline that are not loaded, or with which it does not come."""
+    absent = [name for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is None]
     parts = {name: part_of(name, trained=trained) for name in index}
-    return [
-        name
-        for name, part in parts.items()
-        if (part is not None and part not in loading.parts) or _is_absent(index[name])
-    ]
+    return absent + [name for name, part in parts.items() if part is not None and part not in loading.parts]
 
 
 def empty_transformer(name_or_path: str, trained: str) -> Any:
@@ -129,11 +126,6 @@ def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> N
     """Raise BucketingError if the index of a pipeline names no such transformer."""
     if index.get(trained, (None,))[0] is None:
         raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
-
-
-def _is_absent(component: Any) -> bool:
-    """Return whether the index of a pipeline says that it comes without a component."""
-    return isinstance(component, (list, tuple)) and component[0] is None
 
 
 def part_of(name: str, *, trained: str) -> Part | None:

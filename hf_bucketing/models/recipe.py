@@ -173,6 +173,8 @@ class Recipe:
     """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
+    token_side: ClassVar[int | None] = None
+    """Latent rows and columns per token of such a model; by default, the transformer's `patch_size`."""
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
     shown: ClassVar[tuple[str, ...]] = ()
@@ -241,7 +243,7 @@ class Recipe:
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer from the configurations, without weights."""
-        return (image_spec if cls.image_vae else video_spec)(name_or_path)
+        return image_spec(name_or_path, side=cls.token_side) if cls.image_vae else video_spec(name_or_path)
 
     @classmethod
     def text_tokens(cls, max_sequence_length: int | None = None) -> int:

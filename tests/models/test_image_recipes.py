@@ -99,7 +99,7 @@ def test_all_text_encoders_move_together(load: Load) -> None:
     recipe = load("flux")
     assert len(recipe.modules("text_encoders")) == 2
     recipe.to("meta", "text_encoders")
-    devices = {one.device.type for one in (recipe.pipeline.text_encoder, recipe.pipeline.text_encoder_2)}
+    devices = {encoder.device.type for encoder in (recipe.pipeline.text_encoder, recipe.pipeline.text_encoder_2)}
     assert devices == {"meta"}
     assert recipe.pipeline.vae.device.type == "cpu"
 

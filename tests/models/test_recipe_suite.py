@@ -59,7 +59,7 @@ def batch_of(case: RecipeCase, shown: Sequence[str], *, stacked: bool) -> dict[s
         "caption": list(case.captions[: len(sizes)]),
         "fps": [8.0 if size[0] > 1 else 0.0 for size in sizes],
         "index": [3, 4, 5][: len(sizes)],
-        "shown": {name: [one[name] for one in drawn] for name in shown},
+        "shown": {name: [sample[name] for sample in drawn] for name in shown},
     }
 
 

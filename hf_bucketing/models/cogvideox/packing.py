@@ -25,7 +25,7 @@ from ...packing.names import Grid
 from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import Rotary
 from ...packing.texts import TextTokens
-from ..joint import JointFamily, of_text
+from ..joint import JointFamily, hook_joint_norms
 from ..positions import one_table, rotary_tables
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class CogVideoXFamily(JointFamily):
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
         norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm2)]
-        handles: list[Any] = [norm.register_forward_hook(_modulate_text) for norm in norms]
+        handles = hook_joint_norms(norms, text_outputs=(1, 3))
         if transformer.config.use_rotary_positional_embeddings:
             handles += super().hook_positions(transformer, base_size)
         if has_table(transformer.config):
@@ -147,18 +147,6 @@ def _add_table(
     layout = active_layout()
     (table,) = position_strips(layout, lambda grid: tables(embed, grid, output.device))
     return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
-
-
-def _modulate_text(
-    norm: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Replace what a norm made of the text, and its gate, by those of the text's own sample."""
-    if active_layout().joint.text_strips() is None:
-        return output
-    hidden_states, text, embedding = args
-    # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
-    _, text, _, gate = norm.forward(hidden_states[:, :0], text, of_text(embedding))
-    return output[0], text, output[2], gate
 
 
 class _WithoutTable:

@@ -139,11 +139,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         """Put the first frame's latent beside the noisy ones, as further channels."""
         inputs = super().model_inputs(samples)
         pairs = zip(inputs.latents, samples.conditions["image_latents"], strict=True)
-        return ModelInputs(
-            latents=[_with_image(noisy, image) for noisy, image in pairs],
-            timesteps=inputs.timesteps,
-            conditioning=inputs.conditioning,
-        )
+        return replace(inputs, latents=[_with_image(noisy, image) for noisy, image in pairs])
 
 
 def _with_image(noisy: torch.Tensor, image: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class HunyuanImageFamily(JointFamily):
     tested_forwards = ("d8631d951c7a",)
     stock_processors = ("HunyuanImageAttnProcessor",)
     text = TextTokens(rows="per_sample", channels="text_embed_dim", shortest=1)
-    cast_inputs = (*JointFamily.cast_inputs, GLYPHS, GLYPH_MASK)
+    cast_inputs = (*JointFamily.cast_inputs, GLYPHS, GLYPH_MASK, "timestep")
     images_only = True
     latents_as = "images"
     position_module = "rope"

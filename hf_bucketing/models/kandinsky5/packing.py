@@ -26,7 +26,7 @@ from ...packing.processors import Processor, attend
 from ...packing.segments import SegmentSpans
 from ...packing.strips import by_strip
 from ...packing.texts import TextTokens
-from ..joint import JointFamily, of_text
+from ..joint import JointFamily, embeddings_of_text
 
 SCALE = "scale_factor"
 
@@ -147,7 +147,7 @@ class Kandinsky5Family(JointFamily):
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions of tokens, and the modulation of text."""
         modulations = [
-            block.text_modulation.register_forward_pre_hook(_modulate_text)
+            block.text_modulation.register_forward_pre_hook(embeddings_of_text)
             for block in transformer.text_transformer_blocks
         ]
         return [
@@ -194,11 +194,6 @@ def _locate(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.T
         # module.forward instead of module(…), which would call the hook again
         samples.append(module.forward((1, *grid), positions, tuple(scale)).flatten(0, 3))
     return by_strip(samples, layout)[:, None, None]
-
-
-def _modulate_text(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Give a block of text the embeddings of the text's own sample."""
-    return tuple(map(of_text, args))
 
 
 FAMILY = Kandinsky5Family()

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ...buckets.sizes import LatentSpec
-from ..loading import image_spec
 from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY, PATCH
 
@@ -18,13 +16,9 @@ class ZImageRecipe(Recipe):
     pipeline_class = "ZImagePipeline"
     family = FAMILY
     image_vae = True
+    token_side = PATCH  # with which the pipeline calls the transformer
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the stride of the VAE; the patch is the one with which the pipeline calls the transformer."""
-        return image_spec(name_or_path, side=PATCH)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -45,8 +45,8 @@ def flux2_call(
 def flux2_alone(
     model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
 ) -> torch.Tensor:
-    given = {name: values[None] for name, values in conditioning.items()}
-    return flux2_call(model, latent[None, :, 0], timestep[None], text[None], **given)[0][:, None]
+    kwargs = {name: values[None] for name, values in conditioning.items()}
+    return flux2_call(model, latent[None, :, 0], timestep[None], text[None], **kwargs)[0][:, None]
 
 
 def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:

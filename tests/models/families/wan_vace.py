@@ -70,14 +70,14 @@ def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     video, mask, reference = (shown.get(name) for name in ("control", "mask", "reference"))
     if video is None and mask is not None:
         video = torch.where(mask > 0.5, 0.0, drawn.pixels)
-    given = {
+    clips = {
         "video": None if video is None else [(video / 2 + 0.5).unbind(1)],
         "mask": None if mask is None else [mask.expand(3, -1, -1, -1).unbind(1)],
     }
-    given = {name: None if clip is None else torch.stack(clip[0])[None] for name, clip in given.items()}
+    clips = {name: None if clip is None else torch.stack(clip[0])[None] for name, clip in clips.items()}
     images = None if reference is None else picture(reference[:, 0])
     made = pipeline.preprocess_conditions(
-        **given, reference_images=images, height=height, width=width, num_frames=frames,
+        **clips, reference_images=images, height=height, width=width, num_frames=frames,
         dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     control = pipeline.prepare_video_latents(*made, device=torch.device("cpu"))
