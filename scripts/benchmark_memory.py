@@ -35,7 +35,7 @@ from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
-from hf_bucketing.models.recipe import Loading
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.planner.memory import PLAN_ERROR
 from hf_bucketing.testing import make_tiny_pipeline

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
 
     from hf_bucketing.caching import cache_dataset
     from hf_bucketing.columns import PreparedDataset
-    from hf_bucketing.models.recipe import Loading, Part
+    from hf_bucketing.models.loading import Loading, Part
     from hf_bucketing.models.registry import recipe_of
     from hf_bucketing.training.agreement import check_shared
 

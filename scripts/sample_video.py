@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> None:
     from diffusers import DiffusionPipeline
 
     from hf_bucketing.media import write_image, write_video
-    from hf_bucketing.models.recipe import dtypes, tile
+    from hf_bucketing.models.loading import dtypes, tile
 
     check_writable(args.output)
     if args.offload != "none" and not torch.accelerator.is_available():
@@ -163,7 +163,8 @@ def images_needed(
     args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter], class_name: str
 ) -> Sequence[str]:
     """Return the arguments of the pipeline's call for the images without which it cannot run."""
-    from hf_bucketing.models.recipe import IMAGES, read_config
+    from hf_bucketing.models.loading import read_config
+    from hf_bucketing.models.recipe import IMAGES
     from hf_bucketing.models.registry import recipes
 
     if class_name in recipes():  # some pipelines that need an image have a default of None

@@ -361,8 +361,8 @@ class BucketSearch:
         for group in reversed(self.groups):
             rows = _rows(_of_kind(group, frames) & (reason != Rejection.TOO_SMALL))
             if rows is not None:
-                own = samples.select(rows)
-                near = self.rule.is_near(self._error(group, group.nearest(own), own))
+                chosen = samples.select(rows)
+                near = self.rule.is_near(self._error(group, group.nearest(chosen), chosen))
                 reason[rows] = np.where(near, Rejection.TOO_SMALL, Rejection.ASPECT)
         return reason
 

@@ -177,14 +177,14 @@ def _least_absolute(columns: FloatArray, values: FloatArray) -> FloatArray:
     """Return the coefficients, at least 0, of the least sum of absolute errors, by reweighted least squares."""
     scale, smallest = np.linalg.norm(columns, axis=0), 1e-9 * float(np.median(values))
     scaled, weights = columns / scale, np.ones(len(values))
-    found = np.zeros(columns.shape[1])
+    solution = np.zeros(columns.shape[1])
     for _ in range(_ITERATIONS):
         weighted = scaled * weights[:, None]
-        previous, found = found, _non_negative(weighted.T @ scaled, weighted.T @ values)
-        if np.allclose(found, previous, rtol=1e-9, atol=0):
+        previous, solution = solution, _non_negative(weighted.T @ scaled, weighted.T @ values)
+        if np.allclose(solution, previous, rtol=1e-9, atol=0):
             break
-        weights = 1 / np.maximum(np.abs(values - scaled @ found), smallest)
-    coefficients: FloatArray = found / scale
+        weights = 1 / np.maximum(np.abs(values - scaled @ solution), smallest)
+    coefficients: FloatArray = solution / scale
     return coefficients
 
 

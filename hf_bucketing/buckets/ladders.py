@@ -139,11 +139,11 @@ def token_ladder(
         raise BucketingError("token_ladder needs a budget, a number of frames, and a tolerance from 0 to below 1.")
     goals = _aspect_goals(max_aspect_ratio, aspect_step)
     reach = max(aspect_step / 2 if math.isfinite(aspect_step) else 0, math.log(1.1))
-    own, largest = _on_grid(sizes, spec), max(tokens)
+    native, largest = _on_grid(sizes, spec), max(tokens)
     buckets: dict[Size, int] = {}
     for count in sorted(set(frames)):
         per_frame, _, _ = spec.grid(Size(count, *spec.multiples))
-        admitted = {shape: spec.num_tokens(Size(count, *shape)) for shape in own}
+        admitted = {shape: spec.num_tokens(Size(count, *shape)) for shape in native}
         admitted = {shape: number for shape, number in admitted.items() if number <= largest * (1 + tolerance)}
         budgets = sorted(set(tokens))
         for number in admitted.values():  # the first of like sizes makes the budget of the others

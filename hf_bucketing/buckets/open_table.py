@@ -168,24 +168,24 @@ class OpenTable:
         if len(count) and (t.max() > 512 or max(h.max(), w.max()) > 2048):
             raise BucketingError("A sample is larger than 512 × 2048 × 2048 tokens; use a BucketTable to bound it.")
         error = np.abs(np.log(whole[2] / whole[1]) - np.log(np.maximum(width, 1) / np.maximum(height, 1)))
-        own = Assignment(
+        assignment = Assignment(
             bucket_id=np.where(usable, _id_of_grid(t, h, w), REJECTED_BUCKET).astype(np.int32),
             rejection=rejection,
             aspect_error=np.where(usable, error, np.nan).astype(np.float32),
         )
         if self.image_sizes is not None:
-            self._move_images(own, np.flatnonzero(usable & (count == 1)), whole[1:])
-        return own
+            self._move_images(assignment, np.flatnonzero(usable & (count == 1)), whole[1:])
+        return assignment
 
-    def _move_images(self, own: Assignment, rows: IntArray, sides: Sequence[IntArray]) -> None:
+    def _move_images(self, assignment: Assignment, rows: IntArray, sides: Sequence[IntArray]) -> None:
         """Replace the assignment of the rows that are images."""
         assert self.image_sizes is not None
         taken = self.image_sizes.assign(sides[0][rows], sides[1][rows])
         height, width = np.array(self.image_sizes.sizes)[taken.bucket_id].T
         ids = _id_of_grid(*self.spec.grid_of(np.ones_like(height), height, width))
-        own.bucket_id[rows] = np.where(has_bucket(taken.bucket_id), ids, REJECTED_BUCKET)
-        own.rejection[rows] = taken.rejection
-        own.aspect_error[rows] = taken.aspect_error
+        assignment.bucket_id[rows] = np.where(has_bucket(taken.bucket_id), ids, REJECTED_BUCKET)
+        assignment.rejection[rows] = taken.rejection
+        assignment.aspect_error[rows] = taken.aspect_error
 
     def images_at_video_sizes(
         self,

@@ -154,8 +154,8 @@ class BucketTable:
         wanted = None if size is None else tuple(map(int, size))
         fitting = [
             position
-            for position, own in enumerate(self.sizes)
-            if wanted in (None, (own.frames, own.height, own.width), (own.height, own.width))
+            for position, bucket in enumerate(self.sizes)
+            if wanted in (None, tuple(bucket), (bucket.height, bucket.width))
         ]
         if not fitting:
             sizes = ", ".join(map(str, self.sizes))

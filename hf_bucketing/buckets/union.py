@@ -31,7 +31,7 @@ def union_of_tables(tables: Sequence[BucketTable]) -> tuple[BucketTable, list[In
     Example:
         >>> a, b = BucketTable.parse("64,96;96,64"), BucketTable.parse("80,80;96,64")
         >>> table, ids = union_of_tables([a, b])
-        >>> [tuple(size) for size in table.sizes], [own.tolist() for own in ids]
+        >>> [tuple(size) for size in table.sizes], [positions.tolist() for positions in ids]
         ([(1, 64, 96), (1, 96, 64), (1, 80, 80)], [[0, 1], [2, 1]])
     """
     if not tables:
@@ -45,27 +45,27 @@ def union_of_tables(tables: Sequence[BucketTable]) -> tuple[BucketTable, list[In
     sizes = tuple(dict.fromkeys(size for table in tables for size in table.sizes))
     position = {size: number for number, size in enumerate(sizes)}
     tiers = _tiers(tables)
-    table = BucketTable(
+    union = BucketTable(
         sizes=sizes, tiers=tuple(tiers[size] for size in sizes), base=position[bases[0]] if bases else None
     )
-    return table, [np.array([position[size] for size in one.sizes], np.int64) for one in tables]
+    return union, [np.array([position[size] for size in table.sizes], np.int64) for table in tables]
 
 
 def _tiers(tables: Sequence[BucketTable]) -> dict[Size, int]:
     """Return the tier of each size: that of its table, if all agree, or the rank of that tier's largest frame."""
-    given: dict[Size, set[int]] = {}
+    named: dict[Size, set[int]] = {}
     areas: dict[tuple[int, int], int] = {}
     for number, table in enumerate(tables):
         for size, tier in zip(table.sizes, table.tiers, strict=True):
-            given.setdefault(size, set()).add(tier)
+            named.setdefault(size, set()).add(tier)
             areas[number, tier] = max(areas.get((number, tier), 0), size.height * size.width)
     if all(set(table.sizes) == set(tables[0].sizes) for table in tables) and all(
-        len(own) == 1 for own in given.values()
+        len(tiers) == 1 for tiers in named.values()
     ):
-        return {size: next(iter(own)) for size, own in given.items()}
+        return {size: next(iter(tiers)) for size, tiers in named.items()}
     rank = {area: number for number, area in enumerate(sorted(set(areas.values())))}
-    tiers: dict[Size, int] = {}
+    ranks: dict[Size, int] = {}
     for number, table in enumerate(tables):
         for size, tier in zip(table.sizes, table.tiers, strict=True):
-            tiers[size] = max(tiers.get(size, 0), rank[areas[number, tier]])
-    return tiers
+            ranks[size] = max(ranks.get(size, 0), rank[areas[number, tier]])
+    return ranks

@@ -69,8 +69,10 @@ def check_length(
         step (`float`): Seconds per frame of the sample.
         is_clip (`bool`): Whether the sample is a clip of a longer video, which the condition may show whole.
     """
-    own = f"The {name} {path} has {num_frames} frames at {fps:g} fps"
+    length = f"The {name} {path} has {num_frames} frames at {fps:g} fps"
     if (num_frames - _LATEST) / fps <= first + seconds:
-        raise MediaError(f"{own}, but the last frame of its sample is shown at {first + seconds:.3f} s.")
+        raise MediaError(f"{length}, but the last frame of its sample is shown at {first + seconds:.3f} s.")
     if not is_clip and (num_frames - 1) / fps >= seconds + 2 * step:
-        raise MediaError(f"{own}, but its sample ends at {seconds + step:.3f} s; a condition has its sample's length.")
+        raise MediaError(
+            f"{length}, but its sample ends at {seconds + step:.3f} s; a condition has its sample's length."
+        )

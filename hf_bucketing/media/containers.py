@@ -80,7 +80,7 @@ def _descend(walk: _Walk, file: BinaryIO, span: _Span, *path: Any) -> Iterator[_
                 yield from _descend(walk, file, (start, end), *path[1:])
 
 
-def _read(file: BinaryIO, span: _Span, limit: int) -> bytes:
+def _read_span(file: BinaryIO, span: _Span, limit: int) -> bytes:
     file.seek(span[0])
     return file.read(min(span[1] - span[0], limit))
 
@@ -89,9 +89,9 @@ def _mov_matrix(file: BinaryIO, end: int, track_id: int) -> _Matrix:
     """Multiply the matrices of a track (tkhd) and of the movie (mvhd), as FFmpeg does."""
     moov = next(_descend(_boxes, file, (0, end), b"moov"), (0, 0))
     movie = next(_descend(_boxes, file, moov, b"mvhd"), (0, 0))
-    a, b, c, d = _matrix_at(_read(file, movie, 128), (36, 48))
+    a, b, c, d = _matrix_at(_read_span(file, movie, 128), (36, 48))
     for span in _descend(_boxes, file, moov, b"trak", b"tkhd"):
-        header = _read(file, span, 128)
+        header = _read_span(file, span, 128)
         id_at = 20 if header[:1] == b"\x01" else 12  # version 1 has times of 8 bytes
         if header[id_at : id_at + 4] == (track_id % 2**32).to_bytes(4, "big"):
             e, f, g, h = _matrix_at(header, (40, 52))
@@ -111,7 +111,7 @@ def _matrix_at(header: bytes, offsets: tuple[int, int]) -> _Matrix:
 def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield the kind of each mp4 box, and the start and end of its contents."""
     for _ in range(_MAX_ELEMENTS):
-        head = _read(file, (start, end), 16)
+        head = _read_span(file, (start, end), 16)
         if len(head) < 8:
             return
         size, kind = struct.unpack_from(">I4s", head)
@@ -130,11 +130,11 @@ def _matroska_matrix(file: BinaryIO, end: int, position: int) -> _Matrix:
     tracks = next(_descend(_elements, file, (0, end), _SEGMENT, _TRACKS), (0, 0))
     for track in _descend(_elements, file, tracks, _TRACK):
         kind = next(_descend(_elements, file, track, _TRACK_TYPE), (0, 0))
-        if _read(file, kind, 1) != b"\x01":
+        if _read_span(file, kind, 1) != b"\x01":
             continue
         if position == 0:
             roll, yaw = (
-                _float(b"".join(_read(file, span, 8) for span in _descend(_elements, file, track, *path)))
+                _float(b"".join(_read_span(file, span, 8) for span in _descend(_elements, file, track, *path)))
                 for path in ((_VIDEO, _PROJECTION, _ROLL), (_VIDEO, _PROJECTION, _YAW))
             )
             if abs(yaw) not in (0, 180):  # the viewing direction of a spherical video
@@ -154,7 +154,7 @@ def _float(value: bytes) -> float:
 def _elements(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield the id of each Matroska element, and the start and end of its contents."""
     for _ in range(_MAX_ELEMENTS):
-        head = _read(file, (start, end), 12)
+        head = _read_span(file, (start, end), 12)
         id_length = 9 - head[0].bit_length() if head else 9
         size_length = 9 - head[id_length].bit_length() if id_length < len(head) else 9
         header = id_length + size_length

@@ -17,10 +17,9 @@ from .source import MediaSource
 _ANIMATED = {"GIF", "PNG", "WEBP", "AVIF"}
 """Formats whose frames are shown one after the other, unlike those of TIFF and MPO."""
 _TRANSPOSED = {5, 6, 7, 8}  # EXIF orientations that swap width and height
-_PILLOW_ERRORS = (
-    *(OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, EOFError, RuntimeError, struct.error),
-    *(Image.DecompressionBombError, Image.DecompressionBombWarning),  # the second where warnings are errors
-)
+_BOMBS = Image.DecompressionBombError, Image.DecompressionBombWarning  # the second where warnings are errors
+_MALFORMED = SyntaxError, TypeError, LookupError, ArithmeticError, ValueError, RuntimeError, struct.error
+_PILLOW_ERRORS = (OSError, EOFError, *_MALFORMED, *_BOMBS)
 
 
 @contextmanager

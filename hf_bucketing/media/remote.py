@@ -24,10 +24,9 @@ WHOLE_BLOCK = 2**20
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
-_VERSIONS = (
-    *("ETag", "etag", "Content-MD5", "Digest", "md5Hash", "blob_id"),
-    *("Last-Modified", "LastModified", "last_modified", "mtime", "created"),
-)
+_DIGESTS = "ETag", "etag", "Content-MD5", "Digest", "md5Hash", "blob_id"
+_TIMES = "Last-Modified", "LastModified", "last_modified", "mtime", "created"
+_VERSIONS = _DIGESTS + _TIMES
 """Names under which the file systems of fsspec tell the version of a file, in order of preference."""
 
 

@@ -29,8 +29,8 @@ def shown_ends(pixel_values: torch.Tensor, shown: Shown, names: Sequence[str] = 
     Returns:
         `torch.Tensor` of shape `(B, 3, n, H, W)`: A frame for each name.
     """
-    own = {ENDS[0]: pixel_values[:, :, :1], ENDS[1]: pixel_values[:, :, -1:]}
-    frames = [torch.stack(list(shown[name])).to(own[name]) if name in shown else own[name] for name in names]
+    ends = {ENDS[0]: pixel_values[:, :, :1], ENDS[1]: pixel_values[:, :, -1:]}
+    frames = [torch.stack(list(shown[name])).to(ends[name]) if name in shown else ends[name] for name in names]
     return torch.cat(frames, 2)
 
 

@@ -8,16 +8,15 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ..devices import to_device
 from ..errors import PackingError
-from ..packing.batch import PackedBatch
 from ..packing.context import active_layout
 from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import Grid, PackedLayout, best_text_slots
 from ..packing.positions import Tables, position_strips
 from ..packing.processors import PackedJointAttnProcessor, Rotary
+from ..packing.texts import TextTokens, pad_texts
 
 
 class JointFamily(Family):
@@ -29,7 +28,8 @@ class JointFamily(Family):
     """
 
     processor_class = PackedJointAttnProcessor
-    text_in_sequence = True
+    text: ClassVar[TextTokens] = TextTokens(rows="slots")
+    cast_inputs: ClassVar[tuple[str, ...]] = (*Family.cast_inputs, "pooled_projections")
     guidance: ClassVar[float] = 3.5
     rotates_text: ClassVar[bool] = False
 
@@ -42,19 +42,10 @@ class JointFamily(Family):
             draws["guidance"] = lambda grids: torch.full((len(grids),), self.guidance)
         return draws
 
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Raise PackingError if the model cannot run a sample or a text of the pack, such as a video for images."""
-        for sample, grid in enumerate(layout.grids):
-            if self.images_only and grid[0] > 1:  # also where positions are stretched
-                raise PackingError(
-                    f"Sample {sample} has {grid[0]} latent frames, but {type(transformer).__name__} takes images."
-                )
-
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
     ) -> tuple[PackedLayout, int | None]:
         """Return the layout with text slots: as few as hold the texts, or the given number per strip."""
-        self.check_layout(transformer, layout)
         if pad_text_to is None:
             return replace(layout, text_slots=best_text_slots(layout)), None
         if pad_to is None or pad_text_to % pad_to or not pad_text_to:
@@ -69,10 +60,6 @@ class JointFamily(Family):
                 f"than the {pad_to} to pad to; give a larger pad_text_to, or pack fewer samples."
             )
         return layout, None
-
-    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
-        """Give each strip its part of the pack's texts."""
-        return batch.layout.joint.text_by_strip(batch.text)
 
     def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
         """Return the rotary tables of a sample's text, `(length, channels)` each, for models that rotate text.
@@ -129,9 +116,7 @@ def texts_by_sample(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     For modules that work on a whole text. The mask that comes with them, `(n, length)`, is zero for padding.
     """
     layout = active_layout()
-    texts = layout.joint.read_slots(slots).split(layout.text_lengths)
-    mask = [slots.new_ones(length) for length in layout.text_lengths]
-    return pad_sequence(list(texts), batch_first=True), pad_sequence(mask, batch_first=True)
+    return pad_texts(layout.joint.read_slots(slots).split(layout.text_lengths))
 
 
 def order_by_sample(layout: PackedLayout, *added: Sequence[int]) -> torch.Tensor:
@@ -150,13 +135,13 @@ def order_by_sample(layout: PackedLayout, *added: Sequence[int]) -> torch.Tensor
     spans: list[list[tuple[int, int]]] = [[] for _ in layout.text_lengths]
     start, longest = 0, max(layout.text_lengths)
     for counts in added:
-        for own, count in zip(spans, counts, strict=True):
-            own.append((start, start + count))
+        for sample, count in enumerate(counts):
+            spans[sample].append((start, start + count))
             start += count
-    for own, length in zip(spans, layout.text_lengths, strict=True):
-        own.append((start, start + length))
+    for sample, length in enumerate(layout.text_lengths):
+        spans[sample].append((start, start + length))
         start += longest
-    return to_device(torch.cat([torch.arange(*span) for own in spans for span in own]), layout.device)
+    return to_device(torch.cat([torch.arange(*span) for sample in spans for span in sample]), layout.device)
 
 
 def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "last"] | None = None) -> list[Any]:
@@ -180,6 +165,19 @@ def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "
     return handles
 
 
+def hook_joint_norms(norms: Iterable[torch.nn.Module], *, text_outputs: Sequence[int]) -> list[Any]:
+    """Let norms of tokens and text, which also return gates, modulate the text by its own sample's timestep.
+
+    Args:
+        norms (iterable of `torch.nn.Module`): Norms that are called with tokens, text and an embedding of timesteps.
+        text_outputs (sequence of `int`): Positions of the text's tensors in what they return.
+
+    Returns:
+        `list`: Handles of the hooks.
+    """
+    return [norm.register_forward_hook(partial(_modulate_text_outputs, text_outputs)) for norm in norms]
+
+
 def hook_row_modulation(norms: Iterable[torch.nn.Module], *, text_first: bool) -> list[Any]:
     """Let norms of rows that hold text slots and tokens modulate the text by its own sample's timestep.
 
@@ -198,6 +196,17 @@ def hook_row_modulation(norms: Iterable[torch.nn.Module], *, text_first: bool) -
 def _modulate_text(norm: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
     text, *embedding = args
     return (text, *map(of_text, embedding)), {name: of_text(value) for name, value in kwargs.items()}
+
+
+def _modulate_text_outputs(
+    text_outputs: Sequence[int], norm: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    if active_layout().joint.text_strips() is None:
+        return output
+    hidden_states, text, embedding = args
+    # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
+    again = norm.forward(hidden_states[:, :0], text, of_text(embedding))
+    return tuple(again[part] if part in text_outputs else values for part, values in enumerate(output))
 
 
 def _modulate_row(
@@ -250,6 +259,11 @@ class ModulatedRows:
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ModulatedRows:
         return ModulatedRows([function(part) for part in self.parts], self.sizes)
+
+
+def embeddings_of_text(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Give a module that modulates text the embeddings of the text's own sample; a forward pre-hook."""
+    return tuple(map(of_text, args))
 
 
 def of_text(values: torch.Tensor) -> torch.Tensor:

@@ -149,14 +149,14 @@ class Objective(ABC):
 
     def _noised(self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]) -> Noised:
         """Add noise to each latent by its own draws."""
-        noised, targets, timesteps = self._each(latents, draws)
+        noised, targets, timesteps = self._add_noise_to_samples(latents, draws)
         return Noised(noised, targets, to_device(torch.cat(timesteps), latents[0].device), list(latents))
 
-    def _each(
+    def _add_noise_to_samples(
         self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Return what [`_add_noise`] makes of the samples."""
-        drawn = [self._add_noise(latent, one) for latent, one in zip(latents, draws, strict=True)]
+        drawn = [self._add_noise(latent, draw) for latent, draw in zip(latents, draws, strict=True)]
         noised, targets, timesteps = map(list, zip(*drawn, strict=True))
         return noised, targets, timesteps
 
@@ -354,9 +354,9 @@ class DiffusionForcing(FlowMatching):
 
     def _noised(self, latents: Sequence[torch.Tensor], draws: Sequence[_Draws]) -> Noised:
         """Add noise to each latent by its own draws, with a timestep for each frame."""
-        noised, targets, timesteps = self._each(latents, draws)
-        by_frame = [to_device(one, latents[0].device) for one in timesteps]
-        return Noised(noised, targets, torch.stack([one.mean() for one in by_frame]), list(latents), by_frame)
+        noised, targets, timesteps = self._add_noise_to_samples(latents, draws)
+        by_frame = [to_device(steps, latents[0].device) for steps in timesteps]
+        return Noised(noised, targets, torch.stack([steps.mean() for steps in by_frame]), list(latents), by_frame)
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
         sigmas = self._draw_sigmas(draws.generator, tuple(latent.shape[1:]), draws.quantile).float()

@@ -1,20 +1,16 @@
-"""The class that trains a pipeline: encoding media and captions, predicting, and the training objective."""
+"""What a recipe is: how a pipeline encodes media and captions, predicts, and what it is trained to do."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate import init_empty_weights
-from accelerate.utils import compare_versions
 from accelerate.utils.memory import clear_device_cache
 
 from ..buckets.open_table import OpenTable
@@ -22,12 +18,12 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, quoted
-from ..hub import from_hub
 from ..losses.variational import GaussianPosterior
 from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
-from ..packing.family import Family
+from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
+from .loading import Loading, Part, image_spec, load_pipeline, part_of, read_config, video_spec
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
@@ -57,7 +53,9 @@ class TextEmbeddings(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> TextEmbeddings:
         """Cast the embeddings to another dtype."""
-        others = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.others.items()}
+        others = {
+            name: values.to(dtype) if values.is_floating_point() else values for name, values in self.others.items()
+        }
         return TextEmbeddings(self.values.to(dtype), self.mask, others)
 
     def trimmed(self) -> TextEmbeddings:
@@ -135,46 +133,12 @@ in [0, 1], where 1 is learned; `reference` is `(3, 1, h, w)` at its own size. A 
 Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ."""
 
-Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
-"""A part of a pipeline: the transformer to train, its other transformers, its text encoders, or what encodes media.
-
-The text encoders include whatever else reads text, such as the connectors of LTX-2; what encodes media is the VAE, an
-image encoder where there is one, and what makes sound.
-"""
-
 IMAGES = ("image", "last_image")
 """Arguments of a pipeline's call for the frames to begin and to end a clip with."""
 
-PARTS: tuple[Part, ...] = get_args(Part)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Loading:
-    """What of a pipeline is loaded, and how. VAE and image encoder always have float32, which many VAEs need.
-
-    Attributes:
-        parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
-            others, `"text_encoders"` and `"vae"`. The weights of other parts are not opened.
-        dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
-            modules that a model keeps in float32.
-        trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
-        quantization (any, *optional*): Quantisation of that transformer, one of diffusers' configurations.
-        empty (`bool`): Whether the transformer to train is built without weights, on the meta device, because another
-            process sends them.
-        vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
-            changes results slightly: tiles do not see each other.
-    """
-
-    parts: Collection[Part] = PARTS
-    dtype: torch.dtype = torch.float32
-    trained_dtype: torch.dtype = torch.float32
-    quantization: Any = None
-    empty: bool = False
-    vae_tiling: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe(ABC):
+class Recipe:
     """A loaded pipeline with one transformer to train, and everything that training needs to know about it.
 
     Args:
@@ -209,6 +173,8 @@ class Recipe(ABC):
     """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
+    token_side: ClassVar[int | None] = None
+    """Latent rows and columns per token of such a model; by default, the transformer's `patch_size`."""
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
     shown: ClassVar[tuple[str, ...]] = ()
@@ -219,6 +185,8 @@ class Recipe(ABC):
     """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    trims_text: ClassVar[bool] = False
+    """Whether a stack runs with no more padding than its longest text needs."""
     null_as_long: ClassVar[bool] = False
     """Whether the null text has as many tokens as the caption that it replaces, the padding of the empty caption
     included; else it is the empty caption."""
@@ -243,34 +211,15 @@ class Recipe(ABC):
         Raises:
             BucketingError: If the pipeline has no such transformer, or cannot be loaded.
         """
-        import diffusers
-
-        loading, pipeline_class = loading or Loading(), cls.pipeline_type()
-        with from_hub(name_or_path):
-            index = pipeline_class.load_config(name_or_path)
-            check_has(index, trained, name_or_path=name_or_path)
-            parts = {name: part_of(name, trained=trained) for name in index}
-            options: dict[str, Any] = {
-                name: None
-                for name, part in parts.items()
-                if (part is not None and part not in loading.parts) or _is_absent(index[name])
-            }
-            if loading.quantization is not None:
-                mapping = {trained: loading.quantization}
-                options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
-            if loading.empty:
-                options[trained] = cls.empty_transformer(name_or_path, trained)
-            options |= {**cls.replaced_components(), **dtypes(loading.dtype, **{trained: loading.trained_dtype})}
-            pipeline = pipeline_class.from_pretrained(name_or_path, **options)
-        for name, component in pipeline.components.items():
-            if isinstance(component, torch.nn.Module):
-                component.requires_grad_(name == trained and loading.quantization is None)
-                if name == trained:
-                    cls.family.freeze_unused(component)
-        if loading.quantization is not None:
-            _let_go_of_files(getattr(pipeline, trained))
-        if loading.vae_tiling and pipeline.vae is not None:
-            tile(pipeline.vae, name_or_path)
+        pipeline = load_pipeline(
+            cls.pipeline_type(),
+            name_or_path,
+            trained=trained,
+            loading=loading or Loading(),
+            replaced=cls.replaced_components(),
+        )
+        if (transformer := getattr(pipeline, trained)) is not None:
+            freeze_unused(cls.family, transformer)
         return cls(
             pipeline=pipeline,
             spec=cls.read_spec(name_or_path),
@@ -292,26 +241,9 @@ class Recipe(ABC):
         return {}
 
     @classmethod
-    def empty_transformer(cls, name_or_path: str, trained: str) -> Any:
-        """Return a transformer of a pipeline whose parameters have no values.
-
-        Raises:
-            BucketingError: If the pipeline has no such transformer, or its configuration cannot be read.
-        """
-        import diffusers
-
-        with from_hub(name_or_path):
-            index = diffusers.DiffusionPipeline.load_config(name_or_path)
-            check_has(index, trained, name_or_path=name_or_path)
-            kind = getattr(diffusers, index[trained][1])
-            config = kind.load_config(name_or_path, subfolder=trained)
-        with init_empty_weights(), torch.random.fork_rng(devices=[]):  # some draw parameters all the same
-            return kind.from_config(config)
-
-    @classmethod
-    @abstractmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read strides and patch from the configurations alone, without loading weights."""
+        """Read the strides of the VAE and the patch of the transformer from the configurations, without weights."""
+        return image_spec(name_or_path, side=cls.token_side) if cls.image_vae else video_spec(name_or_path)
 
     @classmethod
     def text_tokens(cls, max_sequence_length: int | None = None) -> int:
@@ -320,7 +252,7 @@ class Recipe(ABC):
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         """
-        if not cls.family.text_in_sequence:
+        if not cls.family.text.in_sequence:
             return 0
         return (max_sequence_length or cls.default_sequence_length) + cls.added_text_tokens
 
@@ -529,21 +461,21 @@ class Recipe(ABC):
             encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
         return encoded
 
-    def check_conditions(self, given: Collection[str]) -> None:
+    def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
 
         Args:
-            given (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
+            names (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
                 weighs the loss.
         """
         taken = (*self.shown, MASK)
-        if unknown := sorted(set(given) - set(taken)):
+        if unknown := sorted(set(names) - set(taken)):
             raise BucketingError(
                 f"A {self.pipeline_class} is not shown {quoted(unknown)}, which the data set has; of a data set's "
                 f"conditions it takes {quoted(taken)}. Prepare the data set again without the others, or train a "
                 "pipeline that takes them."
             )
-        if missing := sorted(set(self.required) - set(given)):
+        if missing := sorted(set(self.required) - set(names)):
             raise BucketingError(
                 f"A {self.pipeline_class} must be shown {quoted(missing)}, which the data set lacks; name their "
                 f"columns when it is prepared, such as --{missing[0]}_column of scripts/prepare_dataset.py."
@@ -557,13 +489,13 @@ class Recipe(ABC):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions as the pipeline does, with a mask where the model does not attend to padding."""
-        values, *others = self.pipeline.encode_prompt(
-            captions,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
-        return TextEmbeddings(values, others[0] if self.family.text_rule == "masked" else None)
+        values, *others = self._encode_prompt(captions, do_classifier_free_guidance=False)
+        return TextEmbeddings(values, others[0] if self.family.text.padding == "masked" else None)
+
+    def _encode_prompt(self, captions: str | list[str], **options: Any) -> Any:
+        """Call `encode_prompt` of the pipeline with this recipe's length, where its text encoder is."""
+        device, length = self.pipeline.text_encoder.device, self.max_sequence_length
+        return self.pipeline.encode_prompt(captions, max_sequence_length=length, device=device, **options)
 
     def encode_null(self) -> TextEmbeddings:
         """Encode the null text, `(1, length, dim)`, that stands for a dropped caption: the empty caption's.
@@ -584,11 +516,11 @@ class Recipe(ABC):
 
         By default it is what comes from its caption and, where the model embeds one, the guidance scale, `(n,)`.
         """
-        given: dict[str, Any] = dict(samples.text.others)
+        inputs: dict[str, Any] = dict(samples.text.others)
         if self.embeds_guidance:
             assert self.guidance_factor is not None, "else the model embeds none"
-            given["guidance"] = torch.full_like(samples.fps, self.guidance * self.guidance_factor)
-        return given
+            inputs["guidance"] = torch.full_like(samples.fps, self.guidance * self.guidance_factor)
+        return inputs
 
     def refusal(self, samples: Samples) -> str | None:
         """Return why the model cannot run these samples as one stack, see [`predict`]; None if it can."""
@@ -610,16 +542,19 @@ class Recipe(ABC):
         """
         if reason := self.refusal(samples):
             raise BucketingError(reason)
+        text = samples.text.trimmed() if self.trims_text else samples.text
         patch, timesteps = self.family.patch(self.transformer), inputs.timesteps
         if not isinstance(timesteps, torch.Tensor):
             grid = token_grid(inputs.latents[0], patch, sample=0)
-            timesteps = torch.stack([token_timesteps(one, grid, sample=row) for row, one in enumerate(timesteps)])
+            timesteps = torch.stack(
+                [token_timesteps(levels, grid, sample=row) for row, levels in enumerate(timesteps)]
+            )
         stack = Rows(
             latents=torch.stack(list(inputs.latents)),
             timesteps=timesteps,
-            text=samples.text.values,
+            text=text.values,
             patch=patch,
-            text_mask=samples.text.mask,
+            text_mask=text.mask,
             conditioning={
                 name: values if isinstance(values, torch.Tensor) else torch.stack(list(values))
                 for name, values in inputs.conditioning.items()
@@ -642,125 +577,12 @@ class Recipe(ABC):
         Returns:
             `numpy.ndarray` of shape `(frames, height, width, 3)`: In [0, 1].
         """
-        images = zip(IMAGES, (image, last_image), strict=True)
-        given = {name: one for name, one in images if one is not None}
-        call = {**given, **self.duration(size.frames), **options}
+        pairs = zip(IMAGES, (image, last_image), strict=True)
+        images = {name: frame for name, frame in pairs if frame is not None}
+        call = {**images, **self.duration(size.frames), **options}
         result = self.pipeline(prompt=prompt, height=size.height, width=size.width, output_type="np", **call)
         return np.asarray(result.images if "images" in result else result.frames[0])
 
     def duration(self, frames: int) -> dict[str, int]:
         """Return the argument of the pipeline's call that sets the number of frames; none for images."""
         return {} if self.family.images_only else {"num_frames": frames}
-
-
-def _let_go_of_files(transformer: torch.nn.Module) -> None:
-    """Copy the weights that were not quantised: they lie in the mapped files, all of which would stay in memory."""
-    for parameter in transformer.parameters():
-        if type(parameter) is torch.nn.Parameter:
-            parameter.data = parameter.data.clone()
-
-
-def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> None:
-    """Raise BucketingError if the index of a pipeline names no such transformer."""
-    if index.get(trained, (None,))[0] is None:
-        raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
-
-
-def _is_absent(component: Any) -> bool:
-    """Return whether the index of a pipeline says that it comes without a component."""
-    return isinstance(component, (list, tuple)) and component[0] is None
-
-
-def part_of(name: str, *, trained: str) -> Part | None:
-    """Return the part to which a component of a pipeline belongs; None for those without weights."""
-    if name == trained:
-        return "trained"
-    if name.startswith("transformer"):
-        return "transformers"
-    if name.startswith("text_encoder") or name in ("connectors", "prompt_enhancer", "duration_head"):
-        return "text_encoders"
-    return "vae" if name in ("vae", "image_encoder", "audio_vae", "vocoder") else None
-
-
-def dtypes(dtype: torch.dtype, **others: torch.dtype) -> dict[str, Any]:
-    """Return the argument of a pipeline's `from_pretrained` for a dtype, with others by component.
-
-    A VAE has float32, and so has an image encoder, as in diffusers' examples.
-    """
-    name = "dtype" if compare_versions("diffusers", ">=", "0.42") else "torch_dtype"
-    return {name: {"default": dtype, "vae": torch.float32, "image_encoder": torch.float32, **others}}
-
-
-def tile(vae: Any, name_or_path: str) -> None:
-    """Make a VAE work sample by sample and tile by tile.
-
-    Raises:
-        BucketingError: If it cannot.
-    """
-    if not hasattr(vae, "use_tiling"):
-        raise BucketingError(f"The {type(vae).__name__} of {name_or_path} has no tiling; omit `vae_tiling`.")
-    vae.enable_tiling()
-    if hasattr(vae, "use_slicing"):
-        vae.enable_slicing()
-
-
-def pipeline_folder(name_or_path: str) -> Path:
-    """Return the folder of a whole pipeline, which is downloaded if it is on the hub."""
-    from diffusers import DiffusionPipeline
-
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    with from_hub(name_or_path):
-        return Path(DiffusionPipeline.download(name_or_path))
-
-
-def video_spec(name_or_path: str, *, temporal_stride: int = 4, spatial_stride: int = 8) -> LatentSpec:
-    """Read the strides of a pipeline's VAE, by default those given, and the transformer's patch."""
-    vae, transformer = read_configs(name_or_path)
-    patch = transformer["patch_size"]
-    temporal, spatial = (  # the latter names are those of Wan's VAE
-        vae.get(f"{axis}_compression_ratio", vae.get(f"scale_factor_{axis}")) for axis in ("temporal", "spatial")
-    )
-    return LatentSpec(
-        temporal_stride=temporal or temporal_stride,
-        spatial_stride=spatial or spatial_stride,
-        patch=(transformer["patch_size_t"], patch, patch) if isinstance(patch, int) else tuple(patch),
-    )
-
-
-def image_spec(name_or_path: str, *, side: int | None = None) -> LatentSpec:
-    """Read the stride of a pipeline's image VAE from its number of blocks, and the transformer's patch.
-
-    Args:
-        name_or_path (`str`): Pipeline on the hub or in a folder.
-        side (`int`, *optional*): Latent rows and columns per token; by default, the transformer's `patch_size`.
-    """
-    vae, transformer = read_configs(name_or_path)
-    side = transformer["patch_size"] if side is None else side
-    stride = 2 ** (len(vae["block_out_channels"]) - 1)
-    return LatentSpec(temporal_stride=1, spatial_stride=stride, patch=(1, side, side))
-
-
-def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configurations of a pipeline's VAE and transformer, without loading their classes.
-
-    Raises:
-        BucketingError: If there is no pipeline with a VAE and a transformer.
-    """
-    return read_config(name_or_path, "vae"), read_config(name_or_path, "transformer")
-
-
-def read_config(name_or_path: str, component: str) -> dict[str, Any]:
-    """Return the configuration of a component of a pipeline, without loading its class.
-
-    Raises:
-        BucketingError: If there is no pipeline with that component.
-    """
-    from diffusers.configuration_utils import ConfigMixin
-
-    class AnyModel(ConfigMixin):
-        config_name = "config.json"
-
-    with from_hub(name_or_path):
-        config: dict[str, Any] = AnyModel.load_config(name_or_path, subfolder=component)
-    return config

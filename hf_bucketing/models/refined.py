@@ -16,6 +16,7 @@ from ..packing.family import Draw, Transformer
 from ..packing.layout import PackedLayout
 from ..packing.names import Backend, Grid
 from ..packing.processors import PackedRowAttnProcessor, RowScope
+from ..packing.texts import TextTokens
 from .joint import JointFamily
 
 _SCOPES: dict[str, RowScope] = {"noise_refiner": "tokens", "context_refiner": "text", "layers": "joint"}
@@ -25,9 +26,8 @@ class RefinedFamily(JointFamily):
     """Base of the families with a `noise_refiner` of tokens, a `context_refiner` of text, and `layers` of both."""
 
     processor_class: ClassVar[type[PackedRowAttnProcessor]] = PackedRowAttnProcessor
-    text_channels = "cap_feat_dim"
+    text = TextTokens(rows="slots", channels="cap_feat_dim")
     images_only = True
-    text_attends = True
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return none: the model takes nothing beside the text."""
@@ -60,6 +60,6 @@ class RefinedFamily(JointFamily):
         """Return the processor of a refiner of tokens or of text, or of the layers that see both."""
         return self.processor_class(backend, scope=_SCOPES[name.partition(".")[0]])
 
-    def _restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+    def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Return noise − data, as the pipeline does; the model returns data − noise."""
-        return -super()._restored(output, grid, patch)
+        return -super().restored(output, grid, patch)

@@ -76,20 +76,17 @@ def template_tokenizer(prefix: str, count: int, *, chat_template: str | None = N
 
 def qwen_components(pipeline: Any) -> dict[str, Any]:
     """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers."""
-    made = pipeline(**dict.fromkeys(signature(pipeline).parameters))
-    template = getattr(made, "prompt_template_encode", None) or made.prompt_template
+    empty = pipeline(**dict.fromkeys(signature(pipeline).parameters))
+    template = getattr(empty, "prompt_template_encode", None) or empty.prompt_template
     prefix, _, _ = template.partition("{}")
-    tokenizer = template_tokenizer(prefix, made.prompt_template_encode_start_idx)
+    tokenizer = template_tokenizer(prefix, empty.prompt_template_encode_start_idx)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1, "rope_parameters": rope}
+    shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
     config = Qwen2_5_VLConfig(
-        text_config={
-            **{"vocab_size": len(tokenizer), "hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3},
-            **{"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-        },
-        vision_config={
-            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM},
-            "fullatt_block_indexes": [0],
-        },
+        text_config={"vocab_size": len(tokenizer), **shape, **heads},
+        vision_config={**vision, "fullatt_block_indexes": [0]},
     )
     return {"tokenizer": tokenizer, "text_encoder": Qwen2_5_VLForConditionalGeneration(config).eval()}
 
@@ -102,8 +99,8 @@ def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
 def wan_vae(**config: Any) -> AutoencoderKLWan:
     """Return a VAE of Wan, by default of 2.1, whose latents have mean 0 and deviation 1, as those of a trained one."""
     settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-    ones = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
-    vae = AutoencoderKLWan(**settings, **ones, **config).eval()
+    statistics = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
+    vae = AutoencoderKLWan(**settings, **statistics, **config).eval()
     latents = latents_of_smooth_clips(vae)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
     return vae
@@ -120,16 +117,9 @@ def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
 
 def image_vae(**config: Any) -> AutoencoderKL:
     """Return a VAE of images whose latents have deviation 1, once scaled."""
-    vae = AutoencoderKL(
-        **{
-            "block_out_channels": (8,) * 4,
-            "down_block_types": ("DownEncoderBlock2D",) * 4,
-            "up_block_types": ("UpDecoderBlock2D",) * 4,
-            "latent_channels": CHANNELS,
-            "norm_num_groups": 4,
-            **config,
-        }
-    ).eval()
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    channels = {"latent_channels": CHANNELS, "block_out_channels": (8,) * 4, "norm_num_groups": 4}
+    vae = AutoencoderKL(**(blocks | channels | config)).eval()
     vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae, images=True).std()))
     return vae
 

@@ -11,8 +11,10 @@ import torch
 
 from ..losses.masked import masked_mse
 from ..packing.attachment import unwrap
+from ..packing.batch import PackedBatch
+from ..packing.forward import packed_forward
 from ..packing.losses import packed_mse
-from ..packing.pack import PackedBatch, Packing, packed_forward
+from ..packing.pack import Packing
 from ..packing.strips import token_grid
 from ..plans.packs import PackPlanConfig
 from .enable import disable_packing, enable_packing, packing_disabled
@@ -115,8 +117,9 @@ def verify_packing(
         PackingError: If no model family claims the class, packing is enabled already, or the inputs make no pack.
     """
     model = unwrap(transformer)
-    given = _draw_conditioning(model, latents) if conditioning is None else conditioning
-    samples = _Samples(latents=tuple(latents), timesteps=timesteps, text=tuple(text), conditioning=given)
+    if conditioning is None:
+        conditioning = _draw_conditioning(model, latents)
+    samples = _Samples(latents=tuple(latents), timesteps=timesteps, text=tuple(text), conditioning=conditioning)
     output_limit, gradient_limit = _LIMITS.get(samples.latents[0].dtype, _HALF_LIMITS)
     with _packing(model, strip_length, backend) as packing:
         samples.pack(packing)  # refuses what cannot be packed before running the samples alone
@@ -160,7 +163,7 @@ def _draw_conditioning(model: Any, latents: Sequence[torch.Tensor]) -> dict[str,
         return values.to(latents[0].device, latents[0].dtype if values.is_floating_point() else None)
 
     return {
-        name: like_latents(values) if isinstance(values, torch.Tensor) else [like_latents(one) for one in values]
+        name: like_latents(values) if isinstance(values, torch.Tensor) else [like_latents(latent) for latent in values]
         for name, values in drawn.items()
     }
 
@@ -231,7 +234,7 @@ def _leak(model: torch.nn.Module, packing: Packing, samples: _Samples, poison: f
         poisoned[victim] = torch.full_like(latent, poison)
         after = _outputs(model, packing, replace(samples, latents=tuple(poisoned)))
         pairs = [pair for sample, pair in enumerate(zip(before, after, strict=True)) if sample != victim]
-        changed += sum(int((one != other).sum()) for one, other in pairs)
+        changed += sum(int((output != other).sum()) for output, other in pairs)
     return float(changed)
 
 
@@ -240,20 +243,20 @@ def _gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]
     return list(torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True))
 
 
-def _largest(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))
+def _largest(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    return max(float((output - other).abs().max()) for output, other in zip(outputs, others, strict=True))
 
 
-def _largest_relative(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+def _largest_relative(gradients: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     """Return the largest difference relative to its own norm, or to a thousandth of the largest norm if that is more.
 
     Some gradients are pure rounding: softmax cannot see a bias that all keys of an attention share.
     """
-    norms = [float(one.norm()) for one in ones]
+    norms = [float(gradient.norm()) for gradient in gradients]
     floor = max(1e-3 * max(norms), 1e-30)
-    return max(
-        float((one - other).norm()) / max(norm, floor) for norm, one, other in zip(norms, ones, others, strict=True)
-    )
+    pairs = zip(gradients, others, strict=True)
+    differences = [float((gradient - other).norm()) for gradient, other in pairs]
+    return max(difference / max(norm, floor) for difference, norm in zip(differences, norms, strict=True))
 
 
 @contextmanager

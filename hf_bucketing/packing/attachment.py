@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 
 from ..errors import PackingError
 from .context import bind_checkpoints, keep_inputs_exact, release_checkpoints
+from .family import Family
+from .pack import Packing
 from .unchanged import StockModules
-
-if TYPE_CHECKING:
-    from .family import Family
-    from .pack import Packing
 
 ATTRIBUTE = "_hf_bucketing_packing"
 """Name under which a transformer carries its [`Attachment`]."""
@@ -22,11 +20,11 @@ ATTRIBUTE = "_hf_bucketing_packing"
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAttention:
-    """An attention module of a transformer: its own processor, the one that runs packs, and how it projects."""
+    """An attention module of a transformer: its stock processor, the one that runs packs, and how it projects."""
 
     name: str
     module: Any
-    own: Any
+    stock: Any
     packed: Any
     fused: bool
 
@@ -61,7 +59,7 @@ class Attachment:
         for handle in self.handles:
             handle.remove()
         for attention in self.attentions:
-            _set_processor(attention.module, attention.own)
+            _set_processor(attention.module, attention.stock)
         release_checkpoints(self.packing.transformer)
         delattr(self.packing.transformer, ATTRIBUTE)
 
@@ -71,13 +69,13 @@ def attach(packing: Packing) -> None:
     model, family = packing.transformer, packing.family
     attentions = tuple(
         PackedAttention(
-            name=name, module=module, own=module.processor, packed=packed, fused=has_fused_projections(module)
+            name=name, module=module, stock=module.processor, packed=packed, fused=has_fused_projections(module)
         )
         for name, module in model.named_modules()
         if hasattr(module, "processor") and (packed := family.processor(name, packing.backend)) is not None
     )
     for attention in attentions:
-        _check_own(attention, family)
+        _check_processor(attention, family)
     stock = StockModules.of(model, attentions=[(attention.name, attention.module) for attention in attentions])
     stock.check()
     handles = keep_inputs_exact(model), *family.hook_positions(model, packing.base_size)
@@ -100,9 +98,9 @@ def has_fused_projections(module: Any) -> bool:
     return bool(getattr(module, "fused_projections", False))
 
 
-def _check_own(attention: PackedAttention, family: Family) -> None:
-    """Refuse an attention module whose own processor is not one that the packed processor replaces."""
-    name, cls = attention.name, type(attention.own)
+def _check_processor(attention: PackedAttention, family: Family) -> None:
+    """Refuse an attention module whose processor is not one that the packed processor replaces."""
+    name, cls = attention.name, type(attention.stock)
     if cls.__name__ not in family.stock_processors or not cls.__module__.startswith("diffusers."):
         raise PackingError(
             f"{name} has the attention processor {cls.__module__}.{cls.__qualname__}, whose computation packing would "

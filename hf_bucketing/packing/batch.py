@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from ..errors import PackingError
 from .layout import PackedLayout
 from .names import Grid
 from .strips import from_strips, to_strips, token_grid
+from .texts import TextRows, pad_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,8 @@ class Rows:
         text (`torch.Tensor` of shape `(rows, length, text_dim)`): One per row; in packs as the model family asks.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         text_mask (`torch.Tensor` of shape `(rows, length)`, *optional*): Zero for padding; None where there is none.
-        conditioning (mapping of `str` to `torch.Tensor` of shape `(rows, …)`): Further inputs of the model; like the
-            mask, of unpacked samples they may lie on the CPU.
+        conditioning (mapping of `str` to any): Further inputs of the model, `torch.Tensor` of shape `(rows, …)` except
+            for what a family adds to a pack; like the mask, of unpacked samples they may lie on the CPU.
     """
 
     latents: torch.Tensor
@@ -33,12 +35,17 @@ class Rows:
     text: torch.Tensor
     patch: Grid
     text_mask: torch.Tensor | None = None
-    conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    conditioning: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def grid(self) -> Grid:
         """The token grid `(t, h, w)` of a row."""
         return token_grid(self.latents[0], self.patch, sample=0)
+
+    @property
+    def known_mask(self) -> torch.Tensor:
+        """The mask of the text, `(rows, length)`; ones where there is none."""
+        return torch.ones_like(self.text[..., 0]) if self.text_mask is None else self.text_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +77,18 @@ class PackedBatch:
     def timesteps_by_strip(self) -> torch.Tensor:
         """Return the timestep of each strip, `(num_strips,)`, or of its tokens, `(num_strips, strip_length)`."""
         return self.per_strip(self.timesteps) if self.timesteps.ndim == 1 else self.timesteps
+
+    def text_rows(self, rows: TextRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the texts in batch rows, `(rows, length, text_dim)`, and the mask of rows per sample."""
+        if rows == "one":
+            return self.text[None], None
+        if rows == "per_strip":
+            return self.text_by_strip(), None
+        if rows == "slots":
+            return self.layout.joint.text_by_strip(self.text), None
+        index = self.layout.text_index
+        texts = self.text if index is None else self.text.index_select(0, index)
+        return pad_texts(texts.split(self.layout.text_lengths))
 
     def text_by_strip(self) -> torch.Tensor:
         """Cut the texts evenly into one row per strip, padded at the end: `(num_strips, tokens, text_dim)`.

@@ -11,7 +11,7 @@ still be exact, in buckets as in packs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock, local
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import PackingError
@@ -140,21 +140,16 @@ def exact_timesteps(timesteps: torch.Tensor) -> torch.Tensor:
     return timesteps if timesteps.is_floating_point() else timesteps.float()
 
 
-_IN_THE_MODELS_DTYPE = frozenset(
-    {
-        *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections"),
-        *("encoder_attention_mask", "padding_mask", "audio_hidden_states", "audio_encoder_hidden_states"),
-        *("encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds", "x", "cap_feats"),
-    }
-)
-"""Inputs that the models' layers take in their own dtype. Positions and schedules read all others."""
-
-
 @contextmanager
-def exact_inputs(kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Remember the inputs of a forward that positions and schedules read, inside a `with` block."""
+def exact_inputs(kwargs: Mapping[str, Any], *, cast: Collection[str]) -> Iterator[None]:
+    """Remember the inputs of a forward that positions and schedules read, inside a `with` block.
+
+    Args:
+        kwargs (mapping of `str` to any): Arguments of the forward.
+        cast (collection of `str`): Those that the model's layers take in their own dtype, `cast_inputs` of the family.
+    """
     before = _active.exact
-    _active.exact = {name: value for name, value in kwargs.items() if name not in _IN_THE_MODELS_DTYPE}
+    _active.exact = {name: value for name, value in kwargs.items() if name not in cast}
     try:
         yield
     finally:
@@ -174,7 +169,7 @@ def keeps_inputs_exact(transformer: torch.nn.Module) -> bool:
 def _restore(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _active.exact is None:
         return None
-    latents = kwargs["hidden_states"] if "hidden_states" in kwargs else kwargs["x"][0]
-    device = latents.device  # wrappers may also move inputs
     exact = {name: value for name, value in _active.exact.items() if name in kwargs}
+    cast = tree_leaves([value for name, value in kwargs.items() if name not in exact])
+    device = next(leaf.device for leaf in cast if isinstance(leaf, torch.Tensor))  # wrappers may also move inputs
     return args, {**kwargs, **tree_map_only(torch.Tensor, lambda value: value.to(device), exact)}

@@ -20,7 +20,7 @@ from .names import Backend, Grid
 from .positions import hook_output, hook_rotary
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
 from .strips import patchify, token_grid, unpatchify
-from .texts import TextRule
+from .texts import TextTokens
 
 Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
@@ -30,6 +30,9 @@ Draw: TypeAlias = Callable[[Sequence[Grid]], Any]
 
 Of `latent_conditioning` it draws a list with a tensor per sample.
 """
+
+LatentsAs: TypeAlias = Literal["videos", "images", "frames_first", "tokens"]
+"""How a model takes latents, see [`Family`]."""
 
 UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
@@ -50,10 +53,7 @@ class Family:
             others are refused.
         processors_read_fusion (`bool`): Whether all of these use the projections that diffusers fused; else those do
             that say so in their name.
-        text_channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
-        text_rule (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
-            text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
-        text_in_sequence (`bool`): Whether text attends in one sequence with the tokens, so that it counts as they do.
+        text ([`TextTokens`][hf_bucketing.packing.texts.TextTokens]): How text tokens take part in a pack.
         interpolates (`bool`): Whether positions can be stretched to a base size.
         drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
             and attention depends on positions, not on which tokens there are.
@@ -63,21 +63,14 @@ class Family:
             `(rows, tokens, channels)`, where a token holds the channels of a patch.
         position_module (`str`, *optional*): Module of the transformer that makes the rotary tables. By default, its
             pipeline makes them.
-        text_by_strip (`bool`): Whether the model views its text by batch rows, so that a pack's texts are cut into as
-            many; else they are one row.
-        shares_texts (`bool`): Whether a text that several samples have is stored once; not where the model modulates
-            text by the noise level of its sample.
         lora_targets (`tuple` of `str`): Ends of the names of the projections that get adapters by default.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
             `(n, channels, frames, height, width)`, and in a pack become strips, such as a control video.
-        conditioning_by_strip (`bool`): Whether each strip of a pack gets its sample's conditioning; else the model
-            gets a row per sample.
+        cast_inputs (`tuple` of `str`): Arguments of the forward that layers take in the model's own dtype. Positions
+            and schedules read all others, which stay exact where FSDP or DeepSpeed cast inputs.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
-        by_frame (`bool`): Whether tokens attend inside frames and over frames instead of to their whole sample.
-        text_attends (`bool`): Whether a text carried by strips attends to itself, or is attended to, apart from the
-            sequence that it makes with its sample's tokens.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
             diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
     """
@@ -86,27 +79,25 @@ class Family:
     tested_forwards: ClassVar[tuple[str, ...]]
     processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
     stock_processors: ClassVar[tuple[str, ...]] = (
-        *("AttnProcessor2_0", "AttnProcessor", "FusedAttnProcessor2_0"),
-        *("SlicedAttnProcessor", "XFormersAttnProcessor", "AttnProcessorNPU"),
+        "AttnProcessor2_0",
+        "AttnProcessor",
+        "FusedAttnProcessor2_0",
+        "SlicedAttnProcessor",
+        "XFormersAttnProcessor",
+        "AttnProcessorNPU",
     )
     processors_read_fusion: ClassVar[bool] = False
-    text_channels: ClassVar[str] = "caption_channels"
-    text_rule: ClassVar[TextRule] = "masked"
-    text_in_sequence: ClassVar[bool] = False
+    text: ClassVar[TextTokens] = TextTokens()
     interpolates: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = True
     images_only: ClassVar[bool] = False
-    latents_as: ClassVar[Literal["videos", "images", "frames_first", "tokens"]] = "videos"
+    latents_as: ClassVar[LatentsAs] = "videos"
     position_module: ClassVar[str | None] = None
-    text_by_strip: ClassVar[bool] = False
-    shares_texts: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
-    conditioning_by_strip: ClassVar[bool] = True
+    cast_inputs: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")
     attention_kwargs: ClassVar[str | None] = None
-    by_frame: ClassVar[bool] = False
-    text_attends: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -124,6 +115,17 @@ class Family:
                         f"Sample {sample} has a token grid of {grid}, but this model has {limit} positions for "
                         f"{axis}; use a smaller size."
                     )
+
+    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+        """Raise PackingError if the model cannot run a sample or a text of a pack, also with stretched positions."""
+        name = type(transformer).__name__
+        for sample, (grid, words) in enumerate(zip(layout.grids, layout.text_lengths, strict=True)):
+            if self.images_only and grid[0] > 1:
+                raise PackingError(f"Sample {sample} has {grid[0]} latent frames, but {name} takes images.")
+            if words < self.text.shortest:
+                raise PackingError(
+                    f"{name} attends among or takes the mean of a text's tokens; text {sample} has none."
+                )
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the largest token grid that the model has positions for."""
@@ -152,21 +154,14 @@ class Family:
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding."""
-        return int(getattr(transformer.config, self.text_channels))
+        return int(getattr(transformer.config, self.text.channels))
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return parts of the names of parameters that predictions do not depend on, such as those of an audio stream.
 
-        They are not trained: they get no gradient, for which DDP would wait.
+        [`freeze_unused`] freezes them: they get no gradient, for which DDP would wait.
         """
         return ()
-
-    def freeze_unused(self, transformer: Transformer) -> None:
-        """Freeze the parameters that predictions do not depend on, see [`unused`]."""
-        parts = self.unused(transformer)
-        for name, parameter in transformer.named_parameters():
-            if any(part in name for part in parts):
-                parameter.requires_grad_(False)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
@@ -233,29 +228,24 @@ class Family:
 
     def rows(self, batch: PackedBatch) -> Rows:
         """Return a pack as batch rows: one per strip, each with its sample's timestep."""
-        device = batch.strips.device
-        conditioning = {name: to_device(values, device) for name, values in batch.conditioning.items()}
-        if self.conditioning_by_strip:
-            conditioning = {
-                name: values if name in self.latent_conditioning else batch.per_strip(values)
-                for name, values in conditioning.items()
-            }
+        text, text_mask = batch.text_rows(self.text.rows)
+        conditioning = {name: to_device(values, batch.strips.device) for name, values in batch.conditioning.items()}
         return Rows(
             latents=batch.strips,
             timesteps=batch.timesteps_by_strip(),
-            text=self.text_rows(batch),
+            text=text,
+            text_mask=text_mask,
             patch=batch.patch,
-            conditioning=conditioning,
+            conditioning={
+                name: values if name in self.latent_conditioning else batch.per_strip(values)
+                for name, values in conditioning.items()
+            },
         )
-
-    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the texts of a pack in batch rows, `(rows, length, text_dim)`."""
-        return batch.text_by_strip() if self.text_by_strip else batch.text[None]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for batch rows, packed or not."""
         return {
-            "hidden_states": self._arranged(rows.latents, rows.patch),
+            "hidden_states": _arranged(rows.latents, rows.patch, self.latents_as),
             "timestep": rows.timesteps,
             "encoder_hidden_states": rows.text,
             **rows.conditioning,
@@ -265,14 +255,7 @@ class Family:
         """Return the arguments that differ without packing, such as positions, which hooks provide in a pack."""
         return {}
 
-    def _arranged(self, latents: torch.Tensor, patch: Grid) -> torch.Tensor:
-        if self.latents_as == "tokens":
-            return patchify(latents, patch).flatten(2)
-        if self.latents_as == "frames_first":
-            return latents.transpose(1, 2)
-        return latents.squeeze(2) if self.latents_as == "images" else latents
-
-    def _restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+    def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Return the transformer's output as latents `(rows, channels, frames, height, width)` of a token grid."""
         if self.latents_as == "tokens":
             return unpatchify(output.unflatten(2, (-1, *patch)), grid)
@@ -286,7 +269,7 @@ class Family:
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the transformer's output as strips `(num_strips, channels, p_t, p_h, strip_length·p_w)`."""
-        return self._restored(output, (1, 1, batch.layout.strip_length), batch.patch)
+        return self.restored(output, (1, 1, batch.layout.strip_length), batch.patch)
 
     def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
         """Run the unpacked transformer on samples of one size, as its pipeline does.
@@ -300,9 +283,9 @@ class Family:
         kwargs = tree_map_only(torch.Tensor, lambda value: to_device(value, device), kwargs)
         if wrapped is not None and not keeps_inputs_exact(transformer):
             keep_inputs_exact(transformer)
-        with exact_inputs(kwargs):
+        with exact_inputs(kwargs, cast=self.cast_inputs):
             result = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)
-        return self._restored(output_of(result), rows.grid, rows.patch)
+        return self.restored(output_of(result), rows.grid, rows.patch)
 
     def run_alone(
         self,
@@ -327,6 +310,23 @@ class Family:
             conditioning={name: values[None] for name, values in conditioning.items()},
         )
         return self.run(transformer, rows)[0]
+
+
+def _arranged(latents: torch.Tensor, patch: Grid, latents_as: LatentsAs) -> torch.Tensor:
+    """Return latents `(rows, channels, frames, height, width)` as a model takes them."""
+    if latents_as == "tokens":
+        return patchify(latents, patch).flatten(2)
+    if latents_as == "frames_first":
+        return latents.transpose(1, 2)
+    return latents.squeeze(2) if latents_as == "images" else latents
+
+
+def freeze_unused(family: Family, transformer: Transformer) -> None:
+    """Freeze the parameters that predictions do not depend on, see [`Family.unused`]."""
+    parts = family.unused(transformer)
+    for name, parameter in transformer.named_parameters():
+        if any(part in name for part in parts):
+            parameter.requires_grad_(False)
 
 
 def output_of(result: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -215,7 +215,7 @@ class PackedLayout:
             return None
         starts = _starts(self._stored_lengths)
         pieces = zip(self.caption_ids, self.text_lengths, strict=True)
-        index = torch.cat([torch.arange(starts[one], starts[one] + length) for one, length in pieces])
+        index = torch.cat([torch.arange(starts[caption], starts[caption] + length) for caption, length in pieces])
         return to_device(index, self.device)
 
     @cached_property
@@ -238,15 +238,15 @@ class PackedLayout:
         ids = _repeat([*range(len(self)), -1], [*self.text_lengths, self.text_padding])
         return to_device(ids, self.device)
 
-    def prepare(self, backend: Backend, *, by_frame: bool = False, text_attends: bool = False) -> None:
+    def prepare(self, backend: Backend, segments: Iterable[SegmentSpans]) -> None:
         """Make what attention derives from this layout on its device; compiled models need it made beforehand.
 
-        See [`packed_attention`][hf_bucketing.packing.packed_attention] for backends; the other two are the family's.
+        Args:
+            backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+            segments (iterable of [`SegmentSpans`]): Those of this layout that the processors of the model read.
         """
-        segments = [self.by_frame.frames, self.by_frame.spatial_positions] if by_frame else [self.self_segments]
-        segments += [self.joint.text_segments, self.joint.token_to_text] if text_attends else []
-        for one in (*segments, self.joint.segments if self.text_slots else self.cross_segments):
-            prepare_segments(one, backend, torch.device(self.device))
+        for spans in {id(spans): spans for spans in segments}.values():
+            prepare_segments(spans, backend, torch.device(self.device))
         _ = self.text_index, self.num_text_tokens, self.num_stored_text_tokens
 
     def self_attention_mask(self) -> torch.Tensor:
@@ -383,7 +383,7 @@ class JointLayout:
         return cls(
             text_slots=slots,
             strips=strips,
-            sizes=(_sizes(layout.attended_spans, layout.num_tokens), _sizes(text_spans, strips * slots)),
+            sizes=(_split_sizes(layout.attended_spans, layout.num_tokens), _split_sizes(text_spans, strips * slots)),
             order=on_device(order),
             inverse=on_device(np.argsort(order)),
             segments=SegmentSpans.within(spans, entries),
@@ -408,7 +408,7 @@ class JointLayout:
             return permute(torch.cat(sides), self.order, self.inverse)
         pieces = [side.split(sizes) for side, sizes in zip(sides, self.sizes, strict=True)]
         real = itertools.chain.from_iterable(zip(*(piece[::2] for piece in pieces), strict=True))
-        return _join([*real, *(padding for piece in pieces for padding in piece[1::2])])
+        return _concatenate([*real, *(padding for piece in pieces for padding in piece[1::2])])
 
     def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter a sequence back into tokens and text slots of strips: the inverse of [`gather`]."""
@@ -422,7 +422,7 @@ class JointLayout:
             pieces = sequence.split([*real, *(padding for sizes in self.sizes for padding in sizes[1::2])])
             count = len(self.sizes[0]) // 2
             parts = [(pieces[side : 2 * count : 2], pieces[(side + 2) * count :]) for side in range(2)]
-            sides = [_join([*itertools.chain.from_iterable(zip(*pair, strict=False))]) for pair in parts]
+            sides = [_concatenate([*itertools.chain.from_iterable(zip(*pair, strict=False))]) for pair in parts]
         tokens, text = (side.unflatten(0, (self.strips, -1)) for side in sides)
         return tokens, text
 
@@ -462,13 +462,13 @@ class _Permute(torch.autograd.Function):
         return permute(gradient, inverse, order), None, None
 
 
-def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate pieces; a single one is not copied."""
     filled = [piece for piece in pieces if len(piece)] or [pieces[0]]
     return filled[0] if len(filled) == 1 else torch.cat(filled)
 
 
-def _sizes(spans: Sequence[Span], total: int) -> tuple[int, ...]:
+def _split_sizes(spans: Sequence[Span], total: int) -> tuple[int, ...]:
     """Return the length of each span and of what follows it up to the next one, in turn; the first starts at 0."""
     bounds = [*itertools.chain.from_iterable(spans), total]
     return tuple(stop - start for start, stop in itertools.pairwise(bounds))

@@ -81,14 +81,14 @@ def _real_tokens(*strips: torch.Tensor, layout: PackedLayout) -> tuple[torch.Ten
     """Return strips of one shape in at least float32, zero where a strip holds padding."""
     count, length = layout.num_strips, layout.strip_length
     first = strips[0]
-    if any(one.shape != first.shape for one in strips) or first.shape[0] != count or first.shape[-1] % length:
+    if any(values.shape != first.shape for values in strips) or first.shape[0] != count or first.shape[-1] % length:
         raise BucketingError(
             f"Expected tensors of one shape ({count}, channels, p_t, p_h, {length}·p_w), got "
-            f"{[tuple(one.shape) for one in strips]}."
+            f"{[tuple(values.shape) for values in strips]}."
         )
     dtype = torch.promote_types(first.dtype, torch.float32)
     real = (layout.segment_ids >= 0).view(count, 1, 1, 1, length).repeat_interleave(first.shape[-1] // length, -1)
-    return tuple(torch.where(real, one.to(dtype), 0) for one in strips)
+    return tuple(torch.where(real, values.to(dtype), 0) for values in strips)
 
 
 def _mean_per_sample(values: torch.Tensor, layout: PackedLayout, weights: torch.Tensor | None) -> torch.Tensor:

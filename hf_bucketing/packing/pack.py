@@ -1,4 +1,4 @@
-"""Make packs of latents, timesteps and texts, and run them."""
+"""Make packs of latents, timesteps and texts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch.nn.functional as F
 
 from ..devices import to_device
 from ..errors import PackingError
-from .attachment import attachment_of
 from .batch import PackedBatch, token_timesteps
-from .context import bind_checkpoints, exact_inputs, exact_timesteps, use_layout
-from .family import Family, output_of
+from .context import exact_timesteps
+from .family import Family
 from .layout import PackedLayout
 from .names import Backend, Grid
 from .strips import by_strip, to_strips, token_grid
@@ -32,6 +31,11 @@ class Packing:
     strip_length: int
     backend: Backend
     base_size: Grid | None = None
+
+    @property
+    def model_name(self) -> str:
+        """The transformer's class, for messages."""
+        return type(self.transformer).__name__
 
     def pack(
         self,
@@ -58,8 +62,8 @@ class Packing:
                 texts. The model attends to every token, padding included: leave out what it must not see. One tensor
                 given for several samples is stored once.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
-                then treated as the family's pipeline treats it: omitted (`text_rule` `"masked"`), attended to as
-                zeros (`"keep_padding"`, such as Wan), or attended to unchanged (`"encoded_padding"`, such as SD3).
+                then treated as the family's pipeline treats it (`padding` of [`TextTokens`]): omitted (`"masked"`),
+                attended to as zeros (`"keep_padding"`, such as Wan), or unchanged (`"encoded_padding"`, such as SD3).
                 Masks, here and in `conditioning`, make lengths: give them on the CPU, as reading them from a device
                 waits for it.
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
@@ -80,9 +84,9 @@ class Packing:
             PackingError: If counts, channels, dtypes or devices differ, a latent does not divide into patches, a
                 sample exceeds the model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
-        given = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
+        conditions = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
         patch = self.family.patch(self.transformer)
-        texts = apply_text_mask(self.family.text_rule, text, mask=text_mask)
+        texts = apply_text_mask(self.family.text.padding, text, mask=text_mask)
         self._check_timesteps(timesteps, count=len(latents))
         if not len(latents) == len(texts) == len(timesteps) or not len(latents):
             raise PackingError(
@@ -93,17 +97,17 @@ class Packing:
         self._check_tensors(latents, texts)
         if self.base_size is None:
             self.family.check_grids(self.transformer, grids)
-        shared = self.family.shares_texts and pad_text_to is None
-        stored, caption_ids = deduplicate(texts) if shared else (texts, None)
+        stored, caption_ids = deduplicate(texts)
         layout = PackedLayout(
             grids=grids,
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             device=latents[0].device,
-            added_lengths=self.family.added_lengths(given),
-            caption_ids=caption_ids,
+            added_lengths=self.family.added_lengths(conditions),
+            caption_ids=caption_ids if pad_text_to is None else None,
             kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
         )
+        self.family.check_layout(self.transformer, layout)
         layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
         layout = replace(
             layout,
@@ -111,17 +115,20 @@ class Packing:
             text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
         )
         if not isinstance(timesteps, torch.Tensor):
-            each = enumerate(zip(timesteps, grids, strict=True))
-            timesteps = by_strip([token_timesteps(one, grid, sample=sample) for sample, (one, grid) in each], layout)
+            pairs = enumerate(zip(timesteps, grids, strict=True))
+            by_token = [token_timesteps(levels, grid, sample=sample) for sample, (levels, grid) in pairs]
+            timesteps = by_strip(by_token, layout)
         batch = PackedBatch(
             strips=to_strips(latents, patch, layout=layout),
             timesteps=exact_timesteps(timesteps),
-            text=F.pad(torch.cat(stored), (0, 0, 0, layout.text_padding)),
+            text=F.pad(torch.cat(texts if layout.caption_ids is None else stored), (0, 0, 0, layout.text_padding)),
             layout=layout,
             patch=patch,
         )
         by_latent = self.family.latent_conditioning
-        packed = {name: batch.pack_like(values) if name in by_latent else values for name, values in given.items()}
+        packed = {
+            name: batch.pack_like(values) if name in by_latent else values for name, values in conditions.items()
+        }
         return replace(batch, conditioning=packed)
 
     def _check_timesteps(self, timesteps: torch.Tensor | Sequence[torch.Tensor], *, count: int) -> None:
@@ -129,12 +136,14 @@ class Packing:
         if isinstance(timesteps, torch.Tensor):
             if timesteps.ndim == 1:
                 return
-        elif isinstance(timesteps, Sequence) and all(torch.is_tensor(one) and one.ndim == 1 for one in timesteps):
+        elif isinstance(timesteps, Sequence) and all(
+            torch.is_tensor(levels) and levels.ndim == 1 for levels in timesteps
+        ):
             if self.family.timestep_per_token:
                 return
             raise PackingError(
-                f"{_name(self)} embeds one timestep per batch row, so all tokens of a sample have the same one: pass "
-                f"a tensor of shape ({count},)."
+                f"{self.model_name} embeds one timestep per batch row, so all tokens of a sample have the same one: "
+                f"pass a tensor of shape ({count},)."
             )
         got = f"shape {tuple(timesteps.shape)}" if isinstance(timesteps, torch.Tensor) else repr(timesteps)
         raise PackingError(
@@ -149,11 +158,11 @@ class Packing:
                 raise PackingError(f"Latent {sample} has {latent.shape[0]} channels; the model takes {channels}.")
             if words.ndim != 2 or words.shape[1] != text_dim:
                 raise PackingError(f"Text {sample} has shape {tuple(words.shape)}; expected (length, {text_dim}).")
-            for what, one, first in (("Latent", latent, latents[0]), ("Text", words, texts[0])):
-                if (one.dtype, one.device) != (first.dtype, first.device):
+            for what, tensor, first in (("Latent", latent, latents[0]), ("Text", words, texts[0])):
+                if (tensor.dtype, tensor.device) != (first.dtype, first.device):
                     raise PackingError(
-                        f"{what} {sample} is {one.dtype} on {one.device}, and {what.lower()} 0 is {first.dtype} on "
-                        f"{first.device}; a pack has one dtype on one device."
+                        f"{what} {sample} is {tensor.dtype} on {tensor.device}, and {what.lower()} 0 is {first.dtype} "
+                        f"on {first.device}; a pack has one dtype on one device."
                     )
 
     def _kept(
@@ -161,9 +170,10 @@ class Packing:
     ) -> tuple[torch.Tensor, ...] | None:
         if drop is None:
             return None
-        name = _name(self)
         if not self.family.drops_tokens:
-            raise PackingError(f"{name} does more than attention across tokens; pack it without token_drop.")
+            raise PackingError(
+                f"{self.model_name} does more than attention across tokens; pack it without token_drop."
+            )
         if not self.transformer.training:
             raise PackingError("Tokens are dropped in training only: call transformer.train(), or omit token_drop.")
         if seeds is None:
@@ -176,7 +186,7 @@ class Packing:
     def _check_conditioning(self, conditioning: Mapping[str, Any], *, count: int) -> Mapping[str, Any]:
         names, by_latent = list(self.family.conditioning(self.transformer)), self.family.latent_conditioning
         if not isinstance(conditioning, Mapping) or not all(
-            torch.is_tensor(one) for name, one in conditioning.items() if name not in by_latent
+            torch.is_tensor(values) for name, values in conditioning.items() if name not in by_latent
         ):
             raise PackingError(
                 f"`conditioning` must be a mapping of names to tensors of {count} rows, here of "
@@ -187,64 +197,10 @@ class Packing:
         }
         if sorted(got) != sorted(names) or any(shape[:1] != (count,) for shape in got.values()):
             raise PackingError(
-                f"This {_name(self)} needs conditioning {names or 'none'}, each with "
+                f"This {self.model_name} needs conditioning {names or 'none'}, each with "
                 f"{count} rows; got {got or 'none'}."
             )
         return conditioning
-
-
-def packed_forward(
-    transformer: torch.nn.Module, batch: PackedBatch, *, attention_kwargs: Mapping[str, float] | None = None
-) -> torch.Tensor:
-    """Run a pack through the transformer's own forward.
-
-    Args:
-        transformer (`torch.nn.Module`): A transformer with packing enabled, bare or wrapped by `accelerator.prepare`.
-        batch ([`PackedBatch`]): A pack made by that transformer's packing.
-        attention_kwargs (mapping, *optional*): `{"scale": …}`, the factor of LoRA layers in this forward, for models
-            whose own forward takes it; some name the argument `joint_attention_kwargs`.
-
-    Returns:
-        `torch.Tensor` of shape `(num_strips, out_channels, p_t, p_h, strip_length·p_w)`; see [`PackedBatch.unpack`].
-
-    Raises:
-        PackingError: If packing is not enabled, or the model was changed since (by another processor, fused
-            projections, another `forward`, a hook), the pack was made for another patch, or the model does not take
-            `attention_kwargs`.
-    """
-    attachment = attachment_of(transformer)
-    attachment.check()
-    packing = attachment.packing
-    family = packing.family
-    batch.layout.prepare(packing.backend, by_frame=family.by_frame, text_attends=family.text_attends)
-    patch = packing.family.patch(packing.transformer)
-    if batch.patch != patch:
-        raise PackingError(
-            f"This pack was made for a model with patches of {batch.patch}; this {_name(packing)} has patches of "
-            f"{patch}. Make it with the packing of the transformer that runs it."
-        )
-    kwargs = {**packing.family.forward_kwargs(batch), **_attention_kwargs(packing, attention_kwargs)}
-    bind_checkpoints(packing.transformer)
-    with use_layout(batch.layout), exact_inputs(kwargs):
-        output = output_of(transformer(**kwargs, return_dict=False))
-    return packing.family.output_strips(batch, output)
-
-
-def _attention_kwargs(packing: Packing, given: Mapping[str, float] | None) -> dict[str, Any]:
-    if given is None:
-        return {}
-    name = packing.family.attention_kwargs
-    if name is None:
-        raise PackingError(
-            f"The forward of {_name(packing)} takes no attention_kwargs; scale LoRA layers with set_adapters."
-        )
-    if set(given) != {"scale"}:
-        raise PackingError(f"A pack takes nothing but 'scale' in attention_kwargs, got {sorted(given)}.")
-    return {name: dict(given)}
-
-
-def _name(packing: Packing) -> str:
-    return type(packing.transformer).__name__
 
 
 def _padding(what: str, count: int, fixed: int | None) -> int:

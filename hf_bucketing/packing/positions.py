@@ -42,7 +42,7 @@ class Tables:
 
     def __call__(self, module: Any, grid: Hashable, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return the tables of a grid, or of whatever else they follow from."""
-        buffers = [(one.data_ptr(), one.dtype, _version(one)) for one in module.buffers(recurse=False)]
+        buffers = [(buffer.data_ptr(), buffer.dtype, _version(buffer)) for buffer in module.buffers(recurse=False)]
         key = (grid, device, torch.is_inference_mode_enabled(), *buffers)
         tables = self._kept.pop(key, None)
         tables = self.make(module, grid, device=device) if tables is None else tables

@@ -36,7 +36,11 @@ class Keys(NamedTuple):
 
 
 class Processor:
-    """Base of the packed processors: refuses what diffusers may set on one, a backend of its own attention."""
+    """Base of the packed processors: says which segments of a pack it reads, and refuses diffusers' own backends."""
+
+    def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
+        """Return the segments in which this processor attends, for [`PackedLayout.prepare`]."""
+        return layout.self_segments, layout.joint.segments if layout.text_slots else layout.cross_segments
 
     @property
     def _attention_backend(self) -> None:
@@ -78,6 +82,13 @@ class PackedAttnProcessor(Processor):
             raise PackingError(f"scope must be one of {get_args(Scope)}, got {scope!r}.")
         self.backend = backend
         self.scope = scope
+
+    def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
+        """Return those of its scope, and those of cross-attention."""
+        if self.scope == "sample":
+            return layout.self_segments, layout.cross_segments
+        frames = layout.by_frame
+        return frames.frames if self.scope == "frame" else frames.spatial_positions, layout.cross_segments
 
     def __call__(
         self,
@@ -137,14 +148,12 @@ class PackedAttnProcessor(Processor):
     def _attend_to_tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
     ) -> torch.Tensor:
-        if self.scope == "sample":
-            return attend(query, key, value, layout.self_segments, backend=self.backend)
+        segments, _ = self.segments(layout)
+        if self.scope != "spatial_position":
+            return attend(query, key, value, segments, backend=self.backend)
         frames = layout.by_frame
-        if self.scope == "frame":
-            return attend(query, key, value, frames.frames, backend=self.backend)
         query, key, value = (permute(side, frames.order, frames.inverse) for side in (query, key, value))
-        attended = attend(query, key, value, frames.spatial_positions, backend=self.backend)
-        return permute(attended, frames.inverse, frames.order)
+        return permute(attend(query, key, value, segments, backend=self.backend), frames.inverse, frames.order)
 
     def text_keys(self, attn: Any, text: torch.Tensor, layout: PackedLayout) -> Sequence[Keys]:
         """Return the keys of the texts `(any, tokens, dim)`; the results of several are added up."""
@@ -214,7 +223,7 @@ class PackedJointAttnProcessor(Processor):
         Raises:
             PackingError: If no pack is being computed.
         """
-        layout, own = active_layout(), encoder_hidden_states is not None and _has(attn, "add_q_proj")
+        layout, has_text_layers = active_layout(), encoder_hidden_states is not None and _has(attn, "add_q_proj")
         text, tokens = hidden_states.split([hidden_states.shape[1] - layout.strip_length, layout.strip_length], 1)
         text = text if encoder_hidden_states is None else encoder_hidden_states
         of_tokens, of_text = _sides(image_rotary_emb)
@@ -223,7 +232,7 @@ class PackedJointAttnProcessor(Processor):
             attended = attend(query, key, value, layout.self_segments, backend=self.backend)
             return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
         joint = layout.joint
-        if own:
+        if has_text_layers:
             words = self.heads(attn, text, of_text, added=True)
             pairs = zip(self.heads(attn, tokens, of_tokens), words, strict=True)
             query, key, value = (joint.gather(*pair) for pair in pairs)
@@ -233,14 +242,14 @@ class PackedJointAttnProcessor(Processor):
         else:
             query, key, value = self.heads(attn, joint.gather(tokens, text))
             sides = (joint.scatter(part) for part in (query, key))
-            query, key = (joint.gather(self.rotate(one, of_tokens), words) for one, words in sides)
+            query, key = (joint.gather(self.rotate(states, of_tokens), words) for states, words in sides)
         attended = attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
-        if not own and _has(attn, "to_out"):  # of tokens and text alike
+        if not has_text_layers and _has(attn, "to_out"):  # of tokens and text alike
             attended = _through(attn.to_out, attended)
         tokens, text = joint.scatter(attended)
         if encoder_hidden_states is None:
             return torch.cat([text, tokens], 1)
-        if own:
+        if has_text_layers:
             tokens = _through(attn.to_out, tokens) if _has(attn, "to_out") else tokens
             text = attn.to_add_out(text) if _has(attn, "to_add_out") else text
         return tokens, text
@@ -290,6 +299,12 @@ class PackedRowAttnProcessor(PackedJointAttnProcessor):
         super().__init__(backend)
         self.scope = scope
 
+    def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
+        """Return those of its scope."""
+        if self.scope == "tokens":
+            return (layout.self_segments,)
+        return (layout.joint.segments if self.scope == "joint" else layout.joint.text_segments,)
+
     def attend_to_rows(self, attn: Any, rows: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Attend inside each sample.
 
@@ -302,12 +317,12 @@ class PackedRowAttnProcessor(PackedJointAttnProcessor):
             `torch.Tensor` in the shape of `rows`.
         """
         layout = active_layout()
+        (segments,) = self.segments(layout)
         if self.scope == "joint":
-            joint, segments = layout.joint, layout.joint.segments
-            states, *tables = (joint.gather(*self._tokens_and_text(one, layout)) for one in (rows, *rotary))
+            sides = (self._tokens_and_text(part, layout) for part in (rows, *rotary))
+            states, *tables = (layout.joint.gather(tokens, text) for tokens, text in sides)
         else:
-            segments = layout.self_segments if self.scope == "tokens" else layout.joint.text_segments
-            states, *tables = (one.flatten(0, 1) for one in (rows, *rotary))
+            states, *tables = (part.flatten(0, 1) for part in (rows, *rotary))
         query, key, value = self.heads(attn, states, tables)
         attended = _through(attn.to_out, attend(query, key, value, segments, backend=self.backend).flatten(1))
         if self.scope != "joint":

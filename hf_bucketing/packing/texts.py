@@ -1,11 +1,13 @@
-"""The texts of a pack: their padding, and captions that several samples share."""
+"""The texts of a pack: how they take part in it, their padding, and captions that several samples share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..devices import to_device
 from ..errors import PackingError
@@ -15,6 +17,35 @@ TextRule: TypeAlias = Literal["masked", "keep_padding", "encoded_padding"]
 
 It leaves padding out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
 """
+
+TextRows: TypeAlias = Literal["one", "per_strip", "slots", "per_sample"]
+"""How the texts of a pack enter the transformer's forward, see [`TextTokens`]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTokens:
+    """How the text tokens of a model family take part in a pack.
+
+    Attributes:
+        channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
+        padding (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
+            text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
+        rows (`"one"`, `"per_strip"`, `"slots"` or `"per_sample"`): The batch rows in which texts enter the forward.
+            Cross-attention reads them in one row, or in as many as there are strips where the model views its text by
+            batch rows. Joint attention reads them in slots of their sample's strips, or hooks fill these slots after
+            the model has refined a row per sample.
+        shortest (`int`): Fewest tokens of a text, 1 where the model pools a text or refines it by attention.
+    """
+
+    channels: str = "caption_channels"
+    padding: TextRule = "masked"
+    rows: TextRows = "one"
+    shortest: int = 0
+
+    @property
+    def in_sequence(self) -> bool:
+        """Whether text attends in one sequence with its sample's tokens, so that it counts as they do."""
+        return self.rows in ("slots", "per_sample")
 
 
 def apply_text_mask(
@@ -33,15 +64,20 @@ def apply_text_mask(
         return list(text)
     if rule == "keep_padding":
         return list(text.masked_fill(~to_device(mask.bool(), text.device)[..., None], 0))
-    kept = [
-        keep.nonzero()[:, 0] for keep in mask.bool().cpu()
-    ]  # one wait for the device, and none if the mask lies on the CPU
+    # one wait for the device, and none if the mask lies on the CPU
+    kept = [keep.nonzero()[:, 0] for keep in mask.bool().cpu()]
     return [
-        words[: len(one)]
-        if len(one) == 0 or one[-1] == len(one) - 1
-        else words.index_select(0, to_device(one, words.device))
-        for words, one in zip(text, kept, strict=True)
+        words[: len(index)]
+        if len(index) == 0 or index[-1] == len(index) - 1
+        else words.index_select(0, to_device(index, words.device))
+        for words, index in zip(text, kept, strict=True)
     ]
+
+
+def pad_texts(texts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return texts as a row per sample, `(n, length, dim)`, and their mask, `(n, length)`, zero for padding."""
+    masks = [words.new_ones(len(words)) for words in texts]
+    return pad_sequence(list(texts), batch_first=True), pad_sequence(masks, batch_first=True)
 
 
 def deduplicate(texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:

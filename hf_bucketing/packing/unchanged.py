@@ -122,12 +122,12 @@ def _blocks_of(model: torch.nn.Module) -> list[Named]:
 def replaced_forward(module: torch.nn.Module) -> str | None:
     """Return what a module's forward was replaced by; None if it is diffusers' own, inside known wrappers or not."""
     cls: Any = type(module)
-    stock, own = cls.forward, module.__dict__.get("forward")
+    stock, replaced = cls.forward, module.__dict__.get("forward")
     if not _is_own_forward(cls, stock):
         return _name_of(stock)
-    if own is None:
+    if replaced is None:
         return None
-    return _unknown_layer(own, down_to=stock) or _unknown_model_hook(module)
+    return _unknown_layer(replaced, down_to=stock) or _unknown_model_hook(module)
 
 
 @functools.cache

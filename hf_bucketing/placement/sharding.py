@@ -160,18 +160,19 @@ def _frozen(module: torch.nn.Module) -> set[str]:
 
 
 @contextmanager
-def rendering_in_lockstep(transformer: torch.nn.Module) -> Iterator[None]:
+def rendering_in_lockstep(recipe: Recipe) -> Iterator[None]:
     """Let a pipeline call a sharded transformer inside a `with` block, which every process enters.
 
     Timesteps and positions stay exact where FSDP casts inputs, and see [`resharded`].
     """
+    transformer: torch.nn.Module = recipe.transformer
     if not isinstance(transformer, FSDPModule):
         yield
         return
     calls = ExitStack()
 
     def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        calls.enter_context(exact_inputs(kwargs))
+        calls.enter_context(exact_inputs(kwargs, cast=recipe.family.cast_inputs))
 
     def after(*_: object) -> None:
         calls.close()

@@ -13,7 +13,8 @@ import torch
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
-from ..models.recipe import Recipe, check_has, part_of
+from ..models.loading import check_has, part_of
+from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
-from ..models.recipe import Part, part_of, tile
+from ..models.loading import Part, part_of, tile
 from ..placement.offload import check_blocks
 from ..units import format_bytes
 from .components import Components, read_components

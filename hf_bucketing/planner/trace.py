@@ -32,7 +32,7 @@ from ..errors import BucketingError
 from ..models.registry import families
 from ..packing.batch import Rows
 from ..packing.context import bind_checkpoints
-from ..packing.family import output_of
+from ..packing.family import freeze_unused, output_of
 from ..packing.names import Grid
 from ..placement.blocks import block_names, blocks_of
 from ..placement.quantization import quantized_linears
@@ -153,7 +153,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
         **{name: list(range(count)) if name in PLACED_LAYERS else count for name, count in layers}
     )
     family = families()[type(model).__name__]
-    family.freeze_unused(model)
+    freeze_unused(family, model)
     if step.quantize_base is not None:
         _quantize(model, step.quantize_base)
     if step.adapters.lora_rank is not None:
@@ -275,7 +275,7 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
         timesteps=torch.empty(count, device="meta"),
         text=torch.empty(count, length, family.text_dim(model), device="meta"),
         patch=patch,
-        text_mask=torch.ones(count, length) if family.text_rule == "masked" else None,
+        text_mask=torch.ones(count, length) if family.text.padding == "masked" else None,
         conditioning=conditioning,
     )
     return {**family.inputs(rows), **family.unpacked_inputs(model, rows)}

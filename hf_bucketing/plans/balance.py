@@ -91,11 +91,11 @@ def _balanced(windows: IntArray, costs: FloatArray, num_processes: int, *, rng: 
     load = np.zeros((num_windows, num_processes))
     count = np.zeros((num_windows, num_processes), np.int64)
     dealt = np.empty((num_windows, steps, num_processes), np.int64)
-    each = np.arange(num_windows)
+    window = np.arange(num_windows)
     for position in range(size):
         process = np.where(count < steps, load, np.inf).argmin(axis=1)
         batch = by_cost[:, position]
-        dealt[each, count[each, process], process] = batch
-        load[each, process] += costs[batch]
-        count[each, process] += 1
+        dealt[window, count[window, process], process] = batch
+        load[window, process] += costs[batch]
+        count[window, process] += 1
     return rng.permuted(dealt, axis=1).ravel()

@@ -89,7 +89,7 @@ def deal(
     """Deal the rows of `k` buckets into full steps, and their remainders as [`BucketBatchSampler`] describes.
 
     `sizes`, shape `(k,)`, and `base_size` are samples per process and step. The rows of `spare`, by default those of
-    `groups`, complete the steps of `"repeat"`. `"join"` is for buckets that rise in length: see [`_joined`].
+    `groups`, complete the steps of `"repeat"`. `"join"` is for buckets that rise in length: see [`_join_neighbours`].
     """
     num_processes = chosen.num_processes
     per_step = sizes * num_processes
@@ -102,10 +102,10 @@ def deal(
     first_left = groups.starts + full * per_step
     if remainder == "short":
         short, left, mixed = _short(groups, first_left, sizes, chosen)
-        return _join(groups.rows, whole, short, extra=(left, mixed))
+        return _make_deal(groups.rows, whole, short, extra=(left, mixed))
     if remainder == "join":
-        left, steps = _joined(groups, first_left, sizes, chosen)
-        return _join(groups.rows, whole, extra=(left, steps))
+        left, steps = _join_neighbours(groups, first_left, sizes, chosen)
+        return _make_deal(groups.rows, whole, extra=(left, steps))
     if remainder == "repeat":
         spare = groups if spare is None else spare
         some = left_over > 0
@@ -114,12 +114,14 @@ def deal(
         places = size * num_processes
         filled = _filled(groups, spare, first_left=first_left, per_step=places)
         steps = Steps((np.cumsum(places[some]) - places[some]), size[some], groups.buckets[some])
-        return _join(groups.rows, whole, extra=(filled, steps))._replace(filled=int((places - left_over)[some].sum()))
+        return _make_deal(groups.rows, whole, extra=(filled, steps))._replace(
+            filled=int((places - left_over)[some].sum())
+        )
     if remainder == "catch_all":
         assert base_size is not None
         left, size = _spread(_left(groups, first_left), base_size, chosen)
         steps = Steps((np.cumsum(size) - size) * num_processes, size, np.full(len(size), CATCH_ALL))
-        return _join(groups.rows, whole, extra=(left, steps))
+        return _make_deal(groups.rows, whole, extra=(left, steps))
     return Deal(groups.rows, whole)
 
 
@@ -202,7 +204,9 @@ def _spread(left: IntArray, size: int, chosen: EpochRows) -> tuple[IntArray, Int
     return left[order], np.array([size] * full + [short] * (short > 0), np.int64)
 
 
-def _joined(groups: Groups, first_left: IntArray, sizes: IntArray, chosen: EpochRows) -> tuple[IntArray, Steps]:
+def _join_neighbours(
+    groups: Groups, first_left: IntArray, sizes: IntArray, chosen: EpochRows
+) -> tuple[IntArray, Steps]:
     """Deal the remainders into steps of neighbouring buckets, from the last bucket down; only the last may be smaller.
 
     The first bucket of a step fixes its size, so that samples of the buckets before it, which are shorter, fit too.
@@ -226,7 +230,7 @@ def _joined(groups: Groups, first_left: IntArray, sizes: IntArray, chosen: Epoch
     return left, Steps(*(np.array(column, np.int64) for column in (first, size, bucket)))
 
 
-def _join(rows: IntArray, *parts: Steps, extra: tuple[IntArray, Steps]) -> Deal:
+def _make_deal(rows: IntArray, *parts: Steps, extra: tuple[IntArray, Steps]) -> Deal:
     """Join all steps; those of `extra` refer to rows of their own, which are appended."""
     more, steps = extra
     parts = (*parts, steps._replace(first=steps.first + len(rows)))

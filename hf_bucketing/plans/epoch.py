@@ -133,7 +133,7 @@ class EpochPlan:
         repeated = np.bincount(group[self.indices], minlength=count) - kept
         dropped = np.zeros_like(rows) if self.consumed else rows - kept
         counts = zip(names, kept.tolist(), repeated.tolist(), dropped.tolist(), strict=True)
-        return {name: dict(zip(("kept", "repeated", "dropped"), own, strict=True)) for name, *own in counts}
+        return {name: dict(zip(("kept", "repeated", "dropped"), numbers, strict=True)) for name, *numbers in counts}
 
     @refuse_old_names(PlanError, capacity="max_tokens")
     def summary(
@@ -172,10 +172,10 @@ class EpochPlan:
             computed = (longest * sizes).sum() if max_tokens is None else max_tokens * self.num_batches
             counts["padding"] = 1 - float(tokens.sum() / computed)
         if costs is not None or num_tokens is not None:
-            each = whole_column(num_tokens if costs is None else costs, np.float64)[self.indices]
+            sample_costs = whole_column(num_tokens if costs is None else costs, np.float64)[self.indices]
             if max_tokens is None:
-                each = np.repeat(np.maximum.reduceat(each, self.offsets[:-1]), sizes)
-            counts.update(self._cost_summary(each))
+                sample_costs = np.repeat(np.maximum.reduceat(sample_costs, self.offsets[:-1]), sizes)
+            counts.update(self._cost_summary(sample_costs))
         return counts
 
     def _cost_summary(self, sample_costs: FloatArray) -> dict[str, Any]:

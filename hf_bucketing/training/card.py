@@ -20,7 +20,8 @@ from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..columns.arrays import column_array
 from ..files import complete_file
-from ..models.recipe import IMAGES, Recipe, dtypes
+from ..models.loading import dtypes
+from ..models.recipe import IMAGES, Recipe
 from ..settings import names_of, settings_in
 from .config import TrainingConfig
 from .data import TrainingData

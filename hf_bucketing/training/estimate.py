@@ -307,7 +307,7 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
     if not recipe.modules("text_encoders"):
         shape = len(sizes), recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
-        batch["text_mask"] = torch.ones(shape, device=device) if family.text_rule == "masked" else None
+        batch["text_mask"] = torch.ones(shape, device=device) if family.text.padding == "masked" else None
         drawn = family.draw_conditioning(transformer, [data.spec.grid(size) for size in sizes])
         batch["text_others"] = {
             name: values.to(device) for name, values in drawn.items() if name not in family.latent_conditioning

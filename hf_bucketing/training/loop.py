@@ -35,7 +35,7 @@ from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
-from ..models.recipe import PARTS, pipeline_folder, read_config
+from ..models.loading import PARTS, pipeline_folder, read_config
 from ..optimizers.adamw import apply_settings, make_optimizer, make_schedule
 from ..placement.context_parallel import ContextParallel, prepare_in_groups
 from ..placement.offload import offload_blocks
@@ -608,7 +608,7 @@ class Trainer:
             idle = set(PARTS) - {"trained", *self.calls}
             lent = self.recipe.lent_to(self.accelerator.device, *idle)
             removed, averages = self.context_parallel.removed(), self._averages()
-            with averages, removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe.transformer):
+            with averages, removed, self.step.unpacked(), lent, rendering_in_lockstep(self.recipe):
                 self.validation.render(self.recipe, self.accelerator, step=self.global_step)
         self.accelerator.wait_for_everyone()
 

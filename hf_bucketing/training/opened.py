@@ -16,7 +16,8 @@ from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..errors import BucketingError
-from ..models.recipe import PARTS, Loading, Part, Recipe, read_configs
+from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
+from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..placement.blocks import blocks_of
 from ..placement.conflicts import Combination, check_combination
@@ -55,7 +56,7 @@ class OpenedRun:
     @cached_property
     def empty_transformer(self) -> Any:
         """The transformer to train, from its configuration alone: parameters without values."""
-        return self.recipe.empty_transformer(self.config.pretrained_model_name_or_path, self.config.trained_component)
+        return empty_transformer(self.config.pretrained_model_name_or_path, self.config.trained_component)
 
     @property
     def loading(self) -> Loading:

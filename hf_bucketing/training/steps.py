@@ -23,8 +23,9 @@ from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Objective
 from ..models.recipe import ModelInputs, Recipe, Samples, TextEmbeddings
+from ..packing.forward import packed_forward
 from ..packing.names import Grid
-from ..packing.pack import Packing, packed_forward
+from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key

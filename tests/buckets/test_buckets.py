@@ -66,8 +66,12 @@ def test_a_table_survives_json_and_its_fingerprint_follows_every_field() -> None
 def test_each_sample_goes_to_the_most_frames_then_the_highest_tier_then_the_nearest_ratio() -> None:
     table = BucketTable(
         sizes=(
-            *(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 128)),
-            *(Size(9, 64, 64), Size(9, 32, 128), Size(17, 128, 64)),
+            Size(1, 64, 64),
+            Size(1, 64, 128),
+            Size(1, 128, 128),
+            Size(9, 64, 64),
+            Size(9, 32, 128),
+            Size(17, 128, 64),
         ),
         tiers=(0, 0, 1, 0, 0, 0),
     )

@@ -87,7 +87,7 @@ def test_token_ladder_keeps_budgets_ratios_and_mirror_images(budgets: list[int],
 
 def of_tier(table: BucketTable, frames: int, tier: int) -> list[Size]:
     pairs = zip(table.sizes, table.tiers, strict=True)
-    return [size for size, own in pairs if (size.frames, own) == (frames, tier)]
+    return [size for size, size_tier in pairs if (size.frames, size_tier) == (frames, tier)]
 
 
 def nearest_error(sizes: list[Size], ratio: float) -> float:
@@ -166,11 +166,11 @@ def test_own_sizes_are_buckets_wherever_the_largest_budget_admits_them(sizes, to
             for side in ((height, width), (width, height)):
                 size = WAN.snap(Size(frames, *side), mode="down")
                 assert (size in table.sizes) == (WAN.num_tokens(size) <= largest * 1.1)
-    own = {WAN.snap(Size(1, *side), mode="down")[1:] for h, w in sizes for side in ((h, w), (w, h))}
+    snapped = {WAN.snap(Size(1, *side), mode="down")[1:] for h, w in sizes for side in ((h, w), (w, h))}
     for size in table.sizes:
-        assert WAN.num_tokens(size) <= (largest * 1.1 if size[1:] in own else largest)
+        assert WAN.num_tokens(size) <= (largest * 1.1 if size[1:] in snapped else largest)
     native = [(WAN.num_tokens(size), size.frames, tier) for size, tier in zip(table.sizes, table.tiers, strict=True)
-              if size[1:] in own]  # fmt: skip
+              if size[1:] in snapped]  # fmt: skip
     for tokens_a, frames_a, tier_a in native:
         for tokens_b, frames_b, tier_b in native:
             assert frames_a != frames_b or tokens_a > tokens_b or tier_a <= tier_b

@@ -88,8 +88,17 @@ def test_the_script_of_caches_refuses_it_too(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchcodec", None)
     result = run_script_here(
-        *("cache_latents.py", "--dataset_dir", prepared_dir, "--pretrained_model_name_or_path", pipeline_dir),
-        *("--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "cached", "--video_decoder", "torchcodec"),
+        "cache_latents.py",
+        "--dataset_dir",
+        prepared_dir,
+        "--pretrained_model_name_or_path",
+        pipeline_dir,
+        "--cache_dir",
+        tmp_path / "cache",
+        "--output_dir",
+        tmp_path / "cached",
+        "--video_decoder",
+        "torchcodec",
         check=False,
     )
     assert result.returncode == 1

@@ -108,8 +108,8 @@ def test_too_few_frames_are_an_error() -> None:
 )
 def test_drawn_sizes_are_whole_tokens_between_the_least_side_and_the_samples_own(sides, seed: int) -> None:
     resize = RandomResize(spec=SPEC, seed=seed)
-    own = [Size(*side) for side in sides]
-    for drawn, size in zip(resize.sizes(own, indices=range(len(own)), epoch=2), own, strict=True):
+    sizes = [Size(*side) for side in sides]
+    for drawn, size in zip(resize.sizes(sizes, indices=range(len(sizes)), epoch=2), sizes, strict=True):
         SPEC.grid(drawn)
         assert drawn.frames == SPEC.snap(size).frames
         for side, original in ((drawn.height, size.height), (drawn.width, size.width)):
@@ -117,12 +117,12 @@ def test_drawn_sizes_are_whole_tokens_between_the_least_side_and_the_samples_own
 
 
 def test_draws_follow_seed_epoch_and_index_alone_and_are_uniform() -> None:
-    own = [Size(1, 512, 320)] * 4000
+    sizes = [Size(1, 512, 320)] * 4000
     resize = RandomResize(spec=SPEC, seed=3)
-    drawn = resize.sizes(own, indices=range(4000), epoch=1)
-    assert resize.sizes(own[:3], indices=[3999, 7, 20], epoch=1) == [drawn[3999], drawn[7], drawn[20]]
-    assert resize.sizes(own, indices=range(4000), epoch=2) != drawn
-    assert RandomResize(spec=SPEC, seed=4).sizes(own, indices=range(4000), epoch=1) != drawn
+    drawn = resize.sizes(sizes, indices=range(4000), epoch=1)
+    assert resize.sizes(sizes[:3], indices=[3999, 7, 20], epoch=1) == [drawn[3999], drawn[7], drawn[20]]
+    assert resize.sizes(sizes, indices=range(4000), epoch=2) != drawn
+    assert RandomResize(spec=SPEC, seed=4).sizes(sizes, indices=range(4000), epoch=1) != drawn
     counts = Counter(size.height for size in drawn)
     assert set(counts) == set(range(64, 513, 16))
     expected = {side: 4000 * (1 if side == 64 else 16) / 449 for side in counts}
@@ -130,7 +130,7 @@ def test_draws_follow_seed_epoch_and_index_alone_and_are_uniform() -> None:
     assert chi_squared < 70  # 28 degrees of freedom: exceeded by chance in 2e-5
     heights, widths = (np.array([size[axis] for size in drawn]) for axis in (1, 2))
     assert abs(np.corrcoef(heights, widths)[0, 1]) < 0.1
-    narrow = RandomResize(spec=SPEC, min_side=500).sizes(own[:9], indices=range(9), epoch=0)
+    narrow = RandomResize(spec=SPEC, min_side=500).sizes(sizes[:9], indices=range(9), epoch=0)
     assert set(narrow) == {Size(1, 512, 320)}
 
 

@@ -306,23 +306,23 @@ def packed_outputs(model, samples: Samples, *, strip_length: int = 4, **options)
     return outputs
 
 
-def largest_difference(ones, others) -> float:
-    return max(float((one - other).detach().abs().max()) for one, other in zip(ones, others, strict=True))
+def largest_difference(outputs, others) -> float:
+    return max(float((output - other).detach().abs().max()) for output, other in zip(outputs, others, strict=True))
 
 
 def assert_same_gradients(
-    ones: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
     others: dict[str, torch.Tensor],
     limit: float,
     *,
     without_gradient: tuple[str, ...] = (),
 ) -> None:
     """Compare each parameter's gradient; where it is zero but for rounding (biases of keys), so must the other be."""
-    assert ones.keys() == others.keys()
-    whole = float(torch.stack([one.norm() for one in ones.values()]).norm())
-    for name, one in ones.items():
-        assert (one.norm() > 0) != any(part in name for part in without_gradient), f"{name}: {one.norm()}"
-        if one.norm() > 1e-6 * whole:
-            assert float((one - others[name]).norm() / one.norm()) <= limit, name
+    assert expected.keys() == others.keys()
+    whole = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    for name, gradient in expected.items():
+        assert (gradient.norm() > 0) != any(part in name for part in without_gradient), f"{name}: {gradient.norm()}"
+        if gradient.norm() > 1e-6 * whole:
+            assert float((gradient - others[name]).norm() / gradient.norm()) <= limit, name
         else:
             assert others[name].norm() <= 1e-6 * whole, name

@@ -17,10 +17,21 @@ from diffusers import (
 )
 
 SINCOS = {
-    **{"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 8, "num_layers": 2},
-    **{"cross_attention_dim": 48, "attention_bias": True, "sample_size": 16, "patch_size": 2},
-    **{"activation_fn": "gelu-approximate", "num_embeds_ada_norm": 1000, "norm_type": "ada_norm_single"},
-    **{"norm_elementwise_affine": False, "norm_eps": 1e-6, "caption_channels": 16},
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "cross_attention_dim": 48,
+    "attention_bias": True,
+    "sample_size": 16,
+    "patch_size": 2,
+    "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000,
+    "norm_type": "ada_norm_single",
+    "norm_elementwise_affine": False,
+    "norm_eps": 1e-6,
+    "caption_channels": 16,
 }
 
 
@@ -56,8 +67,13 @@ def pixart_alone(
 
 def make_ltx(**config: Any) -> LTXVideoTransformer3DModel:
     settings = {
-        **{"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 8},
-        **{"cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16},
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 4,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 32,
+        "num_layers": 2,
+        "caption_channels": 16,
     }
     return LTXVideoTransformer3DModel(**{**settings, **config})
 
@@ -88,8 +104,15 @@ def ltx_alone(
 
 def make_allegro(**config: Any) -> AllegroTransformer3DModel:
     settings = {
-        **{"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "num_layers": 2},
-        **{"cross_attention_dim": 48, "caption_channels": 16, "sample_height": 8, "sample_width": 8},
+        "num_attention_heads": 4,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "cross_attention_dim": 48,
+        "caption_channels": 16,
+        "sample_height": 8,
+        "sample_width": 8,
     }
     return AllegroTransformer3DModel(**{**settings, **config})
 
@@ -115,9 +138,17 @@ def allegro_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text
 
 def make_wan(**config: Any) -> WanTransformer3DModel:
     settings = {
-        **{"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4},
-        **{"out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48, "num_layers": 2},
-        **{"cross_attn_norm": True, "rope_max_seq_len": 64},
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 32,
+        "ffn_dim": 48,
+        "num_layers": 2,
+        "cross_attn_norm": True,
+        "rope_max_seq_len": 64,
     }
     return WanTransformer3DModel(**{**settings, **config})
 
@@ -145,8 +176,15 @@ def wan_image_alone(
 
 def make_cosmos(**config: Any) -> CosmosTransformer3DModel:
     settings = {
-        **{"num_attention_heads": 2, "attention_head_dim": 18, "in_channels": 4, "out_channels": 4, "num_layers": 2},
-        **{"text_embed_dim": 16, "adaln_lora_dim": 8, "max_size": (16, 128, 128), "concat_padding_mask": False},
+        "num_attention_heads": 2,
+        "attention_head_dim": 18,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "text_embed_dim": 16,
+        "adaln_lora_dim": 8,
+        "max_size": (16, 128, 128),
+        "concat_padding_mask": False,
     }
     return CosmosTransformer3DModel(**{**settings, **config})
 

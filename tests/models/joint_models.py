@@ -17,9 +17,17 @@ from diffusers import (
 
 def make_sd3(**config: Any) -> SD3Transformer2DModel:
     settings = {
-        **{"sample_size": 16, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2},
-        **{"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 16},
-        **{"caption_projection_dim": 32, "pooled_projection_dim": 20, "pos_embed_max_size": 64},
+        "sample_size": 16,
+        "patch_size": 2,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "caption_projection_dim": 32,
+        "pooled_projection_dim": 20,
+        "pos_embed_max_size": 64,
     }
     return SD3Transformer2DModel(**{**settings, **config})
 
@@ -37,14 +45,18 @@ def sd3_alone(
 
 def make_cogvideox(**config: Any) -> CogVideoXTransformer3DModel:
     settings = {
-        **{"num_attention_heads": 2, "attention_head_dim": 32, "in_channels": 4, "out_channels": 4, "num_layers": 2},
-        **{
-            "time_embed_dim": 16,
-            "text_embed_dim": 16,
-            "max_text_seq_length": 7,
-            "use_rotary_positional_embeddings": True,
-        },
-        **{"sample_width": 12, "sample_height": 10, "sample_frames": 9},
+        "num_attention_heads": 2,
+        "attention_head_dim": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "time_embed_dim": 16,
+        "text_embed_dim": 16,
+        "max_text_seq_length": 7,
+        "use_rotary_positional_embeddings": True,
+        "sample_width": 12,
+        "sample_height": 10,
+        "sample_frames": 9,
     }
     return CogVideoXTransformer3DModel(**{**settings, **config})
 
@@ -90,9 +102,18 @@ def cogvideox_alone(
 
 def make_hunyuan(**config: Any) -> HunyuanVideoTransformer3DModel:
     settings = {
-        **{"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16},
-        **{"num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 2, "patch_size": 2, "patch_size_t": 1},
-        **{"text_embed_dim": 16, "pooled_projection_dim": 20, "rope_axes_dim": (4, 6, 6)},
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "num_refiner_layers": 2,
+        "patch_size": 2,
+        "patch_size_t": 1,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 20,
+        "rope_axes_dim": (4, 6, 6),
     }
     return HunyuanVideoTransformer3DModel(**{**settings, **config})
 
@@ -107,9 +128,15 @@ def hunyuan_alone(
 
 def make_flux(**config: Any) -> FluxTransformer2DModel:
     settings = {
-        **{"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16},
-        **{"num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 20},
-        **{"guidance_embeds": True, "axes_dims_rope": (4, 6, 6)},
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "pooled_projection_dim": 20,
+        "guidance_embeds": True,
+        "axes_dims_rope": (4, 6, 6),
     }
     return FluxTransformer2DModel(**{**settings, **config})
 

@@ -15,8 +15,8 @@ from diffusers import CosmosTextToWorldPipeline, EDMEulerScheduler
 
 from hf_bucketing import BucketingError, PackingError, Size
 from hf_bucketing.models import enable_packing
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.objectives import EDM
-from hf_bucketing.models.recipe import Loading
 from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.packing import packed_forward
 from tests.models.cases import CASES, Samples, assert_same_gradients, gradients
@@ -36,8 +36,8 @@ def by_frame(samples: Samples) -> list[torch.Tensor]:
     timesteps = [
         timestep.repeat(len(x[0])).double() for x, timestep in zip(samples.latents, samples.timesteps, strict=True)
     ]
-    for one in timesteps:
-        one[0] = 1e-4
+    for levels in timesteps:
+        levels[0] = 1e-4
     return timesteps
 
 
@@ -64,13 +64,14 @@ def test_a_timestep_per_frame_is_that_of_the_stock_model(name: str, strip_length
     timesteps = by_frame(samples)
     expected = alone(model, samples, timesteps)
     assert (
-        max(float((one - other).abs().max()) for one, other in zip(expected, samples.alone(model), strict=True)) > 1e-3
+        max(float((output - other).abs().max()) for output, other in zip(expected, samples.alone(model), strict=True))
+        > 1e-3
     )
     wanted = gradients(model, samples.loss_of(expected))
     batch = samples.pack(enable_packing(model, strip_length=strip_length), timesteps=timesteps)
     outputs = batch.unpack(packed_forward(model, batch))
-    for one, other in zip(expected, outputs, strict=True):
-        assert float((one - other).abs().max()) <= 1e-11 * max(1.0, float(one.abs().max()))
+    for output, other in zip(expected, outputs, strict=True):
+        assert float((output - other).abs().max()) <= 1e-11 * max(1.0, float(output.abs().max()))
     assert_same_gradients(wanted, gradients(model, samples.loss_of(outputs)), 1e-6)
 
 

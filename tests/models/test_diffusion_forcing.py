@@ -23,7 +23,7 @@ def levels_of(objective: DiffusionForcing, frames: int, count: int) -> torch.Ten
     """Return the noise levels of the frames of so many samples, `(count, frames)`."""
     noised = objective([torch.zeros(1, frames, 1, 1)] * count, indices=range(count), epoch=0)
     assert noised.frame_timesteps is not None
-    assert torch.equal(noised.timesteps, torch.stack([one.mean() for one in noised.frame_timesteps]))
+    assert torch.equal(noised.timesteps, torch.stack([levels.mean() for levels in noised.frame_timesteps]))
     return torch.stack(noised.frame_timesteps) / 1000
 
 
@@ -31,7 +31,7 @@ def test_each_frame_has_its_own_level_which_does_not_fall() -> None:
     latents = [torch.randn(2, 5, 3, 4), torch.randn(2, 3, 2, 2), torch.randn(2, 1, 2, 2)]
     noised = DiffusionForcing(seed=1, shift=3.0)(latents, indices=[5, 6, 7], epoch=0)
     assert noised.frame_timesteps is not None
-    assert [tuple(one.shape) for one in noised.frame_timesteps] == [(5,), (3,), (1,)]
+    assert [tuple(levels.shape) for levels in noised.frame_timesteps] == [(5,), (3,), (1,)]
     for latent, noisy, target, timesteps in zip(latents, *noised[:2], noised.frame_timesteps, strict=True):
         assert bool((timesteps.diff() > 0).all())
         for frame, timestep in enumerate(timesteps):

@@ -29,7 +29,7 @@ def test_disabling_puts_the_model_back_bit_for_bit() -> None:
     assert not any(processor in processors.values() for processor in model.attn_processors.values())
     disable_packing(model)
     assert model.attn_processors == processors
-    assert all(torch.equal(one, other) for one, other in zip(before, samples.alone(model), strict=True))
+    assert all(torch.equal(output, other) for output, other in zip(before, samples.alone(model), strict=True))
     enable_packing(model, strip_length=8)
 
 
@@ -50,8 +50,8 @@ def test_wrong_inputs_are_errors_that_name_the_sample() -> None:
     packing = enable_packing(model, strip_length=4)
 
     def pack(**changes):
-        given = {"latents": samples.latents, "timesteps": samples.timesteps, "text": samples.text, **changes}
-        return packing.pack(given.pop("latents"), **given)
+        inputs = {"latents": samples.latents, "timesteps": samples.timesteps, "text": samples.text, **changes}
+        return packing.pack(inputs.pop("latents"), **inputs)
 
     def latents_but(sample: int, *shape: int) -> list[torch.Tensor]:
         return [*samples.latents[:sample], torch.zeros(shape), *samples.latents[sample + 1 :]]
@@ -101,9 +101,9 @@ def test_the_scale_of_lora_layers_is_passed_as_to_the_stock_forward(name: str) -
     model, samples = case.model(), Samples(case=case)
     model.add_adapter(LoraConfig(target_modules=["to_q", "to_k"], init_lora_weights=False))
     kwargs = {"joint_attention_kwargs" if name in ("sd3", "flux") else "attention_kwargs": {"scale": 0.5}}
-    given = partial(model, **kwargs)
-    given.config = model.config
-    expected, batch = samples.alone(given), samples.pack(enable_packing(model, strip_length=4))
+    scaled_model = partial(model, **kwargs)
+    scaled_model.config = model.config
+    expected, batch = samples.alone(scaled_model), samples.pack(enable_packing(model, strip_length=4))
     scaled, plain = (packed_forward(model, batch, attention_kwargs=scale) for scale in ({"scale": 0.5}, None))
     assert largest_difference(expected, batch.unpack(scaled)) <= 1e-5
     assert largest_difference(expected, batch.unpack(plain)) > 1e-5

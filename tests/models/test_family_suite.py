@@ -46,8 +46,8 @@ def alone(name: str) -> Alone:
 
 
 def assert_equal(expected: list[torch.Tensor], outputs: list[torch.Tensor], *, limit: float = OUTPUTS) -> None:
-    for one, other in zip(expected, outputs, strict=True):
-        difference, scale = float((one - other).detach().abs().max()), float(one.abs().max())
+    for output, other in zip(expected, outputs, strict=True):
+        difference, scale = float((output - other).detach().abs().max()), float(output.abs().max())
         assert difference <= limit * max(1.0, scale)
 
 
@@ -83,8 +83,8 @@ def test_outputs_loss_and_gradients_are_those_of_the_samples_alone(name: str, ch
     assert_equal(outputs, batch.unpack(prediction))
     packed_loss = packed_mse(prediction, batch.pack_like(samples.targets), batch.layout).mean()
     assert abs(float(packed_loss.detach()) - loss) <= 1e-6  # losses are computed in float32 or better
-    found = gradients(model, packed_loss)
-    assert_same_gradients(expected, found, GRADIENTS, without_gradient=CASES[name].without_gradient)
+    packed_gradients = gradients(model, packed_loss)
+    assert_same_gradients(expected, packed_gradients, GRADIENTS, without_gradient=CASES[name].without_gradient)
     unused = family_of(model).unused(model)  # DDP would wait for the gradients of others
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert {name for name in without if not any(part in name for part in unused)} == set()
@@ -123,8 +123,8 @@ def test_a_nan_leaks_into_no_other_sample(name: str) -> None:
         poisoned = Samples(torch.float64, case=CASES[name])
         poisoned.latents[victim] = poisoned.latents[victim] * torch.nan
         poisoned.text[victim] = poisoned.text[victim] * torch.nan
-        for sample, (one, other) in enumerate(zip(before, packed_outputs(model, poisoned), strict=True)):
-            assert torch.equal(one, other) == (sample != victim)
+        for sample, (output, other) in enumerate(zip(before, packed_outputs(model, poisoned), strict=True)):
+            assert torch.equal(output, other) == (sample != victim)
 
 
 @each_family
@@ -133,10 +133,10 @@ def test_a_fixed_shape_changes_nothing(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)
     model = copy.deepcopy(model)
     packing = enable_packing(model, strip_length=4)
-    own = samples.pack(packing).layout
-    slots = own.text_slots + 1 if own.text_slots else 0
-    strips = own.num_strips + 3
-    fixed = {"pad_to": strips, "pad_text_to": slots * strips if slots else sum(own.text_lengths) + 5}
+    layout = samples.pack(packing).layout
+    slots = layout.text_slots + 1 if layout.text_slots else 0
+    strips = layout.num_strips + 3
+    fixed = {"pad_to": strips, "pad_text_to": slots * strips if slots else sum(layout.text_lengths) + 5}
     batch = samples.pack(packing, **fixed)
     assert (batch.layout.num_strips, len(batch.strips), batch.layout.text_slots) == (strips, strips, slots)
     assert slots or len(batch.text) == fixed["pad_text_to"]
@@ -208,10 +208,10 @@ def test_a_copy_and_a_saved_model_run_the_same_packs(name: str, tmp_path: Path) 
     packed.save_pretrained(tmp_path)
     disable_packing(packed)
     assert [module.processor for module in packed.modules() if hasattr(module, "set_processor")] == processors
-    assert all(torch.equal(one, other) for one, other in zip(outputs, samples.alone(packed), strict=True))
+    assert all(torch.equal(output, other) for output, other in zip(outputs, samples.alone(packed), strict=True))
     loaded = in_dtype(type(model).from_pretrained(tmp_path), torch.float64)
-    assert {name: one.shape for name, one in loaded.state_dict().items()} == {
-        name: one.shape for name, one in model.state_dict().items()
+    assert {name: weight.shape for name, weight in loaded.state_dict().items()} == {
+        name: weight.shape for name, weight in model.state_dict().items()
     }
     # Mochi rounds sums to float32 inside, here and there to a neighbour where another order of terms is near a tie.
     assert_equal(samples.alone(loaded), packed_outputs(loaded, samples, strip_length=7), limit=1e-6)
@@ -224,7 +224,7 @@ def test_adapters_take_part(name: str) -> None:
     lora = LoraConfig(r=2, target_modules=list(CASES[name].lora_targets), init_lora_weights=False)
     adapted = in_dtype(get_peft_model(copy.deepcopy(model), lora), torch.float64)
     expected = samples.alone(adapted.get_base_model())
-    assert max(float((one - other).abs().max()) for one, other in zip(outputs, expected, strict=True)) > 1e-6
+    assert max(float((output - other).abs().max()) for output, other in zip(outputs, expected, strict=True)) > 1e-6
     assert_equal(expected, packed_outputs(adapted, samples))
 
 
@@ -232,7 +232,7 @@ def test_adapters_take_part(name: str) -> None:
 @torch.no_grad()
 def test_texts_may_come_padded_with_a_mask(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)
-    rule = family_of(model).text_rule
+    rule = family_of(model).text.padding
     longest, count = max(map(len, samples.text)), len(samples.text)
     if rule != "masked":
         return  # what the model attends to as padding is part of each text already

@@ -80,7 +80,7 @@ def test_a_render_shows_the_first_frame_as_training_does(tiny: str, tiny_folder,
     recipe = recipe_of(folder).load(folder, max_sequence_length=64)
     image = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
     calls: list[dict[str, Any]] = []
-    hook = recipe.transformer.register_forward_pre_hook(lambda _, args, given: calls.append(given), with_kwargs=True)
+    hook = recipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
     settings = {name: value for name, value in RECIPES[tiny].render.items() if name != "num_frames"}
     frames = recipe.render("x", Size(5, 32, 64), image=Image.fromarray(image), **settings)
     hook.remove()
@@ -93,9 +93,9 @@ def test_a_render_shows_the_first_frame_as_training_does(tiny: str, tiny_folder,
     inputs = recipe.model_inputs(samples)
     shown, first = recipe.pipeline._pack_latents(inputs.latents[0][None]), clean.shape[3] * clean.shape[4]
     assert len(calls) == 2
-    for given in calls:
-        assert torch.allclose(given["hidden_states"][:, :first], shown[:, :first], atol=1e-5)
-        assert given["timestep"].shape == shown.shape[:2]
-        assert given["timestep"][0, :first].eq(0).all()
-        assert given["timestep"][0, first:].gt(0).all()
+    for kwargs in calls:
+        assert torch.allclose(kwargs["hidden_states"][:, :first], shown[:, :first], atol=1e-5)
+        assert kwargs["timestep"].shape == shown.shape[:2]
+        assert kwargs["timestep"][0, :first].eq(0).all()
+        assert kwargs["timestep"][0, first:].gt(0).all()
     assert inputs.timesteps[0].tolist() == [0.0, 700.0]

@@ -12,7 +12,8 @@ from PIL import Image
 
 from hf_bucketing import PackingError, Size
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.recipe import Loading, Recipe
+from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from tests.models.cases import Samples, largest_difference, packed_outputs
 from tests.models.families.hunyuan_video_15 import MIXED, RENDER, conditioning, make_model

@@ -12,7 +12,8 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.caching.fingerprints import text_fingerprint
-from hf_bucketing.models.recipe import Loading, Recipe
+from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.planner.memory import plan_memory
 from hf_bucketing.planner.settings import PlanConfig
@@ -91,7 +92,7 @@ def test_all_text_encoders_move_together(load: Load) -> None:
     recipe = load("flux")
     assert len(recipe.modules("text_encoders")) == 2
     recipe.to("meta", "text_encoders")
-    devices = {one.device.type for one in (recipe.pipeline.text_encoder, recipe.pipeline.text_encoder_2)}
+    devices = {encoder.device.type for encoder in (recipe.pipeline.text_encoder, recipe.pipeline.text_encoder_2)}
     assert devices == {"meta"}
     assert recipe.pipeline.vae.device.type == "cpu"
 

@@ -13,8 +13,9 @@ from hf_bucketing.adapters.lora import start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import text_fingerprint
 from hf_bucketing.models import enable_packing, verify_packing
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.ltx2 import FAMILY
-from hf_bucketing.models.recipe import Loading, Recipe
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
@@ -72,9 +73,9 @@ def test_a_stack_has_the_frame_rate_of_each_row() -> None:
 def test_models_that_modulate_text_need_its_noise_level_and_others_do_not_take_it() -> None:
     for name, message in (("ltx2", "got {'fps': .*, 'sigma'"), ("ltx2.3", "needs conditioning .*'sigma'")):
         samples = Samples(case=CASES[name])
-        given = {"fps": torch.ones(6), **({"sigma": torch.ones(6)} if name == "ltx2" else {})}
+        conditioning = {"fps": torch.ones(6), **({"sigma": torch.ones(6)} if name == "ltx2" else {})}
         with pytest.raises(PackingError, match=message):
-            samples.pack(enable_packing(CASES[name].model()), conditioning=given)
+            samples.pack(enable_packing(CASES[name].model()), conditioning=conditioning)
 
 
 @pytest.mark.parametrize("name", ["ltx2", "ltx2.3"])
@@ -92,10 +93,12 @@ def test_audio_is_neither_trained_nor_adapted(recipe: Recipe) -> None:
         return any(part in name for part in FAMILY.unused(recipe.transformer))
 
     parameters = dict(recipe.transformer.named_parameters())
-    assert {name for name, one in parameters.items() if not one.requires_grad} == set(filter(of_audio, parameters))
+    assert {name for name, parameter in parameters.items() if not parameter.requires_grad} == set(
+        filter(of_audio, parameters)
+    )
     assert any(map(of_audio, parameters))
     start_adapters(recipe.pipeline, AdapterConfig(lora_rank=2))
-    adapted = [name for name, one in recipe.transformer.named_parameters() if one.requires_grad]
+    adapted = [name for name, parameter in recipe.transformer.named_parameters() if parameter.requires_grad]
     assert len(adapted) == 2 * 2 * 8  # A and B, in two blocks, of four projections in self- and cross-attention
     assert not any(map(of_audio, adapted))
 
@@ -108,7 +111,9 @@ def test_a_length_that_the_connectors_cannot_fill_up_is_refused(folder: Path) ->
 def test_a_plan_of_memory_counts_what_is_trained(folder: Path, recipe: Recipe) -> None:
     transformer = read_components(str(folder)).transformer
     traced = trace(TracedStep(transformer=transformer, latent_sizes=((2, 4, 4),), text_length=8))
-    assert traced.trained == sum(one.numel() for one in recipe.transformer.parameters() if one.requires_grad)
+    assert traced.trained == sum(
+        parameter.numel() for parameter in recipe.transformer.parameters() if parameter.requires_grad
+    )
 
 
 @torch.no_grad()

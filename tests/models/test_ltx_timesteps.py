@@ -47,4 +47,6 @@ def test_a_timestep_per_token_or_frame_gives_what_the_stock_model_gives(name: st
         batch = samples.pack(packing, timesteps=timesteps)
         packed = batch.unpack(packed_forward(model, batch))
         disable_packing(model)
-        assert largest_difference(expected, packed) <= 1e-11 * max(1.0, *(float(one.abs().max()) for one in expected))
+        assert largest_difference(expected, packed) <= 1e-11 * max(
+            1.0, *(float(output.abs().max()) for output in expected)
+        )

@@ -55,7 +55,7 @@ def test_noise_and_timesteps_follow_seed_epoch_and_index() -> None:
     first = objective(latents, indices=[5, 6, 7], epoch=0)
     swapped = objective(latents[::-1], indices=[7, 6, 5], epoch=0)
     assert torch.equal(first.timesteps, swapped.timesteps.flip(0))
-    assert all(torch.equal(one, other) for one, other in zip(first.targets, swapped.targets[::-1], strict=True))
+    assert all(torch.equal(target, other) for target, other in zip(first.targets, swapped.targets[::-1], strict=True))
     assert not torch.equal(first.targets[0], first.targets[2])
     for other in (
         objective(latents, indices=[5, 6, 7], epoch=1),
@@ -96,8 +96,8 @@ def test_noise_follows_from_seed_epoch_and_index_in_any_batch() -> None:
 
 def test_frame_rates_of_images_are_above_0() -> None:
     assert frame_rates([24, 0, 16]).tolist() == [24, 1, 16]
-    given = torch.tensor([0.0, 12.5], dtype=torch.float64)
-    assert torch.equal(frame_rates(given), torch.tensor([1.0, 12.5], dtype=torch.float64))
+    rates = torch.tensor([0.0, 12.5], dtype=torch.float64)
+    assert torch.equal(frame_rates(rates), torch.tensor([1.0, 12.5], dtype=torch.float64))
     for wrong in ([-1.0], [float("nan")], 8.0):
         with pytest.raises(BucketingError, match="frame rate of 0 or more for each sample"):
             frame_rates(wrong)
@@ -145,7 +145,9 @@ def test_the_noise_of_held_out_samples_depends_on_the_row_and_the_level_alone() 
         noised = kind(seed=1).held_out(latents, **settings)
         again = kind(seed=2).held_out(latents[::-1], **{**settings, "indices": [3, 8]})
         assert torch.equal(noised.timesteps, again.timesteps.flip(0))
-        assert all(torch.equal(one, other) for one, other in zip(noised.latents, again.latents[::-1], strict=True))
+        assert all(
+            torch.equal(latent, other) for latent, other in zip(noised.latents, again.latents[::-1], strict=True)
+        )
         other = kind(seed=1).held_out(latents, **{**settings, "level": 2})
         assert not torch.equal(noised.targets[0], other.targets[0])
     frames = noised.frame_timesteps[0]

@@ -44,7 +44,7 @@ def rotary_tables(model: Any, run: Callable[[], Any]) -> list[torch.Tensor]:
     run()
     handle.remove()
     (rotary,) = seen
-    if torch.long in (getattr(one, "dtype", None) for one in rotary[1]):
+    if torch.long in (getattr(part, "dtype", None) for part in rotary[1]):
         frequencies, positions = rotary  # Allegro's own: a table per axis, and where each token looks it up
         rotary = [(cos[at], sin[at]) for (cos, sin), at in zip(frequencies, positions, strict=True)]
     flat = [table for pair in rotary for table in (pair if isinstance(pair, tuple) else (pair,))]
@@ -89,8 +89,8 @@ def test_native_rotary_positions_are_those_of_the_sample_alone_bit_for_bit(case:
         alone = rotary_tables(model, lambda size=size: zeros(case, size).alone(model))
         packed = packed_rotary_tables(model, case, size)
         assert len(alone) == len(packed)
-        for one, other in zip(alone, packed, strict=True):
-            assert torch.equal(one[-len(other) :], other)  # Flux rotates its text, which comes first, by nothing
+        for table, other in zip(alone, packed, strict=True):
+            assert torch.equal(table[-len(other) :], other)  # Flux rotates its text, which comes first, by nothing
 
 
 @pytest.mark.parametrize("name", ADDED)
@@ -100,8 +100,8 @@ def test_native_added_positions_are_those_of_the_sample_alone_bit_for_bit(name: 
     if name in ("latte", "pixart"):
         sizes.append((1, 16, 16))  # the square that the module holds as a table
     alone = [embedding_alone(name, model, latent) for latent in zeros(CASES[name], *sizes).latents]
-    for one, other in zip(alone, packed_embeddings(name, model, *sizes), strict=True):
-        assert torch.equal(one, other)
+    for embedding, other in zip(alone, packed_embeddings(name, model, *sizes), strict=True):
+        assert torch.equal(embedding, other)
 
 
 @torch.no_grad()
@@ -132,9 +132,9 @@ def test_stretched_positions_are_every_other_one_of_a_sample_twice_as_large(name
     else:
         native = packed_rotary_tables(model, case, size)
         stretched = packed_rotary_tables(model, case, half, **stretch)
-    for one, other in zip(native, stretched, strict=True):
-        every_other = one.unflatten(0, large)[::frames, ::2, ::2].flatten(0, 2)
-        assert not torch.equal(one[: len(other)], other)
+    for table, other in zip(native, stretched, strict=True):
+        every_other = table.unflatten(0, large)[::frames, ::2, ::2].flatten(0, 2)
+        assert not torch.equal(table[: len(other)], other)
         assert largest_difference([every_other], [other]) <= 1e-6
 
 
@@ -172,12 +172,12 @@ def test_sd3_interpolates_linearly_between_the_entries_of_its_table() -> None:
 def test_the_base_size_as_the_samples_own_grid_changes_nothing_and_another_does(case: FamilyCase) -> None:
     model, samples = case.model(), Samples(case=case, order=(0, 4))
     samples.latents[1] = samples.latents[0].flip(2)
-    native, own = packed_outputs(model, samples), samples.pack(enable_packing(model)).layout.grids[0]
+    native, grid = packed_outputs(model, samples), samples.pack(enable_packing(model)).layout.grids[0]
     disable_packing(model)
-    same = packed_outputs(model, samples, positions="interpolate", base_size=own)
+    same = packed_outputs(model, samples, positions="interpolate", base_size=grid)
     assert largest_difference(native, same) <= 1e-5
-    frames = own[0] + 1 if family_of(model).limits(model)[0] > 1 else 1
-    other = packed_outputs(model, samples, positions="interpolate", base_size=(frames, 2 * own[1], own[2]))
+    frames = grid[0] + 1 if family_of(model).limits(model)[0] > 1 else 1
+    other = packed_outputs(model, samples, positions="interpolate", base_size=(frames, 2 * grid[1], grid[2]))
     assert largest_difference(native, other) > 1e-5
 
 

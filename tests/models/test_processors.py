@@ -74,7 +74,9 @@ class Weighted(torch.nn.Module):
         return self.gate * self.inner(*args, **kwargs)
 
 
-@pytest.mark.parametrize("processor", [Doubling(), Weighted(), AttnProcessor2_0()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "processor", [Doubling(), Weighted(), AttnProcessor2_0()], ids=lambda processor: type(processor).__name__
+)
 def test_a_processor_that_the_family_was_not_written_for_is_refused_by_name(processor) -> None:
     model = CASES["wan"].model()
     model.blocks[1].attn1.set_processor(processor)

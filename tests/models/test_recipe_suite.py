@@ -50,7 +50,7 @@ def batch_of(case: RecipeCase, shown: Sequence[str], *, stacked: bool) -> dict[s
         "caption": list(case.captions[: len(sizes)]),
         "fps": [8.0 if size[0] > 1 else 0.0 for size in sizes],
         "index": [3, 4, 5][: len(sizes)],
-        "shown": {name: [one[name] for one in drawn] for name in shown},
+        "shown": {name: [sample[name] for sample in drawn] for name in shown},
     }
 
 
@@ -111,7 +111,7 @@ def test_the_loss_is_the_one_by_hand(
         lengths = record_text_lengths(monkeypatch)
     losses = step(recipe.transformer, batch, epoch=1).values
     assert losses.tolist() == pytest.approx(by_hand, abs=case.tolerance, rel=case.tolerance)
-    if batching == "pack" and recipe.family.text_in_sequence:
+    if batching == "pack" and recipe.family.text.in_sequence:
         assert max(lengths) <= recipe.text_tokens(recipe.max_sequence_length), "max_tokens counts the text"
 
 

@@ -95,8 +95,8 @@ def test_a_stack_predicts_what_its_samples_alone_do(family: str, recipes) -> Non
     with torch.no_grad():
         together = predict(samples_of(recipe, latents, timesteps=timesteps, captions=captions, fps=[8.0, 8.0]))
         for row in range(2):
-            one = slice(row, row + 1)
-            samples = samples_of(recipe, latents[one], timesteps=timesteps[one], captions=captions[one], fps=[8.0])
+            rows = slice(row, row + 1)
+            samples = samples_of(recipe, latents[rows], timesteps=timesteps[rows], captions=captions[rows], fps=[8.0])
             if samples.text.mask is not None:  # without its padding
                 length = int(samples.text.mask.sum())
                 words = TextEmbeddings(samples.text.values[:, :length], samples.text.mask[:, :length])

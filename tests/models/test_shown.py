@@ -16,8 +16,9 @@ from PIL import Image
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe, write_video
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.loss_mask import LOSS_MASK
-from hf_bucketing.models.recipe import Loading, Recipe
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.wan_vace.packing import CONTROL
 from hf_bucketing.training.estimate import _random_batch
@@ -80,7 +81,7 @@ def test_a_reference_is_a_latent_frame_in_front_that_does_not_count(folder) -> N
 
 def test_vace_renders_with_a_control_as_it_is_trained(folder) -> None:
     recipe, calls = load(folder("wan-vace")), []
-    hook = recipe.transformer.register_forward_pre_hook(lambda _, args, given: calls.append(given), with_kwargs=True)
+    hook = recipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
     levels = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
     video = [Image.fromarray(frame) for frame in levels]
     recipe.render("red", SIZE, video=video, guidance_scale=1.0, **RENDER)
@@ -91,17 +92,17 @@ def test_vace_renders_with_a_control_as_it_is_trained(folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiny", "given", "message"),
+    ("tiny", "names", "message"),
     [
         ("wan-i2v", {"last_frame"}, "begins with an image and ends with none"),
         ("wan-i2v", {"control"}, "is not shown .control"),
         ("flux-control", set(), "must be shown"),
     ],
 )
-def test_a_recipe_refuses_conditions_that_its_model_does_not_take(tiny: str, given: set[str], message, folder) -> None:
+def test_a_recipe_refuses_conditions_that_its_model_does_not_take(tiny: str, names: set[str], message, folder) -> None:
     recipe = recipe_of(folder(tiny)).load(folder(tiny), loading=Loading(parts=()))
     with pytest.raises(BucketingError, match=message):
-        recipe.check_conditions(given)
+        recipe.check_conditions(names)
 
 
 def test_a_model_of_two_frames_takes_both(folder) -> None:
@@ -112,9 +113,9 @@ def test_a_model_of_two_frames_takes_both(folder) -> None:
 @pytest.mark.parametrize("tiny", ["flux-control", "wan-vace"])
 def test_a_step_that_is_tried_out_has_conditions(tiny: str, folder) -> None:
     recipe = load(folder(tiny))
-    given = ("control", "mask", *(["reference"] if tiny == "wan-vace" else []))
+    names = ("control", "mask", *(["reference"] if tiny == "wan-vace" else []))
     table = BucketTable.parse("32,48", frames=[1])
-    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=given)
+    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=names)
     batch = _random_batch([Size(1, 32, 48)] * 2, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)
     assert len(media["latents"]) == len(media[LOSS_MASK]) == 2

@@ -46,7 +46,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.attn_processors == processors
     assert not model.is_gradient_checkpointing
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(one, other) for one, other in zip(before, Samples().alone(model), strict=True))
+    assert all(torch.equal(output, other) for output, other in zip(before, Samples().alone(model), strict=True))
     enable_packing(model)
     with pytest.raises(PackingError, match="already enabled"):
         verify(model)

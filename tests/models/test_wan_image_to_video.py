@@ -15,7 +15,8 @@ from PIL import Image
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe
-from hf_bucketing.models.recipe import Loading, Recipe, Samples
+from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.recipe import Recipe, Samples
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_components
@@ -51,7 +52,9 @@ def test_blank_conditions_have_the_shapes_of_encoded_ones(name: str, folder, mon
     media = recipe.encode_media(clips(5))
     latents = media.pop("latents")
     blank = recipe.blank_conditions(latents[0])
-    assert {key: one.shape for key, one in blank.items()} == {key: one.shape[1:] for key, one in media.items()}
+    assert {key: values.shape for key, values in blank.items()} == {
+        key: values.shape[1:] for key, values in media.items()
+    }
     assert latents.shape[1] == recipe.latent_channels
 
 
@@ -67,13 +70,13 @@ def test_without_the_part_vae_neither_vae_nor_image_encoder_are_opened(name: str
 
 
 def test_caches_of_one_and_of_two_frames_have_different_keys(folder) -> None:
-    one, two = (load(folder(name)) for name in ("wan-i2v", "wan-flf2v"))
-    two.pipeline.vae.load_state_dict(one.pipeline.vae.state_dict())
-    two.pipeline.vae.register_to_config(**{
-        name: one.pipeline.vae.config[name] for name in ("latents_mean", "latents_std")
+    first, both = (load(folder(name)) for name in ("wan-i2v", "wan-flf2v"))
+    both.pipeline.vae.load_state_dict(first.pipeline.vae.state_dict())
+    both.pipeline.vae.register_to_config(**{
+        name: first.pipeline.vae.config[name] for name in ("latents_mean", "latents_std")
     })  # fmt: skip
-    two.pipeline.image_encoder.load_state_dict(one.pipeline.image_encoder.state_dict())
-    assert latents_fingerprint(one) != latents_fingerprint(two)
+    both.pipeline.image_encoder.load_state_dict(first.pipeline.image_encoder.state_dict())
+    assert latents_fingerprint(first) != latents_fingerprint(both)
 
 
 @pytest.mark.parametrize(("name", "fewest"), [("wan-i2v", 2), ("wan-flf2v", 3), ("wan-2.2-i2v", 2)])
@@ -93,10 +96,10 @@ def test_an_image_is_text_to_image_where_the_first_frame_would_stay_clean(folder
     recipe = load(folder("wan-2.2-ti2v"))
     image, video = (samples_of(recipe, torch.ones(1, 4, frames, 4, 4), fps=[8.0]) for frames in (1, 3))
     inputs = recipe.model_inputs(image)
-    assert [one.tolist() for one in inputs.timesteps] == [[7.0]]
-    assert all(bool((one == 1).all()) for one in inputs.weights)
+    assert [levels.tolist() for levels in inputs.timesteps] == [[7.0]]
+    assert all(bool((weight == 1).all()) for weight in inputs.weights)
     inputs = recipe.model_inputs(video)
-    assert [one.tolist() for one in inputs.timesteps] == [[0.0, 7.0, 7.0]]
+    assert [levels.tolist() for levels in inputs.timesteps] == [[0.0, 7.0, 7.0]]
     assert inputs.weights[0].mean((0, 2, 3)).tolist() == [0, 1, 1]
 
 
@@ -106,9 +109,9 @@ def test_the_first_frame_stays_clean_and_the_rest_is_noisy(folder) -> None:
     latents = list(recipe.encode_latents(clips(9)))
     noised = objective(latents, indices=[0, 1], epoch=0)
     samples = Samples(noised=noised, text=recipe.encode_text(["a", "b"]), fps=torch.tensor([8.0, 8.0]))
-    for clean, noisy, given in zip(latents, noised.latents, recipe.model_inputs(samples).latents, strict=True):
-        assert torch.equal(given[:, 0], clean[:, 0])
-        assert torch.equal(given[:, 1:], noisy[:, 1:])
+    for clean, noisy, shown in zip(latents, noised.latents, recipe.model_inputs(samples).latents, strict=True):
+        assert torch.equal(shown[:, 0], clean[:, 0])
+        assert torch.equal(shown[:, 1:], noisy[:, 1:])
 
 
 def test_captions_of_another_length_are_refused_where_the_model_divides_them_from_image_tokens(folder) -> None:
@@ -144,7 +147,11 @@ def test_memory_is_planned_with_the_image_encoder(name: str, folder) -> None:
     config = PlanConfig(sample_size=[5, 64, 64], device="cpu", mixed_precision="no", train_batch_size=2)
     planned = plan_components(components, config).phases["media encoding"].vae
     recipe = load(folder(name))
-    weights = sum(one.numel() * one.element_size() for part in recipe.modules("vae") for one in part.parameters())
+    weights = sum(
+        parameter.numel() * parameter.element_size()
+        for part in recipe.modules("vae")
+        for parameter in part.parameters()
+    )
     assert planned >= weights
 
 
@@ -174,8 +181,8 @@ def validation(recipe: Recipe, files: list[str], tmp_path: Path, size: Size) -> 
         validation_prompts=["red", "blue"], validation_images=files, validation_inference_steps=1,
         validation_guidance_scale=1.0,
     )  # fmt: skip
-    each = recipe.num_images(recipe.config)
-    images = images_of(config, each=each, pipeline_class=recipe.pipeline_class)
+    count = recipe.num_images(recipe.config)
+    images = images_of(config, each=count, pipeline_class=recipe.pipeline_class)
     return Validation(config=config, images=images, sizes=[size], seed=0, folder=tmp_path)
 
 
@@ -198,8 +205,8 @@ def test_validation_begins_each_prompt_with_its_image(name: str, folder, tmp_pat
     assert [prompt for prompt, *_ in shown] == ["red", "blue"]
     assert {image.size for _, image, _ in shown} == {(96, 64)}
     assert all((last is None) == (name == "wan-2.2-ti2v") for *_, last in shown)
-    found = probe(MediaSource.from_cell(str(tmp_path / "out" / "step-1" / "5x64x96-red.mp4")))
-    assert found.num_frames == 5
+    facts = probe(MediaSource.from_cell(str(tmp_path / "out" / "step-1" / "5x64x96-red.mp4")))
+    assert facts.num_frames == 5
     with pytest.raises(BucketingError, match=r"per prompt.*got 1"):
         validation(recipe, files[:1], tmp_path, size)
 

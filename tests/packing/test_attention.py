@@ -69,8 +69,8 @@ def test_outputs_and_gradients_are_those_of_a_softmax_per_segment(backend, segme
     expected = by_hand(*tokens, segments, scale=scale)
     out = packed_attention(*tokens, segments, backend=backend, scale=scale, enable_gqa=key_heads < HEADS)
     assert torch.allclose(out, expected, atol=1e-12)
-    for one, other in zip(gradients(out, tokens), gradients(expected, tokens), strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
+    for slope, other in zip(gradients(out, tokens), gradients(expected, tokens), strict=True):
+        assert torch.allclose(slope, other, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["segments", "dense"])
@@ -102,14 +102,14 @@ def test_dropout_drops_weights_and_keeps_their_mean(backend) -> None:
 @given(segment_spans())
 @settings(max_examples=60)
 def test_runs_cover_each_segment_once_with_views_of_the_pack(segments: SegmentSpans) -> None:
-    found = []
+    attended = []
     for run in grouped.find_runs(segments):
         for number in range(run.queries.times):
             spans = [(s.start + number * s.step, s.start + number * s.step + s.length) for s in run]
-            found.append(tuple(spans))
+            attended.append(tuple(spans))
         assert run.queries.stop <= segments.num_queries
         assert run.keys.stop <= segments.num_keys
-    assert found == list(zip(segments.queries, segments.keys, strict=True))
+    assert attended == list(zip(segments.queries, segments.keys, strict=True))
 
 
 def test_equal_samples_are_one_call_without_a_copy_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +166,13 @@ def test_auto_picks_segments_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptu
     tokens = tokens_for(segments)
     dispatch._announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="hf_bucketing"):
-        one = packed_attention(*tokens, segments, backend="auto")
+        output = packed_attention(*tokens, segments, backend="auto")
         packed_attention(*tokens, segments, backend="auto")
     assert [record.getMessage() for record in caplog.records] == [
         "Packed attention on cpu in torch.float64 runs on the backend 'segments', as 'varlen' needs a CUDA device, "
         "and the tokens are on cpu."
     ]
-    assert torch.equal(one, packed_attention(*tokens, segments))
+    assert torch.equal(output, packed_attention(*tokens, segments))
 
 
 def test_explicit_choices_are_refused_not_replaced() -> None:
@@ -208,12 +208,12 @@ def test_autocast_computes_in_half_precision(backend) -> None:
 
 
 def test_more_segments_than_a_grid_has_blocks_are_not_given_to_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = tuple((100 * one, 100 * one + 100) for one in range(65_536))
+    spans = tuple((100 * segment, 100 * segment + 100) for segment in range(65_536))
     many, most = (SegmentSpans.within(spans[first:], 100 * len(spans)) for first in (0, 1))
     query = torch.empty(1, HEADS, 8).expand(100 * len(spans), -1, -1)
     monkeypatch.setattr(dispatch, "_refusal", lambda *args: None)
-    found = [dispatch.choose_backend(query, segments=one) for one in (many, most)]
-    assert found == ["segments", "varlen"]
+    backends = [dispatch.choose_backend(query, segments=spans) for spans in (many, most)]
+    assert backends == ["segments", "varlen"]
     with pytest.raises(PackingError, match=r"'varlen' takes up to 65,535 segments, and this pack has 65,536.*'auto'"):
         many.varlen(CPU)
 
@@ -226,5 +226,5 @@ def test_attention_to_a_single_key_is_its_value_and_needs_no_kernel(monkeypatch:
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     out = packed_attention(*tokens, segments, enable_gqa=True)
     assert torch.allclose(out, expected, atol=1e-12)
-    for one, other in zip(gradients(out, tokens), slopes, strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
+    for slope, other in zip(gradients(out, tokens), slopes, strict=True):
+        assert torch.allclose(slope, other, atol=1e-12)

@@ -92,8 +92,8 @@ def test_varlen_hands_its_kernel_all_tokens_as_offsets(segments: SegmentSpans) -
         out = attend_by_offsets(*tokens, segments, AttentionOptions(scale=0.3, enable_gqa=True))
     expected = packed_attention(*tokens, segments, enable_gqa=True, scale=0.3)
     assert torch.allclose(out, expected, atol=1e-12)
-    for one, other in zip(gradients(out, tokens), gradients(expected, tokens), strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
+    for slope, other in zip(gradients(out, tokens), gradients(expected, tokens), strict=True):
+        assert torch.allclose(slope, other, atol=1e-12)
 
 
 def test_padding_forms_segments_of_its_own_so_that_offsets_cover_all_tokens() -> None:
@@ -120,14 +120,14 @@ def test_on_a_gpu_half_precision_errs_as_little_as_one_call_per_segment(backend,
         tokens = [side.detach().to(dtype).requires_grad_() for side in exact]
         reference = packed_attention(*exact, segments)
         plain, fast = (packed_attention(*tokens, segments, backend=name) for name in ("segments", backend))
-        for one, by_segment, by_kernel in zip(
+        for expected, by_segment, by_kernel in zip(
             (reference, *gradients_on_gpu(reference, exact)),
             (plain, *gradients_on_gpu(plain, tokens)),
             (fast, *gradients_on_gpu(fast, tokens)),
             strict=True,
         ):
             assert torch.isfinite(by_kernel).all()
-            assert (by_kernel - one).abs().max() <= 2 * (by_segment - one).abs().max() + 1e-3
+            assert (by_kernel - expected).abs().max() <= 2 * (by_segment - expected).abs().max() + 1e-3
 
 
 def gradients_on_gpu(out: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -49,17 +49,17 @@ def packs(packing, count: int):
 
 def test_packs_of_one_shape_need_both_limits_that_the_pages_name() -> None:
     pages = [(ROOT / "docs" / name).read_text() for name in ("packing.md", "buckets-or-packs.md")]
-    (arguments,) = {found for page in pages for found in re.findall(r"pack\(…, (pad_to=\d+[^)]*)\)", page)}
+    (arguments,) = {argument for page in pages for argument in re.findall(r"pack\(…, (pad_to=\d+[^)]*)\)", page)}
     limits = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", arguments)}
     assert set(limits) == {"pad_to", "pad_text_to"}
     packing = enable_packing(make_model(), strip_length=4)
 
-    def shapes(**given: int) -> set[tuple[torch.Size, ...]]:
-        found = set()
+    def shapes(**shape: int) -> set[tuple[torch.Size, ...]]:
+        seen = set()
         for samples, _ in packs(packing, 6):
-            batch = packing.pack(samples.latents, timesteps=samples.timesteps, text=samples.text, **given)
-            found.add((batch.strips.shape, batch.text.shape, batch.layout.segment_ids.shape))
-        return found
+            batch = packing.pack(samples.latents, timesteps=samples.timesteps, text=samples.text, **shape)
+            seen.add((batch.strips.shape, batch.text.shape, batch.layout.segment_ids.shape))
+        return seen
 
     assert len(shapes(**limits)) == 1
     assert len(shapes(pad_to=limits["pad_to"])) > 1

@@ -102,10 +102,14 @@ def test_the_backward_of_permuted_tokens_gathers(name: str) -> None:
     assert inputs
     with Operations() as ran:
         for args, kwargs, output in inputs:
-            of = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.requires_grad]
+            of = [
+                tensor
+                for tensor in (*args, *kwargs.values())
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+            ]
             outputs = [output] if isinstance(output, torch.Tensor) else [*output]
-            torch.autograd.grad([one.sum() for one in outputs], of, retain_graph=True, allow_unused=True)
-    assert not [one for one in ran.names if "index_add" in one or "index_put" in one], ran.names
+            torch.autograd.grad([output.sum() for output in outputs], of, retain_graph=True, allow_unused=True)
+    assert not [name for name in ran.names if "index_add" in name or "index_put" in name], ran.names
 
 
 def test_kernels_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,5 +124,5 @@ def test_a_text_mask_costs_one_copy_to_the_host_for_all_samples() -> None:
     expected = [words[keep.bool()] for words, keep in zip(text, mask, strict=True)]
     with Operations() as ran:
         texts = apply_text_mask("masked", text, mask=mask)
-    assert all(torch.equal(one, other) for one, other in zip(texts, expected, strict=True))
+    assert all(torch.equal(text, other) for text, other in zip(texts, expected, strict=True))
     assert "aten::index.Tensor" not in ran.names, "indexing by a mask waits for the device"

@@ -57,6 +57,6 @@ def test_the_activation_checkpointing_of_fsdp_sees_its_own_pack(in_flight: int) 
     expected = gradients(model, *(samples.loss_alone(model) for samples in cases))
     packing = enable_packing(model, strip_length=4)
     apply_activation_checkpointing(model, check_fn=lambda module: module in set(model.blocks))
-    found = gradients(model, *[samples.loss_packed(model, packing) for samples in cases])
-    found = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
-    assert_same_gradients(expected, found, 1e-4)
+    summed = gradients(model, *[samples.loss_packed(model, packing) for samples in cases])
+    summed = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in summed.items()}
+    assert_same_gradients(expected, summed, 1e-4)

@@ -39,8 +39,8 @@ def test_every_token_and_text_token_is_once_in_its_samples_part_of_the_sequence(
     text = joint.text_by_strip(layout.text_segment_ids[:, None] + 1)[..., 0] - 1
     of_text = layout.strip_segments[joint.modulated_as][:, None]
     assert torch.equal(torch.where(text >= 0, of_text, -1), text), "text is modulated as its own sample"
-    own = torch.where(text >= 0, layout.strip_segments[:, None], -1)
-    assert (joint.text_strips() is None) == torch.equal(own, text)
+    segments = torch.where(text >= 0, layout.strip_segments[:, None], -1)
+    assert (joint.text_strips() is None) == torch.equal(segments, text)
     sequence = joint.gather(tokens, text)
     for sample, (start, stop) in enumerate(joint.segments.queries):
         assert set(sequence[start:stop].tolist()) == {sample}

@@ -85,16 +85,16 @@ def test_nothing_of_a_sample_leaks_into_the_others(victim: int) -> None:
     samples.latents[victim] = samples.latents[victim] + 100
     samples.text[victim] = samples.text[victim] + 100
     after = run()
-    for sample, (one, other) in enumerate(zip(before, after, strict=True)):
-        assert torch.equal(one, other) == (sample != victim)
+    for sample, (output, other) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(output, other) == (sample != victim)
 
 
 def test_the_order_of_the_samples_does_not_matter() -> None:
     model = make_model()
     packing = enable_packing(model, strip_length=4)
     order = (4, 2, 5, 0, 3, 1)
-    one, other = (samples.pack(packing) for samples in (Samples(), Samples(order=order)))
-    outputs, shuffled = (batch.unpack(packed_forward(model, batch)) for batch in (one, other))
+    batch_in_order, other = (samples.pack(packing) for samples in (Samples(), Samples(order=order)))
+    outputs, shuffled = (batch.unpack(packed_forward(model, batch)) for batch in (batch_in_order, other))
     assert largest_difference([outputs[sample] for sample in order], shuffled) <= 1e-5
 
 

@@ -30,13 +30,13 @@ def padded_with(samples: Samples, value: float) -> tuple[torch.Tensor, torch.Ten
 @torch.no_grad()
 def test_masked_text_is_what_the_pipeline_makes_of_it(case: FamilyCase) -> None:
     model, samples = case.model(), Samples(case=case)
-    rule = family_of(model).text_rule
+    rule = family_of(model).text.padding
     padded, mask = padded_with(samples, 0.5 if rule == "encoded_padding" else torch.nan)
     packing = enable_packing(model, strip_length=4)
 
     def run(text, text_mask=None) -> torch.Tensor:
-        given = {"timesteps": samples.timesteps, "conditioning": samples.conditioning, "text_mask": text_mask}
-        batch = packing.pack(samples.latents, text=text, **given)
+        inputs = {"timesteps": samples.timesteps, "conditioning": samples.conditioning, "text_mask": text_mask}
+        batch = packing.pack(samples.latents, text=text, **inputs)
         return torch.cat([output.flatten() for output in batch.unpack(packed_forward(model, batch))])
 
     output = run(padded, mask)

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
@@ -31,6 +31,7 @@ from tests.models.cases import (
     largest_difference,
     make_model,
 )
+from tests.models.families import CASES
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -69,11 +70,10 @@ class CastsInputs(torch.nn.parallel.DataParallel):
     """Cast all inputs to half precision, as FSDP's mixed precision and DeepSpeed do."""
 
     def forward(self, **kwargs):
-        halved = {
-            name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            for name, value in kwargs.items()
-        }
-        return self.module(**halved)
+        def halve(value: torch.Tensor) -> torch.Tensor:
+            return value.bfloat16() if value.is_floating_point() else value
+
+        return self.module(**tree_map_only(torch.Tensor, halve, kwargs))
 
 
 def seen_timesteps(model, run) -> torch.Tensor:
@@ -99,6 +99,15 @@ def test_timesteps_reach_their_embedding_in_float32_below_wrappers_that_cast() -
                                encoder_hidden_states=samples.text[0][None])
     )  # fmt: skip
     assert plain.dtype == torch.bfloat16, "without packing, inputs are as the wrapper leaves them"
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_every_family_runs_below_wrappers_that_cast(name: str) -> None:
+    """Its `cast_inputs` name what its layers take in their own dtype; all other inputs come in float32."""
+    model, samples = CASES[name].model(torch.bfloat16), Samples(case=CASES[name])
+    batch = samples.pack(enable_packing(model, strip_length=4))
+    assert torch.isfinite(packed_forward(CastsInputs(model), batch)).all()
 
 
 def test_whole_timesteps_become_float32_and_half_ones_are_refused() -> None:
@@ -163,4 +172,6 @@ def test_positions_and_schedules_are_exact_under_fsdp_that_casts(
     with sharded(model):
         run()
     assert len(seen) == len(exact) >= len(names)
-    assert largest_difference(exact, [one.float() for one in seen]) <= 2**-7, "no more than the outputs' own rounding"
+    assert largest_difference(exact, [output.float() for output in seen]) <= 2**-7, (
+        "no more than the outputs' own rounding"
+    )

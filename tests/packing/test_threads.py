@@ -42,20 +42,20 @@ def test_two_threads_have_the_outputs_and_gradients_of_one(name: str, checkpoint
     batches = [samples.pack(packing) for samples in cases]
     together = Barrier(2)
 
-    def run(one: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        batch = batches[one]
+    def run(number: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        batch = batches[number]
         output = packed_forward(model, batch)
-        loss = packed_mse(output, batch.pack_like(cases[one].targets), batch.layout).mean()
+        loss = packed_mse(output, batch.pack_like(cases[number].targets), batch.layout).mean()
         return output.detach(), torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
 
-    def repeat(one: int) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    def repeat(number: int) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
         together.wait()
-        return [run(one) for _ in range(REPEATS)]
+        return [run(number) for _ in range(REPEATS)]
 
     expected = [run(0), run(1)]
     with ThreadPoolExecutor(2) as pool:
-        for (output, slopes), found in zip(expected, pool.map(repeat, (0, 1)), strict=True):
-            for other, others in found:
+        for (output, slopes), results in zip(expected, pool.map(repeat, (0, 1)), strict=True):
+            for other, others in results:
                 assert torch.equal(output, other)
                 assert all(torch.equal(*pair) for pair in zip(slopes, others, strict=True))
 

@@ -20,14 +20,14 @@ def frame_timesteps(samples: Samples) -> list[torch.Tensor]:
     """Return another timestep for each latent frame, the first of each sample clean."""
     generator = torch.Generator().manual_seed(3)
     drawn = [1000 * torch.rand(latent.shape[1], generator=generator) for latent in samples.latents]
-    for one in drawn:
-        one[0] = 0
+    for levels in drawn:
+        levels[0] = 0
     return drawn
 
 
 def of_tokens(timesteps: list[torch.Tensor]) -> list[torch.Tensor]:
     pairs = zip(timesteps, SIZES, strict=True)
-    return [one.repeat_interleave(height // 2 * (width // 2)) for one, (_, height, width) in pairs]
+    return [levels.repeat_interleave(height // 2 * (width // 2)) for levels, (_, height, width) in pairs]
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def test_a_pack_with_a_timestep_per_token_equals_the_stock_model(each: str) -> N
     by_frame = frame_timesteps(samples)
     by_token = of_tokens(by_frame)
     if each == "token":  # not the same in a frame
-        by_token = [one * torch.linspace(0.5, 1, len(one)) for one in by_token]
+        by_token = [levels * torch.linspace(0.5, 1, len(levels)) for levels in by_token]
     alone = [
         model(latent[None], timestep[None], text[None]).sample[0]
         for latent, timestep, text in zip(samples.latents, by_token, samples.text, strict=True)
@@ -80,20 +80,20 @@ def test_a_pack_with_a_timestep_per_token_equals_the_stock_model(each: str) -> N
     packing = enable_packing(model, strip_length=4)
     batch = samples.pack(packing, timesteps=by_token if each == "token" else by_frame)
     packed = batch.unpack(packed_forward(model, batch))
-    for one, other in zip(alone, packed, strict=True):
-        assert float((one - other).abs().max()) <= 1e-11 * float(one.abs().max())
+    for output, other in zip(alone, packed, strict=True):
+        assert float((output - other).abs().max()) <= 1e-11 * float(output.abs().max())
 
 
 @torch.no_grad()
 def test_equal_timesteps_of_tokens_are_the_timestep_of_the_sample() -> None:
     model, samples = WAN.model(torch.float64), Samples(torch.float64, case=WAN)
     packing = enable_packing(model, strip_length=4)
-    each = [
+    repeated = [
         timestep.repeat(latent.shape[1]) for timestep, latent in zip(samples.timesteps, samples.latents, strict=True)
     ]
     outputs = [
         batch.unpack(packed_forward(model, batch))
-        for batch in (samples.pack(packing), samples.pack(packing, timesteps=each))
+        for batch in (samples.pack(packing), samples.pack(packing, timesteps=repeated))
     ]
     assert largest_difference(*outputs) < 1e-11
 
@@ -128,8 +128,8 @@ def weights_of(samples: Samples) -> list[torch.Tensor]:
     """Return weights `(1, F, H, W)`, drawn, but 0 for the first frames of two samples: all of the second, an image."""
     generator = torch.Generator().manual_seed(5)
     drawn = [torch.rand(1, *latent.shape[1:], generator=generator) for latent in samples.latents]
-    for one in drawn[:2]:
-        one[:, 0] = 0
+    for weight in drawn[:2]:
+        weight[:, 0] = 0
     return drawn
 
 
@@ -139,15 +139,15 @@ def test_weighted_losses_of_packs_are_those_by_hand() -> None:
     batch, weights = samples.pack(packing), weights_of(samples)
     strips = batch.pack_like(samples.latents).requires_grad_()
     losses = packed_mse(strips, batch.pack_like(samples.targets), batch.layout, batch.pack_like(weights))
-    for one, latent, target, weight in zip(losses, samples.latents, samples.targets, weights, strict=True):
+    for loss, latent, target, weight in zip(losses, samples.latents, samples.targets, weights, strict=True):
         squared = (latent - target).square().mean(0, keepdim=True)
         expected = float((squared * weight).sum() / weight.sum()) if weight.any() else 0.0
-        assert float(one.detach()) == pytest.approx(expected, rel=1e-5)
+        assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
         stacked = masked_mse(latent[None], target[None], weights=weight[None])
-        assert float(one.detach()) == pytest.approx(float(stacked), rel=1e-5)
+        assert float(loss.detach()) == pytest.approx(float(stacked), rel=1e-5)
     losses.sum().backward()
     assert strips.grad is not None
-    assert all(bool(torch.isfinite(one).all()) for one in strips.grad)
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in strips.grad)
     first, second, *_ = batch.unpack(strips.grad)
     assert not first[:, 0].any()
     assert first[:, 1:].any()
@@ -161,9 +161,9 @@ def test_weights_of_tokens_weigh_as_those_of_their_latents() -> None:
     targets = batch.pack_like(samples.targets)
     of_token = torch.rand(batch.layout.num_strips, 4)
     by_latent = of_token[:, None, None, None].repeat_interleave(2, -1).expand(-1, 1, 1, 2, -1)
-    one, other = (packed_mse(batch.strips, targets, batch.layout, weights) for weights in (of_token, by_latent))
-    assert torch.allclose(one, other)
-    assert not torch.allclose(one, packed_mse(batch.strips, targets, batch.layout))
+    values, other = (packed_mse(batch.strips, targets, batch.layout, weights) for weights in (of_token, by_latent))
+    assert torch.allclose(values, other)
+    assert not torch.allclose(values, packed_mse(batch.strips, targets, batch.layout))
 
 
 def test_weights_of_another_shape_are_refused() -> None:
@@ -200,5 +200,5 @@ def test_objectives_weigh_stacks_and_packs_alike(kind: str) -> None:
     packed = objective.packed_losses(batch.pack_like(list(prediction)), noised, batch, weights=weights)
     assert torch.allclose(stacked, packed, rtol=1e-5)
     assert not torch.allclose(stacked, objective.losses(prediction, noised), rtol=1e-3)
-    scaled = objective.losses(prediction, noised, weights=[3 * one for one in weights])
+    scaled = objective.losses(prediction, noised, weights=[3 * weight for weight in weights])
     assert torch.allclose(stacked, scaled, rtol=1e-5)

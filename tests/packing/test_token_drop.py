@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers import transformer_wan
 from hypothesis import assume, given, strategies as st
 
 from hf_bucketing import PackingError
@@ -107,8 +109,12 @@ def test_tokens_keep_their_positions_targets_and_neighbours(mode: Mode) -> None:
         < packing.pack(samples.latents, timesteps=samples.timesteps, text=samples.text).layout.num_tokens
     )
     outputs = batch.unpack(packed_forward(model, batch))
-    for sample, (grid, kept) in enumerate(zip(GRIDS, layout.kept, strict=True)):
-        assert_equals_masked_attention(model, samples, sample, output=outputs[sample], grid=grid, kept=kept)
+    stock = stock_copy(model)
+    for sample, (output, kept) in enumerate(zip(outputs, layout.kept, strict=True)):
+        expected = masked_patches(stock, samples, sample, kept=kept)
+        assert torch.allclose(patches(output)[kept], expected[kept], atol=1e-10)
+        dropped = np.setdiff1d(range(math.prod(GRIDS[sample])), kept)
+        assert patches(output)[dropped].count_nonzero() == 0
     target = batch.pack_like(samples.targets)
     values = packed_mse(torch.zeros_like(target), target, layout)
     by_hand = [
@@ -122,28 +128,28 @@ def patches(latent: torch.Tensor) -> torch.Tensor:
     return blocks.permute(1, 2, 4, 0, 3, 5).flatten(0, 2)
 
 
-def assert_equals_masked_attention(model, samples, sample, *, output, grid, kept) -> None:
-    """Run the stock processors with keys of dropped tokens masked."""
-    from diffusers import WanTransformer3DModel
-    from diffusers.models.transformers import transformer_wan
-
+def stock_copy(model: WanTransformer3DModel) -> WanTransformer3DModel:
     stock = WanTransformer3DModel.from_config(model.config).to(torch.float64)
     stock.load_state_dict(model.state_dict())
-    mask = torch.zeros(math.prod(grid), dtype=torch.bool)
+    return stock
+
+
+def masked_patches(stock: WanTransformer3DModel, samples: Samples, sample: int, *, kept: torch.Tensor) -> torch.Tensor:
+    """Run the stock processors on a sample with keys of dropped tokens masked; return the patches of the output."""
+    mask = torch.zeros(math.prod(GRIDS[sample]), dtype=torch.bool)
     mask[kept] = True
     attend = transformer_wan.dispatch_attention_fn
 
     def masked(query, key, value, **options):
-        return attend(query, key, value, **{**options, "attn_mask": mask[None] if key.shape[1] == len(mask) else None})
+        options["attn_mask"] = mask[None] if key.shape[1] == len(mask) else None
+        return attend(query, key, value, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformer_wan, "dispatch_attention_fn", masked)
         text = torch.cat([samples.text[sample], samples.text[sample]])  # never as long as a grid here
         assert len(text) != len(mask)
         args = samples.latents[sample][None], samples.timesteps[sample][None], text[None]
-        expected = patches(stock(*args).sample[0])
-    assert torch.allclose(patches(output)[kept], expected[kept], atol=1e-10)
-    assert patches(output)[~mask].count_nonzero() == 0
+        return patches(stock(*args).sample[0])
 
 
 @pytest.mark.parametrize("drop", [TokenDrop(), TokenDrop(max_sample_tokens=10_000, max_pack_tokens=10_000)], ids=str)
@@ -156,12 +162,22 @@ def test_rate_zero_is_off_exactly(drop: TokenDrop) -> None:
     assert torch.equal(packed_forward(model, off), packed_forward(model, zero))
 
 
-def test_training_on_some_tokens_has_gradients() -> None:
-    model, samples = make_model(), Samples()
+def test_training_on_some_tokens_has_the_gradients_of_attention_with_the_others_masked() -> None:
+    model, samples = make_model(torch.float64), Samples(torch.float64)
     packing = enable_packing(model, strip_length=4)
     batch = pack(model, packing, drop=TokenDrop(rate=0.5), samples=samples)
-    loss = packed_mse(packed_forward(model, batch), batch.pack_like(samples.targets), batch.layout).mean()
-    assert all(torch.isfinite(gradient).all() for gradient in gradients(model, loss).values())
+    losses = packed_mse(packed_forward(model, batch), batch.pack_like(samples.targets), batch.layout)
+    stock = stock_copy(model)
+    errors = [
+        masked_patches(stock, samples, sample, kept=kept)[kept] - patches(target)[kept]
+        for sample, (target, kept) in enumerate(zip(samples.targets, batch.layout.kept, strict=True))
+    ]
+    by_hand = torch.stack([error.square().mean() for error in errors])
+    assert torch.allclose(losses, by_hand)
+    expected = gradients(stock, by_hand.mean())
+    assert sum(bool(gradient.any()) for gradient in expected.values()) > len(expected) / 2
+    for name, gradient in gradients(model, losses.mean()).items():
+        assert torch.allclose(gradient, expected[name], atol=1e-10), name
 
 
 def test_impossible_drops_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +201,15 @@ def test_impossible_drops_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
     model, samples = make_model().eval(), Samples()
     packing = enable_packing(model, strip_length=4)
-    given_ = {"timesteps": samples.timesteps, "text": samples.text, "token_drop": TokenDrop(rate=0.5)}
+    inputs = {"timesteps": samples.timesteps, "text": samples.text, "token_drop": TokenDrop(rate=0.5)}
     with pytest.raises(PackingError, match="in training only"):
-        packing.pack(samples.latents, **given_, seeds=range(6))
+        packing.pack(samples.latents, **inputs, seeds=range(6))
     model.train()
     with pytest.raises(PackingError, match="pass seeds="):
-        packing.pack(samples.latents, **given_)
+        packing.pack(samples.latents, **inputs)
     monkeypatch.setattr(WanFamily, "drops_tokens", False)
     with pytest.raises(PackingError, match="WanTransformer3DModel does more than attention"):
-        packing.pack(samples.latents, **given_, seeds=range(6))
+        packing.pack(samples.latents, **inputs, seeds=range(6))
 
 
 def test_dropped_tokens_come_back_as_zeros() -> None:

@@ -101,7 +101,7 @@ def stacks(case: FamilyCase) -> Forward:
 
     def forward(model: Any, wrapped: Any) -> tuple[torch.Tensor, torch.Tensor]:
         family = family_of(model)
-        masked = family.text_rule == "masked"
+        masked = family.text.padding == "masked"
         mask = torch.tensor([[1.0] * 7, [1.0] * 4 + [0.0] * 3]) if masked else None
         rows = Rows(
             latents=torch.stack(samples.latents),

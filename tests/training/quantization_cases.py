@@ -17,7 +17,8 @@ from hf_bucketing import BucketingError
 from hf_bucketing.adapters.lora import LORA_WEIGHTS, add_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
-from hf_bucketing.models.recipe import Loading, Recipe
+from hf_bucketing.models.loading import Loading, empty_transformer
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement.blocks import blocks_of
 from hf_bucketing.placement.offload import offload_blocks
@@ -34,7 +35,7 @@ LORA = {"lora_rank": 4, "gradient_checkpointing": True, "mixed_precision": "bf16
 
 def load(folder: Path, kind: str | None, *, dtype: torch.dtype = torch.bfloat16) -> Recipe:
     recipe = recipe_of(str(folder))
-    empty = recipe.empty_transformer(str(folder), "transformer")
+    empty = empty_transformer(str(folder), "transformer")
     loading = Loading(trained_dtype=dtype, quantization=quantization_of(kind, empty, dtype=dtype))
     return recipe.load(str(folder), loading=loading)
 

@@ -19,6 +19,7 @@ from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.optimizers import OptimizerConfig
+from hf_bucketing.packing.texts import TextTokens
 from hf_bucketing.placement import MemoryConfig
 from hf_bucketing.planner import PlanConfig, memory as planner, options, plan_memory, trace
 from hf_bucketing.planner.components import Components, read_components
@@ -286,7 +287,7 @@ def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monke
     apart = plan_components(components, config)
     assert (apart.shape.samples, apart.shape.length) == (4, 4 * 48)
     alone = largest_tokens(components, CPU, memory=apart.total, at_most=480)
-    monkeypatch.setattr(type(components.recipe.family), "text_in_sequence", True)
+    monkeypatch.setattr(TextTokens, "in_sequence", True)
     joint = plan_components(components, config).shape
     assert (joint.samples, joint.tokens, joint.text_tokens, joint.length) == (3, 3 * 48, 3 * 16, 3 * 64)
     assert (alone, largest_tokens(components, CPU, memory=apart.total, at_most=480)) == (4 * 48, 4 * 64)

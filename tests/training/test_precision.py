@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
 from hf_bucketing.caching.fingerprints import latents_fingerprint
-from hf_bucketing.models.recipe import Loading, tile
+from hf_bucketing.models.loading import Loading, tile
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import run_script_here

@@ -20,7 +20,7 @@ from hf_bucketing import BucketingError
 from hf_bucketing.adapters.lora import add_lora, save_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.recipe import Loading
+from hf_bucketing.models.loading import Loading, empty_transformer
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import Packing, packed_forward
 from hf_bucketing.placement.quantization import (
@@ -104,7 +104,7 @@ def test_nf4_layers_take_steps_on_a_transformer_that_packs(pipeline_dir: Path, t
     # diffusers refuses bitsandbytes without a GPU; its layers take steps on the CPU all the same.
     monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None)
     monkeypatch.setattr(BnB4BitDiffusersQuantizer, "update_device_map", lambda *_: {"": "cpu"})
-    empty = recipe_of(str(pipeline_dir)).empty_transformer(str(pipeline_dir), "transformer")
+    empty = empty_transformer(str(pipeline_dir), "transformer")
     quantization = quantization_of("nf4", empty, dtype=torch.float32)
     assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)
     recipe = recipe_of(str(pipeline_dir)).load(str(pipeline_dir), loading=Loading(quantization=quantization))

@@ -17,7 +17,7 @@ from hf_bucketing import BucketingError, LatentSpec, Size, open_table
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
 from hf_bucketing.media import write_image
-from hf_bucketing.models.recipe import Loading
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training.data import make_data

@@ -13,7 +13,8 @@ import torch
 
 from hf_bucketing.devices import to_device
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.recipe import PARTS, Recipe
+from hf_bucketing.models.loading import PARTS
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.run_log import StepMetrics
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of

@@ -23,6 +23,7 @@ from hf_bucketing.errors import OversizeError
 from hf_bucketing.media import ViewRule, write_video
 from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.packing import packed_forward
+from hf_bucketing.packing.texts import TextTokens
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import TrainingData, make_data
@@ -76,10 +77,10 @@ def test_a_run_counts_the_text_that_its_family_says_is_in_the_sequence(
     from hf_bucketing.training import estimate as memory
 
     wan, flux = (families()[f"{name}Transformer{dims}DModel"] for name, dims in (("Wan", 3), ("Flux", 2)))
-    assert (wan.text_in_sequence, flux.text_in_sequence) == (False, True)
+    assert (wan.text.in_sequence, flux.text.in_sequence) == (False, True)
     config = in_process(pipeline_dir, prepared_dir, tmp_path, max_train_steps=1, batching="pack", max_tokens=400)
     assert Trainer(config).data.text_tokens == 0
-    monkeypatch.setattr(type(wan), "text_in_sequence", True)
+    monkeypatch.setattr(TextTokens, "in_sequence", True)
     recipe = recipe_of(str(pipeline_dir))
     assert (recipe.text_tokens(), recipe.text_tokens(32)) == (512, 32)
     trainer = Trainer(config)

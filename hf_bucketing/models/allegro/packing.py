@@ -14,6 +14,7 @@ from ...packing.family import Family, Transformer
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
+from ...packing.texts import TextTokens
 
 
 class AllegroFamily(Family):
@@ -23,7 +24,7 @@ class AllegroFamily(Family):
     tested_forwards = ("943ba9381dfe",)
     stock_processors = ("AllegroAttnProcessor2_0",)
     interpolates = True
-    text_by_strip = True
+    text = TextTokens(rows="per_strip")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse strips of one token, because the model's blocks squeeze an axis of one token away."""

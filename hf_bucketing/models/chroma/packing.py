@@ -5,6 +5,7 @@ Pass text with the mask that the pipeline's `encode_prompt` returns, which keeps
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ class ChromaFamily(FluxFamily):
 
     transformer_class = "ChromaTransformer2DModel"
     tested_forwards = ("3cdf1b3fa10c",)
-    text_rule = "masked"
+    text = replace(FluxFamily.text, padding="masked")
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Add the mask of text and tokens, if there is one.
@@ -26,11 +27,11 @@ class ChromaFamily(FluxFamily):
         It is boolean. The pipeline of diffusers 0.42 passes numbers, which attention adds to its scores, so that
         padding takes part after all (huggingface/diffusers#12116); the model was trained with padding masked.
         """
-        given = super().inputs(rows)
+        inputs = super().inputs(rows)
         if rows.text_mask is None:
-            return given
-        tokens = rows.text_mask.new_ones(given["hidden_states"].shape[:2])
-        return {**given, "attention_mask": torch.cat([rows.text_mask, tokens], 1).bool()}
+            return inputs
+        tokens = rows.text_mask.new_ones(inputs["hidden_states"].shape[:2])
+        return {**inputs, "attention_mask": torch.cat([rows.text_mask, tokens], 1).bool()}
 
 
 FAMILY = ChromaFamily()

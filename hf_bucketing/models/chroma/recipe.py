@@ -18,12 +18,7 @@ class ChromaRecipe(FluxRecipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions, with a mask that keeps one token of the padding."""
-        values, _, mask, *_ = self.pipeline.encode_prompt(
-            captions,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
+        values, _, mask, *_ = self._encode_prompt(captions, do_classifier_free_guidance=False)
         return TextEmbeddings(values, mask)
 
     def refusal(self, samples: Samples) -> str | None:

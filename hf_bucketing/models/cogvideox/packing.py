@@ -24,7 +24,8 @@ from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import Rotary
-from ..joint import JointFamily, of_text
+from ...packing.texts import TextTokens
+from ..joint import JointFamily, hook_joint_norms
 from ..positions import one_table, rotary_tables
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ class CogVideoXFamily(JointFamily):
     transformer_class = "CogVideoXTransformer3DModel"
     tested_forwards = ("1d9ec921fa79",)
     stock_processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
-    text_channels = "text_embed_dim"
-    text_rule = "encoded_padding"
+    text = TextTokens(rows="slots", channels="text_embed_dim", padding="encoded_padding")
     interpolates = True
     latents_as = "frames_first"
     attention_kwargs = "attention_kwargs"
@@ -88,7 +88,8 @@ class CogVideoXFamily(JointFamily):
         return {"ofs": lambda grids: torch.full((len(grids),), 2.0)} if transformer.config.ofs_embed_dim else {}
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse texts that do not have the length of the table of positions."""
+        """Refuse also texts that do not have the length of the table of positions."""
+        super().check_layout(transformer, layout)
         length = self.text_length(transformer)
         if length is not None and set(layout.text_lengths) != {length}:
             raise PackingError(
@@ -125,7 +126,7 @@ class CogVideoXFamily(JointFamily):
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
         norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm2)]
-        handles: list[Any] = [norm.register_forward_hook(_modulate_text) for norm in norms]
+        handles = hook_joint_norms(norms, text_outputs=(1, 3))
         if transformer.config.use_rotary_positional_embeddings:
             handles += super().hook_positions(transformer, base_size)
         if has_table(transformer.config):
@@ -146,18 +147,6 @@ def _add_table(
     layout = active_layout()
     (table,) = position_strips(layout, lambda grid: tables(embed, grid, output.device))
     return output + F.pad(table.to(output.dtype), (0, 0, output.shape[1] - table.shape[1], 0))  # not to text
-
-
-def _modulate_text(
-    norm: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Replace what a norm made of the text, and its gate, by those of the text's own sample."""
-    if active_layout().joint.text_strips() is None:
-        return output
-    hidden_states, text, embedding = args
-    # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
-    _, text, _, gate = norm.forward(hidden_states[:, :0], text, of_text(embedding))
-    return output[0], text, output[2], gate
 
 
 class _WithoutTable:

@@ -13,7 +13,8 @@ from ...errors import BucketingError, PackingError
 from ...packing.strips import token_grid
 from ..control import ControlRecipe
 from ..first_frame import ENDS, shown_ends
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, read_configs
+from ..loading import read_configs
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
 from .packing import FAMILY, has_table
 
 OFFSET = 2.0
@@ -138,11 +139,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         """Put the first frame's latent beside the noisy ones, as further channels."""
         inputs = super().model_inputs(samples)
         pairs = zip(inputs.latents, samples.conditions["image_latents"], strict=True)
-        return ModelInputs(
-            latents=[_with_image(noisy, image) for noisy, image in pairs],
-            timesteps=inputs.timesteps,
-            conditioning=inputs.conditioning,
-        )
+        return replace(inputs, latents=[_with_image(noisy, image) for noisy, image in pairs])
 
 
 def _with_image(noisy: torch.Tensor, image: torch.Tensor) -> torch.Tensor:

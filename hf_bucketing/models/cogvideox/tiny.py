@@ -48,16 +48,15 @@ def _control(**config: Any) -> DiffusionPipeline:
 
 
 def _components(scheduler: type[Any], snr_shift_scale: float, **config: Any) -> dict[str, Any]:
-    settings = {
-        **{"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": CHANNELS, "out_channels": CHANNELS},
-        **{"num_layers": 2, "time_embed_dim": 32, "text_embed_dim": TEXT_DIM, "max_text_seq_length": TEXT_LENGTH},
-        **{"sample_width": 64, "sample_height": 64, "sample_frames": 9},
-    }
+    latents = {"in_channels": CHANNELS, "out_channels": CHANNELS}
+    blocks = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2, "time_embed_dim": 32}
+    text = {"text_embed_dim": TEXT_DIM, "max_text_seq_length": TEXT_LENGTH}
+    sample = {"sample_width": 64, "sample_height": 64, "sample_frames": 9}
     return {
         **t5_components(T5EncoderModel),
         "vae": _vae(),
         "scheduler": scheduler(snr_shift_scale=snr_shift_scale, **_SCHEDULE),
-        "transformer": CogVideoXTransformer3DModel(**{**settings, **config}),
+        "transformer": CogVideoXTransformer3DModel(**(latents | blocks | text | sample | config)),
     }
 
 

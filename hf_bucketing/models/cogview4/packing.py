@@ -8,22 +8,19 @@ default one adds the ones and zeros of its mask to the scores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_cogview4 import CogView4TrainingAttnProcessor
 
 from ...devices import to_device
 from ...packing.batch import Rows
-from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
 from ...packing.names import Grid
 from ...packing.positions import shape_only
 from ...packing.processors import PackedJointAttnProcessor, Rotary, rotate_channels
-from ..joint import JointFamily, of_text
-
-if TYPE_CHECKING:
-    from diffusers.models.transformers.transformer_cogview4 import CogView4AdaLayerNormZero
+from ...packing.texts import TextTokens
+from ..joint import JointFamily, hook_joint_norms
 
 TEXT_MULTIPLE = 16
 """The pipeline pads a text to a multiple of so many tokens."""
@@ -47,7 +44,7 @@ class CogView4Family(JointFamily):
     tested_forwards = ("8fde5b83ce78",)
     processor_class = PackedCogView4AttnProcessor
     stock_processors = ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor")
-    text_channels = "text_embed_dim"
+    text = TextTokens(rows="slots", channels="text_embed_dim")
     images_only = True
     latents_as = "images"
     attention_kwargs = "attention_kwargs"
@@ -82,20 +79,8 @@ class CogView4Family(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the norms, to modulate text by its own sample's timestep and sizes."""
-        norms = [block.norm1.register_forward_hook(_modulate_text) for block in transformer.transformer_blocks]
-        return [*super().hook_positions(transformer, base_size), *norms]
-
-
-def _modulate_text(
-    norm: CogView4AdaLayerNormZero, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Replace what a norm made of the text, with its gates, by those of the text's own sample."""
-    if active_layout().joint.text_strips() is None:
-        return output
-    hidden_states, text, embedding = args
-    # norm.forward instead of norm(…), which would call the hook again; without tokens, whose part is done
-    again = norm.forward(hidden_states[:, :0], text, of_text(embedding))
-    return *output[:5], *again[5:]
+        norms = [block.norm1 for block in transformer.transformer_blocks]
+        return [*super().hook_positions(transformer, base_size), *hook_joint_norms(norms, text_outputs=range(5, 10))]
 
 
 FAMILY = CogView4Family()

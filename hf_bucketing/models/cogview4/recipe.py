@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...buckets.sizes import LatentSpec
 from ..control import ControlRecipe
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, image_spec
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from ..shift import ShiftLaw, ShiftOfLatents, shift_of_scheduler
 from .packing import FAMILY, TEXT_MULTIPLE
 
@@ -26,12 +25,8 @@ class CogView4Recipe(Recipe):
     family = FAMILY
     image_vae = True
     default_sequence_length = 1024
+    trims_text = True
     native_sizes = ((1024, 1024),)
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the VAE's stride and the transformer's patch."""
-        return image_spec(name_or_path)
 
     def shift(self) -> float | ShiftLaw:
         """Return the shift that the pipeline computes from the root of the number of tokens."""
@@ -40,39 +35,27 @@ class CogView4Recipe(Recipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions one by one, as GLM sees padding: each has a multiple of 16 tokens, all others are masked."""
-        texts = [
-            self.pipeline.encode_prompt(
-                caption,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_sequence_length,
-                device=self.pipeline.text_encoder.device,
-            )[0][0]
-            for caption in captions
-        ]
+        texts = [self._encode_prompt(caption, do_classifier_free_guidance=False)[0][0] for caption in captions]
         length = -(-self.max_sequence_length // TEXT_MULTIPLE) * TEXT_MULTIPLE
         values = torch.stack([F.pad(text, (0, 0, 0, length - len(text))) for text in texts])
-        own = torch.tensor([len(text) for text in texts])
-        return TextEmbeddings(values, (torch.arange(length) < own[:, None]).long())
+        lengths = torch.tensor([len(text) for text in texts])
+        return TextEmbeddings(values, (torch.arange(length) < lengths[:, None]).long())
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with; the timesteps are those before the pipeline's shift."""
-        given, shift = super().model_inputs(samples), self.shift()
+        inputs, shift = super().model_inputs(samples), self.shift()
         of_size = ShiftOfLatents(shift, self.spec) if callable(shift) else lambda size: shift
         steps = float(self.pipeline.scheduler.config.num_train_timesteps)
         levels = samples.noised.timesteps.double() / steps
         shifts = levels.new_tensor([of_size(tuple(latent.shape[1:])) for latent in samples.noised.latents])
         before = levels / (shifts - (shifts - 1) * levels)
-        return replace(given, timesteps=(before * steps).float())
+        return replace(inputs, timesteps=(before * steps).float())
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the sizes and the corner that the pipeline passes by default: those of the whole image."""
         sides = [latent.shape[2:] for latent in samples.noised.latents]
         sizes = torch.tensor(sides, dtype=samples.text.values.dtype) * self.spec.spatial_stride
         return {"original_size": sizes, "target_size": sizes, "crop_coords": torch.zeros_like(sizes)}
-
-    def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
-        """Run a stack with no more padding than its longest text needs."""
-        return super().predict(transformer, replace(samples, text=samples.text.trimmed()), inputs)
 
 
 class CogView4ControlRecipe(ControlRecipe, CogView4Recipe):

@@ -18,11 +18,10 @@ from ..tiny import CHANNELS, TEXT_DIM, image_vae
 
 def _pipeline(kind: type[DiffusionPipeline], *, in_channels: int = CHANNELS) -> DiffusionPipeline:
     tokenizer = ByT5Tokenizer(padding_side="left")
-    config = GlmConfig(
-        **{"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None},
-        **{"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.1},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-    )
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None}
+    shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = GlmConfig(**tokens, **shape, **heads, initializer_range=0.1)
     return kind(
         tokenizer=tokenizer,
         text_encoder=GlmModel(config).eval(),

@@ -17,6 +17,7 @@ from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid, position_strips, shape_only
+from ...packing.texts import TextTokens
 
 
 class CosmosFamily(Family):
@@ -32,7 +33,8 @@ class CosmosFamily(Family):
     transformer_class = "CosmosTransformer3DModel"
     tested_forwards = ("a451f9478991",)
     stock_processors = ("CosmosAttnProcessor2_0",)
-    text_rule = "keep_padding"
+    text = TextTokens(padding="keep_padding")
+    cast_inputs = (*Family.cast_inputs, "padding_mask")
     interpolates = True
     timestep_per_token = True
 

@@ -16,8 +16,9 @@ from ...buckets.sizes import LatentSpec, Size
 from ...devices import to_device
 from ...errors import BucketingError
 from ..first_frame import FirstFrameRecipe, with_clean_first_frame
+from ..loading import video_spec
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
-from ..recipe import ModelInputs, Recipe, Samples, video_spec
+from ..recipe import ModelInputs, Recipe, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from .packing import FAMILY
 
@@ -223,9 +224,9 @@ class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Put the clean first frame into the noisy latents, at its own timestep."""
         inputs = _with_first_frame(samples, conditioning=self.conditioning(samples))
-        given = CONDITION_SIGMA / (CONDITION_SIGMA + 1)
+        conditioned = CONDITION_SIGMA / (CONDITION_SIGMA + 1)
         pairs = zip(inputs.timesteps, inputs.weights or (), strict=True)
-        timesteps = [torch.where(weight[0, :, 0, 0] > 0, timestep, given) for timestep, weight in pairs]
+        timesteps = [torch.where(weight[0, :, 0, 0] > 0, timestep, conditioned) for timestep, weight in pairs]
         return replace(inputs, timesteps=timesteps)
 
 

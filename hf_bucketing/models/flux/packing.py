@@ -16,7 +16,7 @@ from ...packing.family import Transformer
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
-from ...packing.texts import TextRule
+from ...packing.texts import TextTokens
 from ..joint import JointFamily, hook_text_modulation
 
 BLOCK = 2
@@ -30,8 +30,7 @@ class FluxFamily(JointFamily):
     tested_forwards: ClassVar[tuple[str, ...]] = ("0bde5c7179d8", "53dba489fdb2", "9951f6ffc64f")
     stock_processors: ClassVar[tuple[str, ...]] = ("FluxAttnProcessor",)
     processors_read_fusion = True
-    text_channels = "joint_attention_dim"
-    text_rule: ClassVar[TextRule] = "encoded_padding"
+    text = TextTokens(rows="slots", channels="joint_attention_dim", padding="encoded_padding")
     interpolates = True
     images_only = True
     latents_as = "tokens"

@@ -6,9 +6,8 @@ from types import MappingProxyType
 
 import torch
 
-from ...buckets.sizes import LatentSpec
 from ..control import ControlRecipe
-from ..recipe import Recipe, TextEmbeddings, image_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import BLOCK, FAMILY
 
 
@@ -18,23 +17,15 @@ class FluxRecipe(Recipe):
     pipeline_class = "FluxPipeline"
     family = FAMILY
     image_vae = True
+    token_side = BLOCK  # whatever the patch_size of the transformer
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
     guidance_factor = 1.0
 
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the VAE's stride; a token is a block of latent pixels, whatever the transformer's `patch_size`."""
-        return image_spec(name_or_path, side=BLOCK)
-
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions by T5, and by CLIP to one pooled embedding each."""
-        values, pooled, _ = self.pipeline.encode_prompt(
-            captions,
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
+        values, pooled, _ = self._encode_prompt(captions)
         return TextEmbeddings(values, others={"pooled_projections": pooled})
 
 

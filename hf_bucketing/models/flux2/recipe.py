@@ -30,16 +30,14 @@ class Flux2Recipe(FluxRecipe):
         """Encode images `(B, 3, 1, H, W)` in [−1, 1], normalised by the statistics of the channels of a block."""
         vae = self.pipeline.vae
         raw = vae.encode(pixel_values[:, :, 0].to(vae.dtype)).latent_dist.mode()
-        mean, variance = (one.view(1, -1, 1, 1) for one in (vae.bn.running_mean, vae.bn.running_var))
+        mean, variance = (statistic.view(1, -1, 1, 1) for statistic in (vae.bn.running_mean, vae.bn.running_var))
         normalised = (F.pixel_unshuffle(raw, BLOCK) - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
         return F.pixel_shuffle(normalised, BLOCK)[:, :, None]
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions as the pipeline does."""
-        values, _ = self.pipeline.encode_prompt(
-            captions, max_sequence_length=self.max_sequence_length, device=self.pipeline.text_encoder.device
-        )
+        values, _ = self._encode_prompt(captions)
         return TextEmbeddings(values)
 
 

@@ -26,10 +26,8 @@ from ..tiny import CHANNELS, latents_of_smooth_clips, template_tokenizer
 _WIDTH = 16
 """Channels of the text encoder; the pipelines take those of three of its layers."""
 _BEGIN = "<|im_start|>"
-_DECODER = {
-    **{"hidden_size": _WIDTH, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
-    "head_dim": 8,
-}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+_DECODER = {"hidden_size": _WIDTH, "intermediate_size": 32, **_HEADS}
 
 
 def _pipeline(pipeline: type[DiffusionPipeline], *, guidance: bool, **components: Any) -> DiffusionPipeline:

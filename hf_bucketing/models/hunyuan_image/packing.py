@@ -14,18 +14,16 @@ from threading import local
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
-from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.positions import shape_only
 from ...packing.processors import Rotary
-from ...packing.texts import apply_text_mask
+from ...packing.texts import TextTokens, apply_text_mask
 from ..joint import JointFamily, hook_text_modulation, order_by_sample
 
 GLYPHS, GLYPH_MASK = "encoder_hidden_states_2", "encoder_attention_mask_2"
@@ -41,7 +39,8 @@ class HunyuanImageFamily(JointFamily):
     transformer_class = "HunyuanImageTransformer2DModel"
     tested_forwards = ("d8631d951c7a",)
     stock_processors = ("HunyuanImageAttnProcessor",)
-    text_channels = "text_embed_dim"
+    text = TextTokens(rows="per_sample", channels="text_embed_dim", shortest=1)
+    cast_inputs = (*JointFamily.cast_inputs, GLYPHS, GLYPH_MASK, "timestep")
     images_only = True
     latents_as = "images"
     position_module = "rope"
@@ -77,14 +76,6 @@ class HunyuanImageFamily(JointFamily):
             draws["timestep_r"] = lambda grids: torch.zeros(len(grids))
         return draws
 
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse also empty texts, whose mean is NaN."""
-        super().check_layout(transformer, layout)
-        if min(layout.text_lengths) == 0:
-            raise PackingError(
-                f"HunyuanImage takes the mean of a text's tokens; text {layout.text_lengths.index(0)} has none."
-            )
-
     def added_lengths(self, conditioning: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Return the tokens of each sample's glyphs, where the model has them."""
         mask = conditioning.get(GLYPH_MASK)
@@ -111,26 +102,18 @@ class HunyuanImageFamily(JointFamily):
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Add the text mask that the model expects; timesteps come in the dtype of the latents, as its pipeline."""
-        mask = torch.ones_like(rows.text[..., 0]) if rows.text_mask is None else rows.text_mask
         timesteps = rows.timesteps.to(rows.latents.dtype)
-        return {**super().inputs(rows), "timestep": timesteps, "encoder_attention_mask": mask}
+        return {**super().inputs(rows), "timestep": timesteps, "encoder_attention_mask": rows.known_mask}
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return the strips, a row for each sample's text, with its mask, and the glyphs of all samples in one row."""
-        given, layout = dict(batch.conditioning), batch.layout
-        glyphs, mask = given.pop(GLYPHS, None), given.pop(GLYPH_MASK, None)
-        rows = super().rows(replace(batch, conditioning=given))
-        texts = pad_sequence([batch.text.new_ones(length) for length in layout.text_lengths], batch_first=True)
-        if glyphs is not None:
-            real = apply_text_mask("masked", to_device(glyphs, batch.text.device), mask=mask)
-            rows = replace(rows, conditioning={**rows.conditioning, GLYPHS: torch.cat(real)[None]})
-        return replace(rows, text_mask=texts)
-
-    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
-        """Give each sample a row of text."""
-        layout = batch.layout
-        texts = batch.text if layout.text_index is None else batch.text.index_select(0, layout.text_index)
-        return pad_sequence(list(texts.split(layout.text_lengths)), batch_first=True)
+        """Return the glyphs of all samples in one row, without their padding."""
+        others = dict(batch.conditioning)
+        glyphs, mask = others.pop(GLYPHS, None), others.pop(GLYPH_MASK, None)
+        rows = super().rows(replace(batch, conditioning=others))
+        if glyphs is None:
+            return rows
+        real = apply_text_mask("masked", to_device(glyphs, batch.text.device), mask=mask)
+        return replace(rows, conditioning={**rows.conditioning, GLYPHS: torch.cat(real)[None]})
 
 
 def _by_sample(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ import torch
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...packing.context import bind_checkpoints
+from ..loading import read_configs
 from ..objectives import Objective
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, GLYPH_MASK, GLYPHS
 
 
@@ -22,6 +22,7 @@ class HunyuanImageRecipe(Recipe):
     family = FAMILY
     image_vae = True
     default_sequence_length = 1000
+    trims_text = True
     added_text_tokens = 128
     """Those of glyphs."""
     guidance_factor = 1000.0
@@ -62,9 +63,9 @@ class HunyuanImageRecipe(Recipe):
         return {name: values for name, values in super().conditioning(samples).items() if name not in unread}
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
-        """Run a stack with no more padding than its longest text needs."""
-        bind_checkpoints(self.transformer)  # the model passes keywords, which diffusers' checkpoints do not take
-        return super().predict(transformer, replace(samples, text=samples.text.trimmed()), inputs)
+        """Run a stack, with gradient checkpoints that take the keywords which the model passes to them."""
+        bind_checkpoints(self.transformer)
+        return super().predict(transformer, samples, inputs)
 
 
 RECIPES = (HunyuanImageRecipe,)

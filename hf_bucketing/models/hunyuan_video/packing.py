@@ -14,10 +14,10 @@ from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
-from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.positions import axis_coordinates
 from ...packing.processors import Rotary
+from ...packing.texts import TextTokens
 from ..joint import JointFamily, hook_text_modulation, texts_by_sample
 from ..positions import rotary_tables
 
@@ -31,7 +31,7 @@ class HunyuanVideoFamily(JointFamily):
     transformer_class = "HunyuanVideoTransformer3DModel"
     tested_forwards = ("a1b9ec91c058",)
     stock_processors = ("HunyuanVideoAttnProcessor2_0",)
-    text_channels = "text_embed_dim"
+    text = TextTokens(rows="slots", channels="text_embed_dim", shortest=1)
     interpolates = True
     position_module = "rope"
     attention_kwargs = "attention_kwargs"
@@ -46,13 +46,6 @@ class HunyuanVideoFamily(JointFamily):
                 "text-to-video or 'latent_concat' model."
             )
         super().check(transformer, strip_length=strip_length)
-
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse empty texts, whose mean is NaN."""
-        if min(layout.text_lengths) == 0:
-            raise PackingError(
-                f"HunyuanVideo takes the mean of a text's tokens; text {layout.text_lengths.index(0)} has none."
-            )
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Keep the text refiner's own processor, which attends inside one text."""
@@ -75,8 +68,7 @@ class HunyuanVideoFamily(JointFamily):
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Add the text mask that the model expects; in a pack, the layout takes its place."""
-        mask = torch.ones_like(rows.text[..., 0]) if rows.text_mask is None else rows.text_mask
-        return {**super().inputs(rows), "encoder_attention_mask": mask}
+        return {**super().inputs(rows), "encoder_attention_mask": rows.known_mask}
 
 
 @torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples

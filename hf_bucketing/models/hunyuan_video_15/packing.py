@@ -18,7 +18,6 @@ from threading import local
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ...devices import to_device
 from ...errors import PackingError
@@ -51,7 +50,8 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
     transformer_class = "HunyuanVideo15Transformer3DModel"
     tested_forwards = ("2ae84770e72f",)
     stock_processors = ("HunyuanVideo15AttnProcessor2_0",)
-    conditioning_by_strip = False
+    text = replace(HunyuanVideoFamily.text, rows="per_sample")
+    cast_inputs = (*HunyuanVideoFamily.cast_inputs, GLYPHS, GLYPH_MASK, IMAGE)
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return what the last block does with the text after attention."""
@@ -86,27 +86,19 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
         return tuple(map(sum, zip(glyphs, _image_lengths(conditioning[IMAGE]), strict=True)))
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return the strips, a row of text for each sample, with its mask, and all other tokens, with their order."""
-        layout, device = batch.layout, batch.text.device
-        mask = pad_sequence([batch.text.new_ones(length) for length in layout.text_lengths], batch_first=True)
-        given = {name: to_device(batch.conditioning[name], device) for name in (GLYPHS, IMAGE)}
-        glyphs = apply_text_mask("masked", given[GLYPHS], mask=batch.conditioning[GLYPH_MASK])
+        """Return also the image tokens and glyphs of all samples without their padding, with their order."""
+        layout = batch.layout
+        tokens, images = (to_device(batch.conditioning[name], batch.text.device) for name in (GLYPHS, IMAGE))
+        glyphs = apply_text_mask("masked", tokens, mask=batch.conditioning[GLYPH_MASK])
         counts = list(map(len, glyphs))
         of_image = [added - count for added, count in zip(layout.added_lengths or (), counts, strict=True)]
-        images = [image[:length] for image, length in zip(given[IMAGE], of_image, strict=True)]
+        shown = [image[:length] for image, length in zip(images, of_image, strict=True)]
         added = {
             GLYPHS: torch.cat(glyphs)[None],
-            IMAGE: torch.cat(images)[None],
+            IMAGE: torch.cat(shown)[None],
             ORDER: order_by_sample(layout, of_image, counts),
         }
-        rows = super().rows(replace(batch, conditioning={}))
-        return replace(rows, text_mask=mask, conditioning=added)
-
-    def text_rows(self, batch: PackedBatch) -> torch.Tensor:
-        """Give each sample a row of text."""
-        layout = batch.layout
-        texts = batch.text if layout.text_index is None else batch.text.index_select(0, layout.text_index)
-        return pad_sequence(list(texts.split(layout.text_lengths)), batch_first=True)
+        return replace(super().rows(replace(batch, conditioning={})), conditioning=added)
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return timesteps in the model's dtype, as its pipelines pass them: it embeds them in their own dtype."""
@@ -120,7 +112,7 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
             transformer.register_forward_pre_hook(_embed_added, with_kwargs=True),
             transformer.image_embedder.register_forward_pre_hook(_on_its_device),
             transformer.context_embedder.register_forward_pre_hook(_timestep_per_sample),
-            transformer.context_embedder.register_forward_hook(_join),
+            transformer.context_embedder.register_forward_hook(_join_texts),
             transformer.cond_type_embed.register_forward_pre_hook(_kinds),
             transformer.transformer_blocks[0].register_forward_pre_hook(_fill_slots),
             *hook_text_modulation(transformer),
@@ -180,7 +172,7 @@ def _on_its_device(embedder: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch
 
 
 @torch.compiler.disable
-def _join(refiner: Any, args: tuple[Any, ...], texts: torch.Tensor) -> torch.Tensor:
+def _join_texts(refiner: Any, args: tuple[Any, ...], texts: torch.Tensor) -> torch.Tensor:
     """Return the samples' image tokens, glyphs and refined text one after another, in one row."""
     tokens = torch.cat([*_taken.added, texts.flatten(0, 1)])
     _taken.added = ()
@@ -188,13 +180,13 @@ def _join(refiner: Any, args: tuple[Any, ...], texts: torch.Tensor) -> torch.Ten
 
 
 def _kinds(embedder: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the kind of each token of the row that [`_join`] makes: 2 of an image, 1 of glyphs, 0 of text."""
+    """Return the kind of each token of the row that [`_join_texts`] makes: 2 of an image, 1 of glyphs, 0 of text."""
     (kinds,) = args
     return (_taken.kinds[None],) if kinds.shape[1] else args  # the stock forward gets no image tokens and glyphs
 
 
 class _KeepAll:
-    """Stands for the masks of the row that [`_join`] makes, and for the real one of the texts before it.
+    """Stands for the masks of the row that [`_join_texts`] makes, and for the real one of the texts before it.
 
     The stock forward indexes by masks, for which it would wait for the device; here, by slices.
     """

@@ -11,7 +11,8 @@ import torch
 
 from ...buckets.sizes import LatentSpec, Size
 from ..first_frame import ENDS, pictures, shown_ends
-from ..recipe import Conditions, Loading, ModelInputs, Recipe, Samples, Shown, TextEmbeddings, video_spec
+from ..loading import Loading, video_spec
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, TextEmbeddings
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
@@ -45,7 +46,8 @@ class HunyuanVideo15Recipe(Recipe):
 
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode sample by sample: the attention mask of diffusers' VAE fits one sample only."""
-        return torch.cat([super(HunyuanVideo15Recipe, self).encode_latents(one) for one in pixel_values.split(1)])
+        encode = super().encode_latents
+        return torch.cat([encode(sample) for sample in pixel_values.split(1)])
 
     @property
     def latent_channels(self) -> int:

@@ -10,7 +10,8 @@ pack puts each strip's scale there, as a fourth entry, for the hook that makes t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,13 @@ from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Transformer
+from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.processors import Processor, attend
+from ...packing.segments import SegmentSpans
 from ...packing.strips import by_strip
-from ..joint import JointFamily, of_text
+from ...packing.texts import TextTokens
+from ..joint import JointFamily, embeddings_of_text
 
 SCALE = "scale_factor"
 
@@ -38,6 +42,12 @@ class PackedKandinsky5AttnProcessor(Processor):
     def __init__(self, backend: Backend = "segments", *, scope: Literal["tokens", "text"] = "tokens") -> None:
         self.backend = backend
         self.scope = scope
+
+    def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
+        """Return those in which text attends to itself, or tokens to themselves and to text."""
+        if self.scope == "text":
+            return (layout.joint.text_segments,)
+        return layout.self_segments, layout.joint.token_to_text
 
     def __call__(
         self,
@@ -65,10 +75,7 @@ class PackedKandinsky5AttnProcessor(Processor):
         query = self._heads(attn, attn.to_query(hidden_states), attn.query_norm, rotary_emb)
         key = self._heads(attn, attn.to_key(keys), attn.key_norm, rotary_emb)
         value = attn.to_value(keys).flatten(0, 1).unflatten(-1, (attn.num_heads, -1))
-        if encoder_hidden_states is not None:
-            segments = layout.joint.token_to_text
-        else:
-            segments = layout.self_segments if self.scope == "tokens" else layout.joint.text_segments
+        segments = self.segments(layout)[0 if encoder_hidden_states is None else 1]
         attended = attend(query, key, value, segments, backend=self.backend)
         output: torch.Tensor = attn.out_layer(attended.flatten(1)).view_as(hidden_states)
         return output
@@ -94,8 +101,7 @@ class Kandinsky5Family(JointFamily):
     lora_targets = ("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
     tested_forwards = ("6e07c4013e40",)
     stock_processors = ("Kandinsky5AttnProcessor",)
-    text_channels = "in_text_dim"
-    text_attends = True
+    text = TextTokens(rows="slots", channels="in_text_dim")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse sparse attention."""
@@ -140,41 +146,40 @@ class Kandinsky5Family(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions of tokens, and the modulation of text."""
+        modulations = [
+            block.text_modulation.register_forward_pre_hook(embeddings_of_text)
+            for block in transformer.text_transformer_blocks
+        ]
         return [
             transformer.visual_rope_embeddings.register_forward_hook(_locate),
-            *(
-                block.text_modulation.register_forward_pre_hook(_modulate_text)
-                for block in transformer.text_transformer_blocks
-            ),
+            *modulations,
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Return latents with channels last, and the positions on each axis."""
+        """Return latents with channels last, and the positions on each axis, unless they are those of a pack."""
         device = rows.latents.device
         return {
-            **super().inputs(rows),
-            "hidden_states": rows.latents.movedim(1, -1),
             "visual_rope_pos": [torch.arange(count, device=device) for count in rows.grid],
             "text_rope_pos": torch.arange(rows.text.shape[1], device=device),
+            **super().inputs(rows),
+            "hidden_states": rows.latents.movedim(1, -1),
         }
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the scale as the model takes it, the same for all rows."""
         return {SCALE: tuple(rows.conditioning[SCALE][0].tolist())}
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
+    def rows(self, batch: PackedBatch) -> Rows:
         """Return the positions of text by text slot, and, for the hook, the scale by strip."""
-        layout, kwargs = batch.layout, super().forward_kwargs(batch)
-        device = batch.strips.device
+        rows, layout, device = super().rows(batch), batch.layout, batch.strips.device
+        conditioning = dict(rows.conditioning)
         slots = [torch.arange(length, device=device) for length in layout.text_lengths]
         ignored = [torch.zeros(count, dtype=torch.long, device=device) for count in (1, 1, layout.strip_length)]
-        return {
-            **{name: value for name, value in kwargs.items() if name != SCALE},
-            "visual_rope_pos": (*ignored, kwargs[SCALE]),
-            "text_rope_pos": layout.joint.fill_slots(torch.cat(slots)),
-        }
+        conditioning["visual_rope_pos"] = (*ignored, conditioning.pop(SCALE))
+        conditioning["text_rope_pos"] = layout.joint.fill_slots(torch.cat(slots))
+        return replace(rows, conditioning=conditioning)
 
-    def _restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+    def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         return output.movedim(-1, 1)
 
 
@@ -189,11 +194,6 @@ def _locate(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.T
         # module.forward instead of module(…), which would call the hook again
         samples.append(module.forward((1, *grid), positions, tuple(scale)).flatten(0, 3))
     return by_strip(samples, layout)[:, None, None]
-
-
-def _modulate_text(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Give a block of text the embeddings of the text's own sample."""
-    return tuple(map(of_text, args))
 
 
 FAMILY = Kandinsky5Family()

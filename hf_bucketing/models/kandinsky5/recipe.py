@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...buckets.sizes import LatentSpec
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, video_spec
+from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, SCALE
 
 
@@ -22,13 +21,9 @@ class Kandinsky5Recipe(Recipe):
     pipeline_class = "Kandinsky5T2VPipeline"
     family = FAMILY
     default_sequence_length = 512
+    trims_text = True
     native_sizes = ((512, 768),)
     """The pipeline's default."""
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        return video_spec(name_or_path)
 
     @property
     def latent_channels(self) -> int:
@@ -38,9 +33,7 @@ class Kandinsky5Recipe(Recipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions inside the pipeline's prompt template, whose own tokens it crops; pooled ones by CLIP."""
-        values, pooled, ends = self.pipeline.encode_prompt(
-            captions, max_sequence_length=self.max_sequence_length, device=self.pipeline.text_encoder.device
-        )
+        values, pooled, ends = self._encode_prompt(captions)
         missing = self.max_sequence_length - values.shape[1]
         mask = torch.arange(self.max_sequence_length, device=values.device) < ends.diff()[:, None]
         return TextEmbeddings(F.pad(values, (0, 0, 0, missing)), mask.long(), {"pooled_projections": pooled})
@@ -50,7 +43,7 @@ class Kandinsky5Recipe(Recipe):
         inputs = super().model_inputs(samples)
         if not self.transformer.config.visual_cond:
             return inputs
-        return replace(inputs, latents=[F.pad(one, (0,) * 7 + (len(one) + 1,)) for one in inputs.latents])
+        return replace(inputs, latents=[F.pad(latent, (0,) * 7 + (len(latent) + 1,)) for latent in inputs.latents])
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the pooled captions, and the scale of positions that the pipeline chooses for each size."""
@@ -71,10 +64,6 @@ class Kandinsky5Recipe(Recipe):
             "The forward of Kandinsky 5 has no mask for text and would attend to padding, and the captions of this "
             f"batch have {lengths.tolist()} tokens. Train packs, or batches of one sample."
         )
-
-    def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
-        """Run a stack without the padding of its captions."""
-        return super().predict(transformer, replace(samples, text=samples.text.trimmed()), inputs)
 
 
 RECIPES = (Kandinsky5Recipe,)

@@ -30,7 +30,6 @@ class LatteFamily(Family):
     transformer_class = "LatteTransformer3DModel"
     tested_forwards = ("d33f1c214b4c",)
     interpolates = True
-    by_frame = True
     drops_tokens = False  # attention over frames needs the token of every frame
 
     def limits(self, transformer: Transformer) -> Grid:

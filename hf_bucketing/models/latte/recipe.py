@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
-from ...buckets.sizes import LatentSpec
 from ...devices import to_device
-from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
+from ..recipe import Recipe, Samples, TextEmbeddings
 from .packing import FAMILY
 
 _TOKENS = 120
@@ -28,11 +27,6 @@ class LatteRecipe(Recipe):
     default_sequence_length = _TOKENS
     null_as_long = True
     native_sizes = ((512, 512),)
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the VAE's stride from its number of blocks, and the transformer's patch; frames are not merged."""
-        return image_spec(name_or_path)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -15,6 +15,7 @@ from ...packing.family import Draw, Family, Transformer
 from ...packing.names import Grid
 from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import PackedAttnProcessor, rotate_channels
+from ...packing.texts import TextTokens
 
 SCALES = "rope_interpolation_scale"
 
@@ -46,7 +47,7 @@ class LTXFamily(Family):
     attention_kwargs = "attention_kwargs"
     timestep_per_token = True
     context_parallel = True
-    text_by_strip = True
+    text = TextTokens(rows="per_strip")
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return seconds per latent frame and pixels per latent row and column, drawn for 24 frames a second."""

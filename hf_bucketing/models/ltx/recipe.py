@@ -10,7 +10,8 @@ from ...buckets.sizes import LatentSpec
 from ...media.sample import frame_rates
 from ...packing.family import Family
 from ..first_frame import FirstFrameRecipe
-from ..recipe import Recipe, Samples, read_configs
+from ..loading import read_configs
+from ..recipe import Recipe, Samples
 from .packing import FAMILY, SCALES
 
 

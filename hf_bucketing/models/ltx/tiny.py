@@ -24,7 +24,10 @@ def _pipeline(pipeline_class: type[DiffusionPipeline], *, shifts_by_size: bool =
         vae=_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=shifts_by_size,
-            **{"base_image_seq_len": 64, "max_image_seq_len": 1024, "base_shift": 0.95, "max_shift": 2.05},
+            base_image_seq_len=64,
+            max_image_seq_len=1024,
+            base_shift=0.95,
+            max_shift=2.05,
         ),
         transformer=LTXVideoTransformer3DModel(
             in_channels=CHANNELS,

@@ -15,9 +15,11 @@ from ...devices import to_device
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
+from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.positions import Tables, position_strips
 from ...packing.processors import PackedAttnProcessor, Rotary
+from ...packing.texts import TextTokens
 
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
@@ -69,8 +71,8 @@ class LTX2Family(Family):
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
     timestep_per_token = True
-    text_by_strip = True
-    shares_texts = False
+    text = TextTokens(rows="per_strip")
+    cast_inputs = (*Family.cast_inputs, "audio_hidden_states", "audio_encoder_hidden_states")
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return the parts of the audio stream, and of the attention between both."""
@@ -97,6 +99,12 @@ class LTX2Family(Family):
         complete = partial(_complete, Tables(_coordinates))
         return [transformer.register_forward_pre_hook(complete, with_kwargs=True)]
 
+    def fit_text(
+        self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
+    ) -> tuple[PackedLayout, int | None]:
+        """Give each sample a text of its own, since the model may modulate it by the sample's noise level."""
+        return replace(layout, caption_ids=None), pad_text_to
+
     def rows(self, batch: PackedBatch) -> Rows:
         """Give each text token the noise level of its own sample."""
         rows = super().rows(batch)
@@ -113,7 +121,8 @@ class LTX2Family(Family):
         """Isolate the video, and add the noise level of the audio and the mask of the text."""
         clean = torch.zeros(len(rows.latents), device=rows.latents.device)
         return {
-            **{"sigma": clean, **super().inputs(rows)},
+            "sigma": clean,
+            **super().inputs(rows),
             "encoder_attention_mask": rows.text_mask,
             "audio_timestep": clean,
             "audio_sigma": clean,

@@ -9,8 +9,9 @@ import torch
 from ...errors import BucketingError
 from ...media.sample import frame_rates
 from ..first_frame import FirstFrameRecipe
+from ..loading import Loading
 from ..ltx.recipe import LTXRecipe
-from ..recipe import Loading, Recipe, Samples, TextEmbeddings
+from ..recipe import Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, modulates_text
 
 
@@ -49,20 +50,15 @@ class LTX2Recipe(LTXRecipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions, and pass them through the connectors, as the pipeline's call does."""
-        pipeline = self.pipeline
-        states, mask, _, _ = pipeline.encode_prompt(
-            captions,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=pipeline.text_encoder.device,
-        )
-        values, _, mask = pipeline.connectors(states, mask, padding_side=pipeline.tokenizer.padding_side)
+        states, mask, _, _ = self._encode_prompt(captions, do_classifier_free_guidance=False)
+        side = self.pipeline.tokenizer.padding_side
+        values, _, mask = self.pipeline.connectors(states, mask, padding_side=side)
         return TextEmbeddings(values, mask)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the frame rates, and the noise levels where the model modulates its text by them."""
-        given = {"fps": frame_rates(samples.fps)}
-        return {**given, "sigma": samples.noised.timesteps} if modulates_text(self.transformer) else given
+        rates = {"fps": frame_rates(samples.fps)}
+        return {**rates, "sigma": samples.noised.timesteps} if modulates_text(self.transformer) else rates
 
 
 class LTX2ImageToVideoRecipe(FirstFrameRecipe, LTX2Recipe):

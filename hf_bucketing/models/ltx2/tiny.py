@@ -31,14 +31,12 @@ def _ltx2(pipeline_class: type[DiffusionPipeline]) -> DiffusionPipeline:
 def _ltx23(pipeline_class: type[DiffusionPipeline]) -> DiffusionPipeline:
     """Return a pipeline like LTX-2.3: connectors project the text, the noise level modulates it, heads have gates."""
     gates = {"video_gated_attn": True, "audio_gated_attn": True}
+    gated = {"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True}
     widths = {"per_modality_projections": True, "video_hidden_dim": _WIDTH, "audio_hidden_dim": _AUDIO_WIDTH}
     return _pipeline(
         pipeline_class,
         {"caption_channels": TEXT_DIM, **_connectors(_WIDTH, _AUDIO_WIDTH), **gates, **widths, "proj_bias": True},
-        transformer={
-            **{"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True},
-            **{"use_prompt_embeddings": False, "perturbed_attn": True},
-        },
+        transformer={**gated, "use_prompt_embeddings": False, "perturbed_attn": True},
     )
 
 
@@ -46,6 +44,12 @@ def _pipeline(
     pipeline_class: type[DiffusionPipeline], connectors: dict[str, Any], *, transformer: dict[str, Any]
 ) -> DiffusionPipeline:
     tokenizer = ByT5Tokenizer()
+    latents = {"in_channels": CHANNELS, "out_channels": CHANNELS, "vae_scale_factors": (4, 8, 8)}
+    blocks = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": _WIDTH}
+    audio = {"audio_in_channels": 4, "audio_out_channels": 4, "audio_cross_attention_dim": _AUDIO_WIDTH}
+    audio_heads = {"audio_num_attention_heads": 4, "audio_attention_head_dim": 6}
+    upsampling = {"upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]}
+    residuals = {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]]}
     return pipeline_class(
         tokenizer=tokenizer,
         text_encoder=_gemma(vocab_size=len(tokenizer)),
@@ -55,18 +59,13 @@ def _pipeline(
             base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8
         ).eval(),
         vocoder=LTX2Vocoder(
-            **{"in_channels": 16, "hidden_channels": 32, "upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]},
-            **{"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]], "output_sampling_rate": 16000},
+            in_channels=16, hidden_channels=32, output_sampling_rate=16000, **upsampling, **residuals
         ).eval(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_image_seq_len=64, max_image_seq_len=1024, base_shift=0.95, max_shift=2.05
         ),
         transformer=LTX2VideoTransformer3DModel(
-            **{"in_channels": CHANNELS, "out_channels": CHANNELS, "num_attention_heads": 4, "attention_head_dim": 12},
-            **{"cross_attention_dim": _WIDTH, "num_layers": 2, "vae_scale_factors": (4, 8, 8), "rope_type": "split"},
-            **{"audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 4},
-            **{"audio_attention_head_dim": 6, "audio_cross_attention_dim": _AUDIO_WIDTH},
-            **transformer,
+            rope_type="split", **latents, **blocks, **audio, **audio_heads, **transformer
         ),
     )
 
@@ -85,12 +84,10 @@ def _connectors(video: int, audio: int) -> dict[str, Any]:
 
 def _gemma(*, vocab_size: int) -> Gemma3ForConditionalGeneration:
     shape = {"num_hidden_layers": _LAYERS, "num_attention_heads": 4, "intermediate_size": 64}
+    tokens = {"vocab_size": vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    attention = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 32}
     config = Gemma3Config(
-        text_config={
-            **{"vocab_size": vocab_size, "hidden_size": TEXT_DIM, "head_dim": 8, "num_key_value_heads": 2},
-            **{"sliding_window": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
-            **shape,
-        },
+        text_config={"hidden_size": TEXT_DIM, **tokens, **attention, **shape},
         vision_config={"hidden_size": 16, "image_size": 16, "patch_size": 8, **shape},
         mm_tokens_per_image=4,
     )

@@ -6,16 +6,15 @@ text of `text_slots` tokens; `rope_embedder` gets hooks that replace the positio
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
-from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import Tables
 from ...packing.processors import PackedRowAttnProcessor
@@ -50,20 +49,13 @@ class Lumina2Family(RefinedFamily):
     tested_forwards = ("5a928d818acb",)
     processor_class = PackedLumina2AttnProcessor
     stock_processors = ("Lumina2AttnProcessor2_0",)
+    text = replace(RefinedFamily.text, shortest=1)
     latents_as = "images"
     attention_kwargs = "attention_kwargs"
 
     def width(self, transformer: Transformer) -> int:
         """Return the channels of a token."""
         return int(transformer.config.hidden_size)
-
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse also empty texts, for which the stock model has no attention."""
-        super().check_layout(transformer, layout)
-        if min(layout.text_lengths) == 0:
-            raise PackingError(
-                f"Lumina 2 refines each text by attention; text {layout.text_lengths.index(0)} has no tokens."
-            )
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions, and the norms, to modulate text by its own sample's timestep."""
@@ -76,11 +68,10 @@ class Lumina2Family(RefinedFamily):
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the time from noise to data, as the pipeline does, and the mask of the text."""
-        mask = torch.ones_like(rows.text[..., 0]) if rows.text_mask is None else rows.text_mask
         return {
             **super().inputs(rows),
             "timestep": 1 - rows.timesteps / 1000,
-            "encoder_attention_mask": mask.long(),
+            "encoder_attention_mask": rows.known_mask.long(),
         }
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, TextEmbeddings, image_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY
 
 
@@ -17,11 +16,6 @@ class Lumina2Recipe(Recipe):
     image_vae = True
     default_sequence_length = 256
     native_sizes = ((1024, 1024),)
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the stride of the VAE and the patch of the transformer."""
-        return image_spec(name_or_path)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -19,6 +19,7 @@ from ...packing.family import Draw, Transformer
 from ...packing.names import Grid
 from ...packing.positions import position_strips
 from ...packing.processors import PackedJointAttnProcessor, Rotary
+from ...packing.texts import TextTokens
 from ..joint import JointFamily, hook_text_modulation, texts_by_sample
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class MochiFamily(JointFamily):
     tested_forwards = ("1f541270a362",)
     processor_class = PackedMochiAttnProcessor
     stock_processors = ("MochiAttnProcessor2_0",)
-    text_channels = "text_embed_dim"
+    text = TextTokens(rows="slots", channels="text_embed_dim")
     attention_kwargs = "attention_kwargs"
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
@@ -64,11 +65,10 @@ class MochiFamily(JointFamily):
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Turn timesteps round, and add the text mask; in a pack, the layout takes the mask's place."""
-        mask = torch.ones_like(rows.text[..., 0]) if rows.text_mask is None else rows.text_mask
-        return {**super().inputs(rows), "timestep": 1000 - rows.timesteps, "encoder_attention_mask": mask}
+        return {**super().inputs(rows), "timestep": 1000 - rows.timesteps, "encoder_attention_mask": rows.known_mask}
 
-    def _restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
-        return -super()._restored(output, grid, patch)
+    def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+        return -super().restored(output, grid, patch)
 
 
 def _in_order(embed: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

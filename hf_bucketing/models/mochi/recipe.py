@@ -7,7 +7,8 @@ import math
 import torch
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, TextEmbeddings, read_configs
+from ..loading import read_configs
+from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY
 
 

@@ -11,6 +11,7 @@ import torch
 from ...packing.batch import Rows
 from ...packing.family import Draw, Family, Transformer
 from ...packing.names import Grid
+from ...packing.texts import TextTokens
 from ..positions import hook_patch_embed, sincos_table
 
 
@@ -22,7 +23,7 @@ class PixArtFamily(Family):
 
     transformer_class = "PixArtTransformer2DModel"
     tested_forwards = ("ad3c44bf6904",)
-    text_by_strip = True
+    text = TextTokens(rows="per_strip")
     images_only = True
     latents_as = "images"
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 
-from ...buckets.sizes import LatentSpec, Size
-from ..recipe import Recipe, Samples, TextEmbeddings, image_spec
+from ...buckets.sizes import Size
+from ..recipe import Recipe, Samples, TextEmbeddings
 from .packing import FAMILY
 
 
@@ -24,21 +24,10 @@ class PixArtAlphaRecipe(Recipe):
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 512), (1024, 1024))
     """One for each of the two models; the pipeline also has 32 sizes of other shapes for each."""
 
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the VAE's stride and the transformer's patch."""
-        return image_spec(name_or_path)
-
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions as the pipeline's call does, which cleans them where it can, with a mask."""
-        values, mask, *_ = self.pipeline.encode_prompt(
-            captions,
-            do_classifier_free_guidance=False,
-            clean_caption=_cleans(),
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
+        values, mask, *_ = self._encode_prompt(captions, do_classifier_free_guidance=False, clean_caption=_cleans())
         return TextEmbeddings(values, mask)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
@@ -51,8 +40,8 @@ class PixArtAlphaRecipe(Recipe):
 
     def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
         """Call the pipeline, which would otherwise make the nearest of its own sizes and stretch that."""
-        own = {"use_resolution_binning": False, "clean_caption": _cleans()}
-        return super().render(prompt, size, image=image, **{**own, **options})
+        options = {"use_resolution_binning": False, "clean_caption": _cleans(), **options}
+        return super().render(prompt, size, image=image, **options)
 
 
 class PixArtSigmaRecipe(PixArtAlphaRecipe):

@@ -18,7 +18,8 @@ from ...packing.family import Draw, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
-from ..joint import JointFamily, of_text
+from ...packing.texts import TextTokens
+from ..joint import JointFamily, embeddings_of_text
 
 BLOCK = 2
 """Latent rows and columns that the pipeline puts into one token."""
@@ -53,7 +54,7 @@ class QwenImageFamily(JointFamily):
     tested_forwards = ("ff06e8bc147f",)
     processor_class = PackedQwenDoubleStreamAttnProcessor
     stock_processors = ("QwenDoubleStreamAttnProcessor2_0",)
-    text_channels = "joint_attention_dim"
+    text = TextTokens(rows="slots", channels="joint_attention_dim")
     images_only = True
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
@@ -117,7 +118,9 @@ class QwenImageFamily(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the modulation of text, to give it its own sample's timestep."""
-        hooks = [block.txt_mod.register_forward_pre_hook(_by_text) for block in transformer.transformer_blocks]
+        hooks = [
+            block.txt_mod.register_forward_pre_hook(embeddings_of_text) for block in transformer.transformer_blocks
+        ]
         return [*super().hook_positions(transformer, base_size), *hooks]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
@@ -133,10 +136,6 @@ class QwenImageFamily(JointFamily):
 def _first_position(grid: Grid) -> int:
     """Return the position of a text's first token."""
     return max(grid[1] // 2, grid[2] // 2)
-
-
-def _by_text(modulation: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    return (of_text(args[0]),)
 
 
 FAMILY = QwenImageFamily()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings, read_configs
+from ..loading import read_configs
+from ..recipe import Recipe, TextEmbeddings
 from .packing import BLOCK, FAMILY
 
 
@@ -18,6 +17,7 @@ class QwenImageRecipe(Recipe):
     pipeline_class = "QwenImagePipeline"
     family = FAMILY
     default_sequence_length = 512
+    trims_text = True
     native_sizes = ((1328, 1328), (928, 1664), (1664, 928), (1104, 1472), (1472, 1104), (1056, 1584), (1584, 1056))
 
     @classmethod
@@ -30,17 +30,11 @@ class QwenImageRecipe(Recipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions in the pipeline's template, padded to `max_sequence_length`."""
-        values, mask = self.pipeline.encode_prompt(
-            captions, max_sequence_length=self.max_sequence_length, device=self.pipeline.text_encoder.device
-        )
+        values, mask = self._encode_prompt(captions)
         if mask is None:  # no caption is padded
             mask = torch.ones(values.shape[:2], dtype=torch.long, device=values.device)
         missing = self.max_sequence_length - values.shape[1]
         return TextEmbeddings(F.pad(values, (0, 0, 0, missing)), F.pad(mask, (0, missing)))
-
-    def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
-        """Run a stack with no more padding than its longest text needs, as the pipeline does."""
-        return super().predict(transformer, replace(samples, text=samples.text.trimmed()), inputs)
 
 
 RECIPES = (QwenImageRecipe,)

@@ -14,6 +14,7 @@ from ...errors import PackingError
 from ...packing.family import Transformer
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates
+from ...packing.texts import TextTokens
 from ..joint import JointFamily, hook_text_modulation
 from ..positions import hook_patch_embed
 
@@ -27,8 +28,7 @@ class SD3Family(JointFamily):
     transformer_class = "SD3Transformer2DModel"
     tested_forwards = ("ace020eb0242", "124eca013df2")
     stock_processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "XFormersJointAttnProcessor")
-    text_channels = "joint_attention_dim"
-    text_rule = "encoded_padding"
+    text = TextTokens(rows="slots", channels="joint_attention_dim", padding="encoded_padding")
     interpolates = True
     images_only = True
     latents_as = "images"

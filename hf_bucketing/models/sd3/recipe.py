@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
-from ..recipe import Recipe, TextEmbeddings, image_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY
 
 
@@ -27,11 +26,6 @@ class SD3Recipe(Recipe):
     added_text_tokens = 77
     """Those of CLIP."""
     native_sizes = ((1024, 1024),)
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the VAE's stride and the transformer's patch."""
-        return image_spec(name_or_path)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

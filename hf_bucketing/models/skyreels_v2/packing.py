@@ -53,8 +53,11 @@ class SkyReelsV2Family(WanFamily):
         return {**draws, FPS: lambda grids: torch.arange(len(grids)) % 2}
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Leave the numbers of the frame rates where they were given: the stock forward takes them as a list."""
+        """Return strips along frames, and the numbers of the frame rates where they were given, for a list of them."""
         rows, layout = super().rows(batch), batch.layout
+        # (R, C, p_t, p_h, S·p_w) -> (R, C, S·p_t, p_h, p_w)
+        parts = rows.latents.unflatten(4, (-1, batch.patch[2]))
+        rows = replace(rows, latents=parts.permute(0, 1, 4, 2, 3, 5).flatten(2, 3))
         if FPS not in batch.conditioning:
             return rows
         rates = batch.conditioning[FPS].tolist()
@@ -96,13 +99,6 @@ class SkyReelsV2Family(WanFamily):
         if not bool((by_frame == by_frame[..., :1]).all()):
             raise PackingError("Unless it is packed, SkyReels-V2 takes one timestep for all tokens of a frame.")
         return {**inputs, "timestep": by_frame[..., 0]}
-
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return the arguments for a pack, in whose strips each token is a frame."""
-        kwargs = super().forward_kwargs(batch)
-        # (R, C, p_t, p_h, S·p_w) -> (R, C, S·p_t, p_h, p_w)
-        parts = kwargs["hidden_states"].unflatten(4, (-1, batch.patch[2]))
-        return {**kwargs, "hidden_states": parts.permute(0, 1, 4, 2, 3, 5).flatten(2, 3)}
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the output as strips again."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.family import Draw, Family, Transformer
@@ -19,12 +20,11 @@ from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
 from ...packing.processors import Keys, PackedAttnProcessor, Rotary, project
+from ...packing.texts import TextTokens
 from ..positions import rotary_tables
 
 TEXT_LENGTH = 512
 """Text tokens that diffusers' image-to-video models expect behind the image tokens."""
-
-
 IMAGE_TOKENS = "encoder_hidden_states_image"
 """Argument of the transformer's forward for the image encoder's output."""
 CLIP_TOKENS = 257
@@ -74,12 +74,11 @@ class WanFamily(Family):
     processor_class = PackedWanAttnProcessor
     stock_processors = ("WanAttnProcessor",)
     processors_read_fusion = True
-    text_channels = "text_dim"
-    text_rule = "keep_padding"
+    text = TextTokens(channels="text_dim", padding="keep_padding")
+    cast_inputs: ClassVar[tuple[str, ...]] = (*Family.cast_inputs, IMAGE_TOKENS)
     interpolates = True
     position_module = "rope"
     timestep_per_token = True
-    conditioning_by_strip = False
     attention_kwargs = "attention_kwargs"
     context_parallel = True
 
@@ -120,19 +119,21 @@ class WanFamily(Family):
         return handles
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return a row per strip; image tokens keep a row per sample, as attention takes them."""
-        rows = super().rows(batch)
-        by_sample = (IMAGE_TOKENS, *self.latent_conditioning)
-        others = {name: batch.per_strip(one) for name, one in rows.conditioning.items() if name not in by_sample}
-        return replace(rows, conditioning={**rows.conditioning, **others})
+        """Return a row per strip; image tokens keep a row per sample, as attention takes them.
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Refuse texts from which the models would split the image tokens wrongly: they expect exactly 512 tokens."""
-        if IMAGE_TOKENS in batch.conditioning and set(batch.layout.text_lengths) != {TEXT_LENGTH}:
+        Raises:
+            PackingError: If there are image tokens, and texts from which the stock model would split them wrongly.
+        """
+        others = dict(batch.conditioning)
+        images = others.pop(IMAGE_TOKENS, None)
+        rows = super().rows(replace(batch, conditioning=others))
+        if images is None:
+            return rows
+        if set(batch.layout.text_lengths) != {TEXT_LENGTH}:
             raise PackingError(
                 f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
             )
-        return super().forward_kwargs(batch)
+        return replace(rows, conditioning={**rows.conditioning, IMAGE_TOKENS: to_device(images, batch.strips.device)})
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the image tokens, a row per frame."""

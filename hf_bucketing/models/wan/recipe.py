@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ..first_frame import ENDS, first_latents, pictures, shown_ends, with_clean_first_frame
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, video_spec
+from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
 from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS, TEXT_LENGTH
 
 IMAGE_LATENTS = "image_latents"
@@ -34,11 +33,6 @@ class WanRecipe(Recipe):
     shifts_by_resolution = ((480, 832, 3.0), (720, 1280, 5.0))
     """Those of the examples of diffusers' Wan pipelines; for training at 480p, the model's authors advise 2
     (Wan-Video/Wan2.1, issue 291)."""
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        return video_spec(name_or_path)
 
     def sigmas(self) -> tuple[float, float]:
         """Return the trained transformer's side of the boundary."""
@@ -88,10 +82,10 @@ class WanImageToVideoRecipe(WanRecipe):
         """Return 2 for models of a first and a last frame, else 1."""
         return 1 if config.get("pos_embed_seq_len") is None else 2
 
-    def check_conditions(self, given: Collection[str]) -> None:
+    def check_conditions(self, names: Collection[str]) -> None:
         """Refuse also last frames, where the model is shown the first alone; see [`Recipe.check_conditions`]."""
-        super().check_conditions(given)
-        if ENDS[1] in given and self.num_images(self.config) == 1:
+        super().check_conditions(names)
+        if ENDS[1] in names and self.num_images(self.config) == 1:
             raise BucketingError(
                 f"This {self.pipeline_class} begins with an image and ends with none, but the data set has a column "
                 f"{ENDS[1]!r}; prepare it again without --{ENDS[1]}_column, or train a model of first and last frames."
@@ -166,7 +160,7 @@ class WanImageToVideoRecipe(WanRecipe):
             return with_clean_first_frame(samples, conditioning={})
         pairs = zip(samples.noised.latents, samples.conditions[IMAGE_LATENTS], strict=True)
         return ModelInputs(
-            latents=[torch.cat([latent, self._mask(latent), given.to(latent)]) for latent, given in pairs],
+            latents=[torch.cat([latent, self._mask(latent), image.to(latent)]) for latent, image in pairs],
             timesteps=samples.noised.timesteps,
             conditioning=self.conditioning(samples),
         )

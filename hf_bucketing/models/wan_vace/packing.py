@@ -28,6 +28,7 @@ class WanVACEFamily(WanFamily):
     timestep_per_token = False
     context_parallel = False
     latent_conditioning = (CONTROL,)
+    cast_inputs = (*WanFamily.cast_inputs, CONTROL, SCALE)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return also the control video and its scale."""

@@ -81,7 +81,7 @@ class WanVACERecipe(WanRecipe):
     @torch.no_grad()
     def _reference(self, pixel_values: torch.Tensor, references: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the latents of each sample's reference `(3, 1, h, w)` on white, `(B, C, 1, h, w)`."""
-        images = [pictures(one.transpose(0, 1)) for one in references]
+        images = [pictures(reference.transpose(0, 1)) for reference in references]
         (height, width), device = pixel_values.shape[-2:], pixel_values.device
         *_, canvases = self.pipeline.preprocess_conditions(
             reference_images=images, batch_size=len(images), height=height, width=width, num_frames=1, device=device

@@ -63,6 +63,7 @@ class ZImageFamily(RefinedFamily):
     tested_forwards = ("4887c0456a13",)
     processor_class = PackedZSingleStreamAttnProcessor
     stock_processors = ("ZSingleStreamAttnProcessor",)
+    cast_inputs = ("x", "cap_feats")
     attention_kwargs = "joint_attention_kwargs"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -107,7 +108,7 @@ class ZImageFamily(RefinedFamily):
         """Replace what `patchify_and_embed` makes, and let the layers modulate text by its own sample's timestep."""
         setattr(transformer, _METHOD, partial(_patchify_strips, transformer, Tables(_positions)))
         modulations = [layer.adaLN_modulation for layer in transformer.layers]
-        return [_Shadow(transformer), *(one.register_forward_hook(_modulate_row) for one in modulations)]
+        return [_Shadow(transformer), *(modulation.register_forward_hook(_modulate_row) for modulation in modulations)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return lists of images and of captions without padding, and the time from noise to data, as the pipeline."""

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ...buckets.sizes import LatentSpec
-from ..recipe import Recipe, TextEmbeddings, image_spec
+from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY, PATCH
 
 
@@ -17,23 +16,14 @@ class ZImageRecipe(Recipe):
     pipeline_class = "ZImagePipeline"
     family = FAMILY
     image_vae = True
+    token_side = PATCH  # with which the pipeline calls the transformer
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the stride of the VAE; the patch is the one with which the pipeline calls the transformer."""
-        return image_spec(name_or_path, side=PATCH)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions in the tokenizer's chat template, and pad them to `max_sequence_length` for a mask."""
-        texts, _ = self.pipeline.encode_prompt(
-            list(captions),  # the pipeline writes into it
-            device=self.pipeline.text_encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
+        texts, _ = self._encode_prompt(list(captions), do_classifier_free_guidance=False)  # which writes into the list
         values = pad_sequence(texts, batch_first=True)
         mask = pad_sequence([text.new_ones(len(text), dtype=torch.long) for text in texts], batch_first=True)
         missing = self.max_sequence_length - values.shape[1]

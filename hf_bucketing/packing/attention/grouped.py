@@ -73,7 +73,7 @@ def attend_by_segments(
             out = torch.zeros_like(q)
         counts = [runs[number].queries.times for number in numbers]
         outputs.update(zip(numbers, out.transpose(1, 2).split(counts), strict=True))
-    return _join([(outputs[number], run.queries) for number, run in enumerate(runs)], segments.num_queries)
+    return _join_outputs([(outputs[number], run.queries) for number, run in enumerate(runs)], segments.num_queries)
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _stack(parts: Sequence[tuple[torch.Tensor, Stretch]]) -> torch.Tensor:
     return (stacked[0] if len(stacked) == 1 else torch.cat(stacked)).transpose(1, 2)
 
 
-def _join(parts: Sequence[tuple[torch.Tensor, Stretch]], num_queries: int) -> torch.Tensor:
+def _join_outputs(parts: Sequence[tuple[torch.Tensor, Stretch]], num_queries: int) -> torch.Tensor:
     """Join outputs `(N, L, H, D)` into the tokens of the pack, with zeros for padding."""
     pieces, end = [], 0
     for part, stretch in parts:

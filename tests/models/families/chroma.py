@@ -14,9 +14,16 @@ from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase, clean_image
 
 def make_chroma(**config: Any) -> ChromaTransformer2DModel:
     settings = {
-        **{"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16},
-        **{"num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)},
-        **{"approximator_num_channels": 16, "approximator_hidden_dim": 32, "approximator_layers": 2},
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (4, 6, 6),
+        "approximator_num_channels": 16,
+        "approximator_hidden_dim": 32,
+        "approximator_layers": 2,
     }
     return ChromaTransformer2DModel(**{**settings, **config})
 

@@ -76,7 +76,9 @@ RECIPES = {
         COGVIDEOX,
         tiny="cogvideox-fun-control",
         render={
-            **{"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64},
+            "num_inference_steps": 2,
+            "guidance_scale": 1.0,
+            "max_sequence_length": 64,
             "control_video": [Image.new("RGB", (48, 32), "white")] * 5,
         },
         shown=CONTROL,

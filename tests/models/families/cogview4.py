@@ -14,8 +14,14 @@ from tests.models.recipe_cases import CONTROL, IMAGES, Drawn, RecipeCase, clean_
 
 def make(**config: Any) -> CogView4Transformer2DModel:
     settings = {
-        **{"in_channels": 4, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
-        **{"num_attention_heads": 2, "text_embed_dim": 16, "time_embed_dim": 24, "condition_dim": 8},
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "text_embed_dim": 16,
+        "time_embed_dim": 24,
+        "condition_dim": 8,
     }
     return CogView4Transformer2DModel(**{**settings, **config})
 

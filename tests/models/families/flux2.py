@@ -13,9 +13,14 @@ from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
 
 def make_flux2(**config: Any) -> Flux2Transformer2DModel:
     settings = {
-        **{"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16},
-        **{"num_attention_heads": 2, "joint_attention_dim": 16, "timestep_guidance_channels": 32},
-        **{"axes_dims_rope": (4, 4, 4, 4)},
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "timestep_guidance_channels": 32,
+        "axes_dims_rope": (4, 4, 4, 4),
     }
     return Flux2Transformer2DModel(**{**settings, **config})
 
@@ -40,8 +45,8 @@ def flux2_call(
 def flux2_alone(
     model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
 ) -> torch.Tensor:
-    given = {name: values[None] for name, values in conditioning.items()}
-    return flux2_call(model, latent[None, :, 0], timestep[None], text[None], **given)[0][:, None]
+    kwargs = {name: values[None] for name, values in conditioning.items()}
+    return flux2_call(model, latent[None, :, 0], timestep[None], text[None], **kwargs)[0][:, None]
 
 
 def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:

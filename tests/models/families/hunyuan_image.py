@@ -16,9 +16,16 @@ from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
 
 def make(**config: Any) -> HunyuanImageTransformer2DModel:
     settings = {
-        **{"in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16},
-        **{"num_attention_heads": 2, "num_refiner_layers": 1, "text_embed_dim": 16, "text_embed_2_dim": 12},
-        **{"rope_axes_dim": (8, 8)},
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "num_refiner_layers": 1,
+        "text_embed_dim": 16,
+        "text_embed_2_dim": 12,
+        "rope_axes_dim": (8, 8),
     }
     return HunyuanImageTransformer2DModel(**{**settings, **config})
 

@@ -17,9 +17,16 @@ from tests.models.recipe_cases import FIRST_FRAME, Drawn, RecipeCase
 
 def make_model(**config: Any) -> HunyuanVideo15Transformer3DModel:
     settings = {
-        **{"in_channels": 7, "out_channels": 3, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2},
-        **{"num_refiner_layers": 2, "text_embed_dim": 16, "text_embed_2_dim": 12, "image_embed_dim": 10},
-        **{"rope_axes_dim": (4, 6, 6)},
+        "in_channels": 7,
+        "out_channels": 3,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "num_refiner_layers": 2,
+        "text_embed_dim": 16,
+        "text_embed_2_dim": 12,
+        "image_embed_dim": 10,
+        "rope_axes_dim": (4, 6, 6),
     }
     return HunyuanVideo15Transformer3DModel(**{**settings, **config})
 

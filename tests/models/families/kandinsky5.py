@@ -38,8 +38,16 @@ class Kandinsky5Transformer3DModel(diffusers.Kandinsky5Transformer3DModel):
 
 def make(**config: Any) -> Kandinsky5Transformer3DModel:
     settings = {
-        **{"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 20, "time_dim": 24},
-        **{"model_dim": 32, "ff_dim": 48, "num_text_blocks": 2, "num_visual_blocks": 2, "axes_dims": (4, 6, 6)},
+        "in_visual_dim": 4,
+        "out_visual_dim": 4,
+        "in_text_dim": 16,
+        "in_text_dim2": 20,
+        "time_dim": 24,
+        "model_dim": 32,
+        "ff_dim": 48,
+        "num_text_blocks": 2,
+        "num_visual_blocks": 2,
+        "axes_dims": (4, 6, 6),
     }
     return Kandinsky5Transformer3DModel(**{**settings, **config})
 

@@ -16,10 +16,19 @@ from tests.models.recipe_cases import BLOCKS_OF_32, FIRST_FRAME, Drawn, RecipeCa
 
 def make_ltx2(**config: Any) -> LTX2VideoTransformer3DModel:
     settings = {
-        **{"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2},
-        **{"cross_attention_dim": 32, "caption_channels": 16, "rope_type": "split"},
-        **{"audio_in_channels": 6, "audio_out_channels": 6, "audio_num_attention_heads": 2},
-        **{"audio_attention_head_dim": 8, "audio_cross_attention_dim": 16},
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "cross_attention_dim": 32,
+        "caption_channels": 16,
+        "rope_type": "split",
+        "audio_in_channels": 6,
+        "audio_out_channels": 6,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
     }
     return LTX2VideoTransformer3DModel(**{**settings, **config})
 
@@ -97,8 +106,12 @@ LTX2 = FamilyCase(
     without_gradient=("audio", "av_cross_attn", "video_a2v", "keyframes"),
 )
 LTX23_SETTINGS = {
-    **{"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True},
-    **{"use_prompt_embeddings": False, "perturbed_attn": True},
+    "gated_attn": True,
+    "cross_attn_mod": True,
+    "audio_gated_attn": True,
+    "audio_cross_attn_mod": True,
+    "use_prompt_embeddings": False,
+    "perturbed_attn": True,
 }
 CASES = {
     "ltx2": LTX2,
@@ -119,16 +132,24 @@ CASES = {
         make=partial(
             make_ltx2,
             **LTX23_SETTINGS,
-            **{"use_prompt_adaln_single": False, "ff_bias": False, "use_keyframes_abs_pos_embedding": True},
+            use_prompt_adaln_single=False,
+            ff_bias=False,
+            use_keyframes_abs_pos_embedding=True,
         ),
         text_dim=32,
     ),
 }
 STRIDES = {"buckets": BLOCKS_OF_32, "bucket_frames": "1,9"}
 RENDER = {
-    **{"num_inference_steps": 2, "num_frames": 5, "max_sequence_length": 64, "guidance_scale": 1.0},
-    **{"stg_scale": 0.0, "modality_scale": 1.0},
-    **{"audio_guidance_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0},
+    "num_inference_steps": 2,
+    "num_frames": 5,
+    "max_sequence_length": 64,
+    "guidance_scale": 1.0,
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "audio_guidance_scale": 1.0,
+    "audio_stg_scale": 0.0,
+    "audio_modality_scale": 1.0,
 }
 RECIPES = {
     "ltx2": RecipeCase(tiny="ltx2", loss=partial(text_to_video_loss, predict=predict), render=RENDER, **STRIDES),

@@ -13,9 +13,17 @@ from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase, clean_image
 
 def make(**config: Any) -> Lumina2Transformer2DModel:
     settings = {
-        **{"sample_size": 16, "in_channels": 4, "hidden_size": 48, "num_layers": 2, "num_refiner_layers": 2},
-        **{"num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 16, "cap_feat_dim": 16},
-        **{"axes_dim_rope": (4, 4, 4), "axes_lens": (40, 32, 32)},
+        "sample_size": 16,
+        "in_channels": 4,
+        "hidden_size": 48,
+        "num_layers": 2,
+        "num_refiner_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "multiple_of": 16,
+        "cap_feat_dim": 16,
+        "axes_dim_rope": (4, 4, 4),
+        "axes_lens": (40, 32, 32),
     }
     return Lumina2Transformer2DModel(**{**settings, **config})
 

@@ -19,8 +19,14 @@ def make_model(**config: Any) -> MochiTransformer3DModel:
     norms are rounded to float32 in the order of the memory.
     """
     settings = {
-        **{"in_channels": 4, "patch_size": 2, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3},
-        **{"pooled_projection_dim": 24, "text_embed_dim": 16, "time_embed_dim": 16},
+        "in_channels": 4,
+        "patch_size": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 3,
+        "pooled_projection_dim": 24,
+        "text_embed_dim": 16,
+        "time_embed_dim": 16,
     }
     model = MochiTransformer3DModel(**{**settings, **config})
     model.patch_embed.register_forward_hook(_in_order)

@@ -16,8 +16,13 @@ from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
 
 def make(**config: Any) -> QwenImageTransformer2DModel:
     settings = {
-        **{"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
-        **{"num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)},
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (4, 6, 6),
     }
     return QwenImageTransformer2DModel(**{**settings, **config})
 

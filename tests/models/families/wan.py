@@ -57,17 +57,17 @@ def image_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     _, frames, height, width = pixels.shape
     options = {"num_channels_latents": 4, "height": height, "width": width, "num_frames": frames}
     noisy = noisy_latent(drawn, clean)
-    given = {} if last is None else {"last_image": last}
+    images = {} if last is None else {"last_image": last}
     options |= {"dtype": torch.float32, "device": torch.device("cpu"), "latents": noisy.clone()}
-    made = pipeline.prepare_latents(drawn.first[None, :, 0], 1, **options, **given)
+    made = pipeline.prepare_latents(drawn.first[None, :, 0], 1, **options, **images)
     embeds = prompt_embeds(pipeline, drawn)
     if pipeline.config.get("expand_timesteps"):
         _, condition, mask = made
         if frames == 1:  # text-to-image
             mask = torch.ones_like(mask)
-        given = (1 - mask) * condition + mask * noisy
+        latents = (1 - mask) * condition + mask * noisy
         timestep = (mask[0][0][:, ::2, ::2] * drawn.timestep).flatten()[None]
-        output = pipeline.transformer(given, timestep=timestep, encoder_hidden_states=embeds).sample
+        output = pipeline.transformer(latents, timestep=timestep, encoder_hidden_states=embeds).sample
         error = (output - (drawn.noise[None] - clean)).square()
         return error.mean() if frames == 1 else error[:, :, 1:].mean()
     images = None

@@ -17,10 +17,19 @@ CONTROL_CHANNELS, LAYERS = 5, [0, 2]
 
 def make(**config: Any) -> WanVACETransformer3DModel:
     settings = {
-        **{"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4},
-        **{"out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48, "num_layers": 3},
-        **{"cross_attn_norm": True, "rope_max_seq_len": 64, "vace_layers": LAYERS},
-        **{"vace_in_channels": CONTROL_CHANNELS},
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 32,
+        "ffn_dim": 48,
+        "num_layers": 3,
+        "cross_attn_norm": True,
+        "rope_max_seq_len": 64,
+        "vace_layers": LAYERS,
+        "vace_in_channels": CONTROL_CHANNELS,
     }
     return WanVACETransformer3DModel(**{**settings, **config})
 
@@ -61,14 +70,14 @@ def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     video, mask, reference = (shown.get(name) for name in ("control", "mask", "reference"))
     if video is None and mask is not None:
         video = torch.where(mask > 0.5, 0.0, drawn.pixels)
-    given = {
+    clips = {
         "video": None if video is None else [(video / 2 + 0.5).unbind(1)],
         "mask": None if mask is None else [mask.expand(3, -1, -1, -1).unbind(1)],
     }
-    given = {name: None if clip is None else torch.stack(clip[0])[None] for name, clip in given.items()}
+    clips = {name: None if clip is None else torch.stack(clip[0])[None] for name, clip in clips.items()}
     images = None if reference is None else picture(reference[:, 0])
     made = pipeline.preprocess_conditions(
-        **given, reference_images=images, height=height, width=width, num_frames=frames,
+        **clips, reference_images=images, height=height, width=width, num_frames=frames,
         dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     control = pipeline.prepare_video_latents(*made, device=torch.device("cpu"))

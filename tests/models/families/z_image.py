@@ -13,8 +13,15 @@ from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase, clean_image
 
 def make(**config: Any) -> ZImageTransformer2DModel:
     settings = {
-        **{"in_channels": 4, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 2, "n_kv_heads": 2},
-        **{"cap_feat_dim": 16, "axes_dims": [8, 8, 8], "axes_lens": [128, 32, 32]},
+        "in_channels": 4,
+        "dim": 48,
+        "n_layers": 2,
+        "n_refiner_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "cap_feat_dim": 16,
+        "axes_dims": [8, 8, 8],
+        "axes_lens": [128, 32, 32],
     }
     return ZImageTransformer2DModel(**{**settings, **config})
 

@@ -1,0 +1,223 @@
+"""How pipelines are loaded: which components, in which precision, and what their configurations say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import compare_versions
+
+from ..buckets.sizes import LatentSpec
+from ..errors import BucketingError
+from ..hub import from_hub
+
+Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
+"""A part of a pipeline: the transformer to train, its other transformers, its text encoders, or what encodes media.
+
+The text encoders include whatever else reads text, such as the connectors of LTX-2; what encodes media is the VAE, an
+image encoder where there is one, and what makes sound.
+"""
+
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What of a pipeline is loaded, and how. VAE and image encoder always have float32, which many VAEs need.
+
+    Attributes:
+        parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
+            others, `"text_encoders"` and `"vae"`. The weights of other parts are not opened.
+        dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
+            modules that a model keeps in float32.
+        trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
+        quantization (any, *optional*): Quantisation of that transformer, one of diffusers' configurations.
+        empty (`bool`): Whether the transformer to train is built without weights, on the meta device, because another
+            process sends them.
+        vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
+            changes results slightly: tiles do not see each other.
+    """
+
+    parts: Collection[Part] = PARTS
+    dtype: torch.dtype = torch.float32
+    trained_dtype: torch.dtype = torch.float32
+    quantization: Any = None
+    empty: bool = False
+    vae_tiling: bool = False
+
+
+def load_pipeline(
+    pipeline_class: Any, name_or_path: str, *, trained: str, loading: Loading, replaced: Mapping[str, Any]
+) -> Any:
+    """Load a pipeline from the hub or a folder, and freeze all but the component to train.
+
+    Args:
+        pipeline_class (`type`): Class of the pipeline.
+        name_or_path (`str`): Pipeline on the hub or in a folder.
+        trained (`str`): Name of the component to train.
+        loading ([`Loading`]): What is loaded, and how.
+        replaced (mapping of `str` to any): Components that replace those of the pipeline.
+
+    Returns:
+        `DiffusionPipeline`: The pipeline; components of parts that are not loaded are None.
+
+    Raises:
+        BucketingError: If the pipeline has no such component, or cannot be loaded.
+    """
+    import diffusers
+
+    with from_hub(name_or_path):
+        index = pipeline_class.load_config(name_or_path)
+        check_has(index, trained, name_or_path=name_or_path)
+        options: dict[str, Any] = dict.fromkeys(_omitted_components(index, trained, loading))
+        if loading.quantization is not None:
+            mapping = {trained: loading.quantization}
+            options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
+        if loading.empty:
+            options[trained] = empty_transformer(name_or_path, trained)
+        options |= {**replaced, **dtypes(loading.dtype, **{trained: loading.trained_dtype})}
+        pipeline = pipeline_class.from_pretrained(name_or_path, **options)
+    for name, component in pipeline.components.items():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(name == trained and loading.quantization is None)
+    if loading.quantization is not None:
+        _release_mapped_files(getattr(pipeline, trained))
+    if loading.vae_tiling and pipeline.vae is not None:
+        tile(pipeline.vae, name_or_path)
+    return pipeline
+
+
+def _omitted_components(index: Mapping[str, Any], trained: str, loading: Loading) -> list[str]:
+    """Return the components of a pipeline that are not loaded, or with which it does not come."""
+    absent = [name for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is None]
+    parts = {name: part_of(name, trained=trained) for name in index}
+    return absent + [name for name, part in parts.items() if part is not None and part not in loading.parts]
+
+
+def empty_transformer(name_or_path: str, trained: str) -> Any:
+    """Return a transformer of a pipeline whose parameters have no values.
+
+    Raises:
+        BucketingError: If the pipeline has no such transformer, or its configuration cannot be read.
+    """
+    import diffusers
+
+    with from_hub(name_or_path):
+        index = diffusers.DiffusionPipeline.load_config(name_or_path)
+        check_has(index, trained, name_or_path=name_or_path)
+        model_class = getattr(diffusers, index[trained][1])
+        config = model_class.load_config(name_or_path, subfolder=trained)
+    with init_empty_weights(), torch.random.fork_rng(devices=[]):  # some draw parameters all the same
+        return model_class.from_config(config)
+
+
+def _release_mapped_files(transformer: torch.nn.Module) -> None:
+    """Copy the weights that were not quantised: they lie in the mapped files, all of which would stay in memory."""
+    for parameter in transformer.parameters():
+        if type(parameter) is torch.nn.Parameter:
+            parameter.data = parameter.data.clone()
+
+
+def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> None:
+    """Raise BucketingError if the index of a pipeline names no such transformer."""
+    if index.get(trained, (None,))[0] is None:
+        raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
+
+
+def part_of(name: str, *, trained: str) -> Part | None:
+    """Return the part to which a component of a pipeline belongs; None for those without weights."""
+    if name == trained:
+        return "trained"
+    if name.startswith("transformer"):
+        return "transformers"
+    if name.startswith("text_encoder") or name in ("connectors", "prompt_enhancer", "duration_head"):
+        return "text_encoders"
+    return "vae" if name in ("vae", "image_encoder", "audio_vae", "vocoder") else None
+
+
+def dtypes(dtype: torch.dtype, **others: torch.dtype) -> dict[str, Any]:
+    """Return the argument of a pipeline's `from_pretrained` for a dtype, with others by component.
+
+    A VAE has float32, and so has an image encoder, as in diffusers' examples.
+    """
+    name = "dtype" if compare_versions("diffusers", ">=", "0.42") else "torch_dtype"
+    return {name: {"default": dtype, "vae": torch.float32, "image_encoder": torch.float32, **others}}
+
+
+def tile(vae: Any, name_or_path: str) -> None:
+    """Make a VAE work sample by sample and tile by tile.
+
+    Raises:
+        BucketingError: If it cannot.
+    """
+    if not hasattr(vae, "use_tiling"):
+        raise BucketingError(f"The {type(vae).__name__} of {name_or_path} has no tiling; omit `vae_tiling`.")
+    vae.enable_tiling()
+    if hasattr(vae, "use_slicing"):
+        vae.enable_slicing()
+
+
+def pipeline_folder(name_or_path: str) -> Path:
+    """Return the folder of a whole pipeline, which is downloaded if it is on the hub."""
+    from diffusers import DiffusionPipeline
+
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    with from_hub(name_or_path):
+        return Path(DiffusionPipeline.download(name_or_path))
+
+
+def video_spec(name_or_path: str, *, temporal_stride: int = 4, spatial_stride: int = 8) -> LatentSpec:
+    """Read the strides of a pipeline's VAE, by default those given, and the transformer's patch."""
+    vae, transformer = read_configs(name_or_path)
+    patch = transformer["patch_size"]
+    temporal, spatial = (  # the latter names are those of Wan's VAE
+        vae.get(f"{axis}_compression_ratio", vae.get(f"scale_factor_{axis}")) for axis in ("temporal", "spatial")
+    )
+    return LatentSpec(
+        temporal_stride=temporal or temporal_stride,
+        spatial_stride=spatial or spatial_stride,
+        patch=(transformer["patch_size_t"], patch, patch) if isinstance(patch, int) else tuple(patch),
+    )
+
+
+def image_spec(name_or_path: str, *, side: int | None = None) -> LatentSpec:
+    """Read the stride of a pipeline's image VAE from its number of blocks, and the transformer's patch.
+
+    Args:
+        name_or_path (`str`): Pipeline on the hub or in a folder.
+        side (`int`, *optional*): Latent rows and columns per token; by default, the transformer's `patch_size`.
+    """
+    vae, transformer = read_configs(name_or_path)
+    side = transformer["patch_size"] if side is None else side
+    stride = 2 ** (len(vae["block_out_channels"]) - 1)
+    return LatentSpec(temporal_stride=1, spatial_stride=stride, patch=(1, side, side))
+
+
+def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configurations of a pipeline's VAE and transformer, without loading their classes.
+
+    Raises:
+        BucketingError: If there is no pipeline with a VAE and a transformer.
+    """
+    return read_config(name_or_path, "vae"), read_config(name_or_path, "transformer")
+
+
+def read_config(name_or_path: str, component: str) -> dict[str, Any]:
+    """Return the configuration of a component of a pipeline, without loading its class.
+
+    Raises:
+        BucketingError: If there is no pipeline with that component.
+    """
+    from diffusers.configuration_utils import ConfigMixin
+
+    class AnyModel(ConfigMixin):
+        config_name = "config.json"
+
+    with from_hub(name_or_path):
+        config: dict[str, Any] = AnyModel.load_config(name_or_path, subfolder=component)
+    return config
