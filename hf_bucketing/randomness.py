@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     STREAM = 15  # seed: order of the files of a stream, and of the rows in its shuffle buffer
     HELD_OUT_ROWS = 16  # number of files: the files of a split; without a seed, so that no run trains on them
     HELD_OUT_NOISE = 17  # index, number of the noise level: timestep and noise of a held-out sample
+    STREAM_SOURCES = 18  # seed: which of several sources of a stream comes next
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

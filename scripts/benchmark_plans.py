@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import plan_memory
 from benchmark_tools import write_figures
+from synthetic.published import write_published_configs
 
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
@@ -23,7 +24,6 @@ from hf_bucketing.planner import PlanConfig
 from hf_bucketing.planner.figure import draw_options
 from hf_bucketing.planner.memory import verdict_on
 from hf_bucketing.planner.options import MemoryOption, best_option, option_rows, plan_options
-from hf_bucketing.testing.published import write_published_configs
 
 
 class Model(NamedTuple):

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import psutil
 from benchmark_tools import machine, report
+from synthetic.media import make_media_dataset
+from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
-from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.training.review import losses_of
 
 SCRIPTS = Path(__file__).parent

@@ -12,6 +12,8 @@ from typing import Any
 import datasets
 import torch
 from benchmark_tools import benchmark_parser, machine, report, seconds_of
+from synthetic.media import make_media_dataset
+from synthetic.pipelines import make_tiny_pipeline
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, open_table, token_ladder
@@ -22,7 +24,6 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_options
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.testing import make_media_dataset, make_tiny_pipeline
 from hf_bucketing.training.steps import BucketStep, media_of, text_of
 
 FAMILIES = ("wan", "ltx", "latte")

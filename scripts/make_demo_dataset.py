@@ -5,9 +5,10 @@ python scripts/make_demo_dataset.py --output_dir demo/media
 
 import argparse
 
+from synthetic.media import make_media_dataset
+
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.testing import make_media_dataset
 
 
 def make_parser() -> FlagParser:

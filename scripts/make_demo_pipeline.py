@@ -16,7 +16,7 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from hf_bucketing.testing import make_demo_pipeline
+    from synthetic.demo import make_demo_pipeline
 
     make_demo_pipeline(args.output_dir)
     print(f"Saved the demo's pipeline to {args.output_dir}")

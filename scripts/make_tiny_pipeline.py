@@ -18,7 +18,7 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from hf_bucketing.testing import make_tiny_pipeline
+    from synthetic.pipelines import make_tiny_pipeline
 
     make_tiny_pipeline(args.output_dir, family=args.family, seed=args.seed)
     print(f"Saved a tiny {args.family} pipeline to {args.output_dir}")

@@ -37,8 +37,11 @@ def executed(path: Path) -> NotebookNode:
         nbclient.exceptions.CellExecutionError: If a cell fails.
     """
     notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory() as folder:
-        resources = {"metadata": {"path": folder}}
+    with tempfile.TemporaryDirectory() as clone:
+        (Path(clone) / "scripts").symlink_to(Path(__file__).parent)  # notebooks lie beside it
+        folder = Path(clone) / "notebooks"
+        folder.mkdir()
+        resources = {"metadata": {"path": str(folder)}}
         NotebookClient(
             notebook,
             timeout=1000,

@@ -50,7 +50,7 @@ def hooks_that_look(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty videos and images of nine sizes."""
-    from hf_bucketing.testing import make_media_dataset
+    from synthetic.media import make_media_dataset
 
     folder = tmp_path_factory.mktemp("media") / "clips"
     make_media_dataset(folder, num_samples=20)
@@ -60,7 +60,7 @@ def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of a pipeline of small random weights, by its name; tests read it and write elsewhere."""
-    from hf_bucketing.testing import make_tiny_pipeline
+    from synthetic.pipelines import make_tiny_pipeline
 
     return lambda name: made_once(
         tmp_path_factory, f"tiny-{name}", lambda folder: make_tiny_pipeline(folder, family=name)

@@ -9,13 +9,12 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
+from synthetic.demo import CHANNELS, VAE_FILE, fitted_vae, make_demo_pipeline
+from synthetic.media import DEMO_CLIPS, Clip, render
+from synthetic.recognition import look_at
+from synthetic.scenes import demo_clip, scene
 
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.testing import Clip, make_demo_pipeline, render
-from hf_bucketing.testing.demo import CHANNELS, VAE_FILE, fitted_vae
-from hf_bucketing.testing.media import DEMO_CLIPS
-from hf_bucketing.testing.recognition import look_at
-from hf_bucketing.testing.scenes import demo_clip, scene
 from tests.conftest import run_script_here
 
 

@@ -23,7 +23,6 @@ LEVELS = {
     **dict.fromkeys(["command_line", "losses", "media", "plans"], 1),
     **dict.fromkeys(["columns", "loaders", "packing"], 2),
     **dict.fromkeys(["caching", "models", "report", "streaming"], 3),
-    "testing": 4,
     **dict.fromkeys(["optimizers", "placement"], 4),
     "adapters": 4.2,
     "planner": 4.4,

@@ -176,7 +176,9 @@ from hf_bucketing import AssignmentRule, BucketColumns, LatentSpec, MediaMetadat
 from hf_bucketing import open_table, token_ladder
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import describe_assignment
-from hf_bucketing.testing import make_media_dataset
+
+sys.path.append(sys.argv[2])
+from synthetic.media import make_media_dataset
 
 folder = Path(sys.argv[1])
 make_media_dataset(folder / "media", num_samples=18)
@@ -198,7 +200,8 @@ assert "torch" not in sys.modules
 
 def test_the_newest_python_prepares_a_data_set_without_torch(clone: Path, without_torch: Path, tmp_path: Path) -> None:
     """Covers the newest Python and PyAV: media, columns, tables, prepared folders, reports, and a clean exit."""
-    result = run([without_torch, "-c", PREPARE_WITHOUT_TORCH, tmp_path], cwd=clone.parent, env=ALONE)
+    command = [without_torch, "-c", PREPARE_WITHOUT_TORCH, tmp_path, clone / "scripts"]
+    result = run(command, cwd=clone.parent, env=ALONE)
     assert "18 of 18 rows assigned" in result.stdout
     assert (tmp_path / "prepared" / "bucketing.json").exists()
 

@@ -25,7 +25,7 @@ from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError
 from ..files import complete_folder
-from ..randomness import Purpose, integer_seed
+from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
 from .apply import map_columns
 from .arrays import column_array
@@ -236,10 +236,12 @@ def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart]
     shares = given_shares([part.weight for part in parts])
     if shares is None:
         return IterableDataset(CyclingMultiSourcesExamplesIterable(iterables, stopping_strategy=until))
-    generator = np.random.default_rng(integer_seed(Purpose.STREAM, seed))
     return IterableDataset(
         RandomlyCyclingMultiSourcesExamplesIterable(
-            iterables, generator=generator, probabilities=shares.tolist(), stopping_strategy=until
+            iterables,
+            generator=generator(Purpose.STREAM_SOURCES, seed),
+            probabilities=shares.tolist(),
+            stopping_strategy=until,
         )
     )
 

@@ -1,9 +1,8 @@
 """Find the model family of a transformer and the training recipe of a pipeline.
 
 Every folder beside this one is a model family: its `packing.py` has the `FAMILY`. If its pipelines can be trained, its
-`recipe.py` has `RECIPES`, and its `tiny.py` has `TINY`, pipelines of small random weights by name. Where a pipeline
-cannot be trained, `recipe.py` has `REFUSED`, the reason by its class. Nothing else lists them, and nothing is imported
-before the first look-up.
+`recipe.py` has `RECIPES`; where a pipeline cannot be trained, it has `REFUSED`, the reason by its class. Nothing else
+lists them, and nothing is imported before the first look-up.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +43,6 @@ def recipes() -> dict[str, type[Recipe]]:
 def refused_pipelines() -> dict[str, str]:
     """Return why pipelines of known families cannot be trained, by the name of their class in diffusers."""
     return {name: why for module in _modules("recipe") for name, why in getattr(module, "REFUSED", {}).items()}
-
-
-@functools.cache
-def tiny_pipelines() -> dict[str, Callable[[], Any]]:
-    """Return functions that make pipelines of small random weights, by name."""
-    return {name: make for module in _modules("tiny") for name, make in module.TINY.items()}
 
 
 def _modules(name: str) -> Iterator[ModuleType]:

@@ -9,12 +9,12 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
+from synthetic.published import write_published_configs
 
 from hf_bucketing import BucketTable, LatentSpec, Size
 from hf_bucketing.adapters.lora import lora_targets
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.placement.quantization import quantization_of
-from hf_bucketing.testing.published import write_published_configs
 
 Grid = tuple[int, int, int]
 RANK = 16

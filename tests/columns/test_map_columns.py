@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, Video, concatenate_datasets, load_dataset
+from synthetic.media import DEMO_CLIPS
 
 from hf_bucketing import (
     AssignmentRule,
@@ -22,7 +23,6 @@ from hf_bucketing import (
     open_table,
 )
 from hf_bucketing.columns import BucketColumns, MediaMetadata, column_array, load_source, map_columns
-from hf_bucketing.testing import DEMO_CLIPS
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(9, 64, 96), Size(9, 96, 64)))

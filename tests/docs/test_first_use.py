@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from synthetic.media import Clip, render
 
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_video
-from hf_bucketing.testing import Clip, render
 from hf_bucketing.training.review import plans_of
 from tests.conftest import ROOT, launch_flags
 from tests.docs.pages import PAGES

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, iter_frames, probe
-from hf_bucketing.testing import Clip, make_media_dataset
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import held_out_losses, losses_of
 from tests.conftest import run_script_here

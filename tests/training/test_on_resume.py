@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
+from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.adapters.lora import LORA_WEIGHTS, add_lora, save_lora
@@ -23,7 +24,6 @@ from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed, names_of
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
 from hf_bucketing.training.loop import Trainer

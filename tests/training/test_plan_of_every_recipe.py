@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from synthetic.pipelines import make_tiny_pipeline, tiny_pipelines
+from synthetic.published import write_published_configs
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.adapters.lora import add_lora
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.registry import recipe_of, tiny_pipelines
+from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement import MemoryConfig
 from hf_bucketing.planner import PlanConfig, memory as planner, plan_memory
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.options import plan_options
-from hf_bucketing.testing import make_tiny_pipeline
-from hf_bucketing.testing.published import write_published_configs
 from tests.models.families import RECIPES
 
 CASES = {case.tiny: case for case in RECIPES.values()}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from synthetic.published import write_published_configs
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.adapters import AdapterConfig
@@ -41,7 +42,6 @@ from hf_bucketing.planner.options import (
     plan_options,
 )
 from hf_bucketing.settings import flatten
-from hf_bucketing.testing.published import write_published_configs
 from hf_bucketing.training import TrainingConfig, estimate
 from hf_bucketing.training.script_settings import commands_of
 from tests.conftest import ROOT, run_script, run_script_here

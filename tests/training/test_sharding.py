@@ -17,6 +17,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
+from synthetic.pipelines import make_tiny_pipeline
 from torch.distributed.checkpoint import FileSystemReader
 
 from hf_bucketing import BucketingError
@@ -25,7 +26,6 @@ from hf_bucketing.placement import sharding
 from hf_bucketing.placement.blocks import block_names
 from hf_bucketing.placement.shards import AVERAGES
 from hf_bucketing.placement.trust import refuse_code_in_shards
-from hf_bucketing.testing import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig, loop, opened
 from hf_bucketing.training.loop import make_accelerator
 from hf_bucketing.training.review import held_out_losses, losses_of

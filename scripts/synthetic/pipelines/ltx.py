@@ -15,7 +15,7 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components
+from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components
 
 
 def _pipeline(pipeline_class: type[DiffusionPipeline], *, shifts_by_size: bool = True) -> DiffusionPipeline:

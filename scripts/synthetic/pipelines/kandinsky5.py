@@ -12,7 +12,7 @@ from diffusers import (
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Modulation
 from transformers import CLIPTextModel
 
-from ..tiny import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, hunyuan_vae, numbered, qwen_components
+from .components import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, hunyuan_vae, numbered, qwen_components
 
 
 def _transformer() -> Kandinsky5Transformer3DModel:

@@ -19,7 +19,7 @@ from diffusers import (
 )
 from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel, T5EncoderModel
 
-from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, numbered, t5_components, template_tokenizer
+from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, numbered, t5_components, template_tokenizer
 
 IMAGE_DIM = 16
 CHAT = (

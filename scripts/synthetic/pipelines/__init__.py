@@ -1,14 +1,25 @@
-"""Pipelines with small random weights."""
+"""Pipelines with small random weights: a module for each model family, whose `TINY` makes them by name."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+import pkgutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ..errors import BucketingError
-from ..files import complete_folder
-from ..models.registry import tiny_pipelines
+from hf_bucketing.errors import BucketingError
+from hf_bucketing.files import complete_folder
+
+
+@functools.cache
+def tiny_pipelines() -> dict[str, Callable[[], Any]]:
+    """Return functions that make pipelines of small random weights, by name."""
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return {name: make for module in modules for name, make in getattr(module, "TINY", {}).items()}
 
 
 def make_tiny_pipeline(folder: str | os.PathLike[str], *, family: str = "wan", seed: int = 0) -> None:

@@ -7,7 +7,7 @@ from inspect import signature
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 from transformers import Gemma2Config, Gemma2Model
 
-from ..tiny import CHANNELS, TEXT_DIM, image_vae, template_tokenizer
+from .components import CHANNELS, TEXT_DIM, image_vae, template_tokenizer
 
 
 def _text_to_image() -> DiffusionPipeline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Config, Qwen3Model
 
-from ..tiny import CHANNELS, TEXT_DIM, image_vae, template_tokenizer
+from .components import CHANNELS, TEXT_DIM, image_vae, template_tokenizer
 
 _USER, _REPLY = "<|im_start|>user\n", "<|im_end|>\n"
 

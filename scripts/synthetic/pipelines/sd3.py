@@ -12,7 +12,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-from ..tiny import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, image_vae, numbered, t5_components
+from .components import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, image_vae, numbered, t5_components
 
 
 def _pipeline(third: dict[str, Any]) -> DiffusionPipeline:

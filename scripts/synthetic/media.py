@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ..errors import BucketingError
-from ..files import complete_folder
-from ..media.write import write_video
+from hf_bucketing.errors import BucketingError
+from hf_bucketing.files import complete_folder
+from hf_bucketing.media.write import write_video
 
 Distance = npt.NDArray[np.float32]
 Inside = npt.NDArray[np.bool_]

@@ -18,8 +18,9 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components, wan_vae
-from .recipe import CosmosRecipe
+from hf_bucketing.models.cosmos.recipe import CosmosRecipe
+
+from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components, wan_vae
 
 _LATENT_FRAMES = 16
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import BucketingError
+from hf_bucketing.errors import BucketingError
 
 _WAN = {
     "patch_size": [1, 2, 2],

@@ -17,7 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from ..files import complete_folder
+from hf_bucketing.files import complete_folder
+
 from .media import COLORS, DIRECTIONS, SHAPES
 
 VAE_FILE = Path(__file__).with_name("demo_vae.safetensors")

@@ -18,7 +18,7 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components
+from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components
 
 TEXT_LENGTH = 64
 """Text tokens per caption, instead of 226."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from diffusers import WanVACEPipeline, WanVACETransformer3DModel
 
-from ..tiny import CHANNELS
-from ..wan.tiny import TRANSFORMER, components
+from .components import CHANNELS
+from .wan import TRANSFORMER, components
 
 _MASK_CHANNELS = 8 * 8
 """Pixels of a mask for each latent pixel."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from diffusers import ChromaPipeline, ChromaTransformer2DModel, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from transformers import T5EncoderModel
 
-from ..flux.packing import BLOCK
-from ..tiny import CHANNELS, TEXT_DIM, image_vae, t5_components
+from hf_bucketing.models.flux.packing import BLOCK
+
+from .components import CHANNELS, TEXT_DIM, image_vae, t5_components
 
 
 def _text_to_image() -> DiffusionPipeline:

@@ -13,7 +13,7 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from ..tiny import CHANNELS, TEXT_DIM, image_vae, t5_components
+from .components import CHANNELS, TEXT_DIM, image_vae, t5_components
 
 
 def _components(**config: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from diffusers import (
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from transformers import CLIPTextModel, LlamaConfig, LlamaModel
 
-from ..tiny import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, hunyuan_vae, numbered, template_tokenizer
+from .components import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, hunyuan_vae, numbered, template_tokenizer
 
 
 def _text_to_video() -> DiffusionPipeline:

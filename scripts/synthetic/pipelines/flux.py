@@ -14,8 +14,9 @@ from diffusers import (
 )
 from transformers import CLIPTextModel, T5EncoderModel
 
-from ..tiny import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, image_vae, numbered, t5_components
-from .packing import BLOCK
+from hf_bucketing.models.flux.packing import BLOCK
+
+from .components import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, image_vae, numbered, t5_components
 
 
 def _pipeline(kind: type[DiffusionPipeline], **config: Any) -> DiffusionPipeline:

@@ -20,8 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ..flux.packing import BLOCK
-from ..tiny import CHANNELS, latents_of_smooth_clips, template_tokenizer
+from hf_bucketing.models.flux.packing import BLOCK
+
+from .components import CHANNELS, latents_of_smooth_clips, template_tokenizer
 
 _WIDTH = 16
 """Channels of the text encoder; the pipelines take those of three of its layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffusers import ChronoEditPipeline, ChronoEditTransformer3DModel, DiffusionPipeline
 
-from ..wan.tiny import TRANSFORMER, WITH_IMAGE_TOKENS, components, image_components
+from .wan import TRANSFORMER, WITH_IMAGE_TOKENS, components, image_components
 
 
 def _edit() -> DiffusionPipeline:

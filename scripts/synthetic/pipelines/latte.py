@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusers import DDPMScheduler, DiffusionPipeline, LattePipeline, LatteTransformer3DModel
 from transformers import T5EncoderModel
 
-from ..tiny import CHANNELS, TEXT_DIM, image_vae, t5_components
+from .components import CHANNELS, TEXT_DIM, image_vae, t5_components
 
 
 def _text_to_video() -> DiffusionPipeline:

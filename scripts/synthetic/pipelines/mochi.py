@@ -11,7 +11,7 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from ..tiny import TEXT_DIM, latents_of_smooth_clips, t5_components
+from .components import TEXT_DIM, latents_of_smooth_clips, t5_components
 
 CHANNELS = 12
 """Channels of a latent, of which the pipeline expects twelve."""

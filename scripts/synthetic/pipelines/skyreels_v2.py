@@ -13,7 +13,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 
-from ..wan.tiny import TRANSFORMER, WITH_IMAGE_TOKENS, components, image_components
+from .wan import TRANSFORMER, WITH_IMAGE_TOKENS, components, image_components
 
 
 def _components(**config: Any) -> dict[str, Any]:

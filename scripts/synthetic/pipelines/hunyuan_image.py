@@ -11,7 +11,7 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, numbered, qwen_components, t5_components
+from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, numbered, qwen_components, t5_components
 
 
 def _text_to_image() -> DiffusionPipeline:

@@ -14,7 +14,7 @@ from diffusers import (
 )
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, UMT5EncoderModel
 
-from ..tiny import CHANNELS, TEXT_DIM, t5_components, wan_vae
+from .components import CHANNELS, TEXT_DIM, t5_components, wan_vae
 
 _IMAGE_SIDE, _IMAGE_PATCH = 16, 8
 

@@ -17,7 +17,7 @@ from diffusers import (
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from transformers import ByT5Tokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
-from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips
+from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips
 
 _WIDTH, _AUDIO_WIDTH, _LAYERS = 48, 24, 2
 

@@ -13,7 +13,7 @@ from diffusers import (
 )
 from transformers import ByT5Tokenizer, GlmConfig, GlmModel
 
-from ..tiny import CHANNELS, TEXT_DIM, image_vae
+from .components import CHANNELS, TEXT_DIM, image_vae
 
 
 def _pipeline(kind: type[DiffusionPipeline], *, in_channels: int = CHANNELS) -> DiffusionPipeline:

@@ -10,8 +10,9 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from ..tiny import CHANNELS, TEXT_DIM, latents_of_smooth_clips, qwen_components
-from .packing import BLOCK
+from hf_bucketing.models.qwen_image.packing import BLOCK
+
+from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, qwen_components
 
 
 def _text_to_image() -> DiffusionPipeline:

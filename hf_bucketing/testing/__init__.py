@@ -1,5 +1,0 @@
-"""Generated media and small pipelines, for the demo and for tests without a hub."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
