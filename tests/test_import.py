@@ -135,6 +135,7 @@ def test_a_misspelt_flag_is_refused_before_a_slow_library_is_imported(
 ) -> None:
     code = f"""import runpy, sys
 sys.argv = [{str(script)!r}, "--no_such_flag"]
+sys.path[0] = {str(script.parent)!r}
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
