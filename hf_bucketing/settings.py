@@ -2,6 +2,19 @@
 
 A configuration such as `TrainingConfig` is composed of the values that it configures (`ViewRule`, `OptimizerConfig`,
 …). On the command line, in JSON files and in checkpoints it is flat: one name per setting, whatever value holds it.
+
+What holds for a setting beside its value is metadata of its field, or of the field of the part that has it:
+
+| key | value |
+|---|---|
+| `argument` | name of a function's argument that is this setting, for messages |
+| `parse` | function that reads the text of its flag |
+| `on_resume` | what a resumed run does about another value; `training/on_resume.py` lists the rules |
+| `left_open` | value that lets a run choose: a resumed run takes the choice of the saved run |
+| `needs_rows` | why rows from a stream cannot have it |
+| `batching` | the only way of batching that uses it |
+| `encoded` | what of a cache it would change: `"media"` or `"captions"` |
+| `held_out` | its value on held-out samples, of which nothing is random |
 """
 
 from __future__ import annotations
@@ -43,7 +56,7 @@ class Setting(NamedTuple):
         hint (type): Type, as annotated.
         default (any): Default, or `dataclasses.MISSING`.
         help (`str`): Its entry under `Args:` in the docstring of its dataclass, without links.
-        metadata (mapping): `metadata` of its field.
+        metadata (mapping): `metadata` of its field, and of those of the parts that lead to it.
         owner (type): Dataclass that declares it.
         path (`tuple` of `str`): Fields that lead from the configuration to the value that holds it.
     """
@@ -57,6 +70,16 @@ class Setting(NamedTuple):
     path: tuple[str, ...]
 
 
+def setting(default: Any, **metadata: Any) -> Any:
+    """Return the field of a setting with a default, and what holds for it (the keys are those of this module)."""
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def part(kind: type, **metadata: Any) -> Any:
+    """Return the field of a part of a configuration, and what holds for all its settings that do not say otherwise."""
+    return dataclasses.field(default_factory=kind, metadata=metadata)
+
+
 def settings_in(kind: type, *, default: Any = dataclasses.MISSING) -> Iterator[Setting]:
     """Iterate over the settings of a dataclass and of its parts; an instance's values become their defaults."""
     hints, texts = _hints(kind), _entries(kind)
@@ -65,7 +88,8 @@ def settings_in(kind: type, *, default: Any = dataclasses.MISSING) -> Iterator[S
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             for setting in settings_in(hint, default=value):  # type: ignore[arg-type]
-                yield setting._replace(path=(field.name, *setting.path))
+                metadata = {**field.metadata, **setting.metadata}
+                yield setting._replace(metadata=metadata, path=(field.name, *setting.path))
         else:
             yield Setting(field.name, hint, value, texts.get(field.name, ""), field.metadata, kind, ())
 
@@ -118,6 +142,11 @@ def not_default(config: Any, *names: str) -> list[str]:
     values = flatten(config)
     defaults = {setting.name: setting.default for setting in settings_in(type(config))}
     return [name for name in names if values[name] != defaults[name]]
+
+
+def marked(kind: type, key: str) -> dict[str, Any]:
+    """Return the settings of a configuration that have a key in their metadata, by name, each with its value."""
+    return {setting.name: setting.metadata[key] for setting in settings_in(kind) if key in setting.metadata}
 
 
 def check_literals(config: Any, *, error: type[BucketingError] = BucketingError) -> None:

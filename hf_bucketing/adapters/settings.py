@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import BucketingError
-from ..settings import check_at_least
+from ..settings import check_at_least, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class AdapterConfig:
     """
 
     lora_rank: int | None = None
-    lora_alpha: int | None = None
-    lora_targets: str | None = None
-    init_from_adapters: str | None = None
+    lora_alpha: int | None = setting(None, left_open=None)
+    lora_targets: str | None = setting(None, left_open=None)
+    init_from_adapters: str | None = setting(None, on_resume="free")
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "lora_rank", "lora_alpha")

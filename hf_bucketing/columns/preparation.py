@@ -12,7 +12,7 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
 from ..media.rows import MediaColumns
-from ..settings import not_default, settings_in
+from ..settings import marked, not_default
 from .apply import map_columns, with_columns
 from .arrays import column_array
 from .buckets import BucketColumns
@@ -71,8 +71,8 @@ def load_described(
         ColumnError: If there is no caption column; and as `load_source`.
         MediaError: As `load_source`.
     """
-    reasons = {setting.name: setting.metadata.get("needs_rows") for setting in settings_in(SourceConfig)}
-    if streaming and (given := not_default(source, *(name for name, reason in reasons.items() if reason))):
+    reasons = marked(SourceConfig, "needs_rows")
+    if streaming and (given := not_default(source, *reasons)):
         raise BucketingError(f"Omit {quoted(given)}: {reasons[given[0]]}.")
     loaded = load_rows(SourceRequest.of(source, streaming=streaming))
     say(loaded.describe())

@@ -13,7 +13,7 @@ import numpy as np
 from ..buckets.arrays import IntArray
 from ..errors import BucketingError, ColumnError, MediaError, refuse_old_names
 from ..randomness import Purpose, generator
-from ..settings import check_at_least, check_literals, check_shares
+from ..settings import check_at_least, check_literals, check_shares, setting
 
 OnFault = Literal["raise", "replace"]
 
@@ -34,7 +34,9 @@ class FaultRule:
         BucketingError: If `on_error` is unknown or a limit is out of range.
     """
 
-    on_error: OnFault = "raise"
+    on_error: OnFault = setting(
+        "raise", encoded="media", held_out="raise", needs_rows="a replacement is chosen among all rows"
+    )
     max_errors: int = 100
     max_error_share: float = 0.01
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
 from ..errors import MediaError, refuse_old_names
 from ..randomness import Purpose, generator, sample_key
-from ..settings import check_literals, check_shares
+from ..settings import check_literals, check_shares, setting
 from .decode import DecoderName, check_decoder, frame_times
 
 FramePicking = Literal["start", "uniform", "random"]
@@ -77,9 +77,9 @@ class ViewRule:
             unknown or cannot be loaded.
     """
 
-    random_crop: bool = True
+    random_crop: bool = setting(True, held_out=False)
     frame_picking: FramePicking | None = None
-    flip_probability: float = 0.0
+    flip_probability: float = setting(0.0, held_out=0.0)
     video_decoder: DecoderName = "pyav"
 
     def __post_init__(self) -> None:

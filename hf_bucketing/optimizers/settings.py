@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import BucketingError
-from ..settings import check_at_least, check_literals
+from ..settings import check_at_least, check_literals, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class OptimizerConfig:
         BucketingError: On an unknown name, a negative number, or a warm-up that the schedule does not have.
     """
 
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit"] = setting("adamw", on_resume="equal")
     learning_rate: float = 1e-4
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"

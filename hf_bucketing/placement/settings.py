@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ..settings import check_at_least, check_literals
+from ..settings import check_at_least, check_literals, setting
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16"]
 
@@ -37,12 +37,14 @@ class MemoryConfig:
     """
 
     gradient_checkpointing: bool = False
-    trained_dtype: Literal["float32", "bf16"] = "float32"
-    quantize_base: Quantization | None = None
+    trained_dtype: Literal["float32", "bf16"] = setting("float32", on_resume="equal")
+    quantize_base: Quantization | None = setting(None, on_resume="equal")
     vae_tiling: bool = False
     offload_blocks: int = 0
     offload_activations: bool = False
-    context_parallel_degree: int = 1
+    context_parallel_degree: int = setting(
+        1, on_resume="plan", needs_rows="processes that share their samples read them from a plan"
+    )
 
     def __post_init__(self) -> None:
         check_literals(self)

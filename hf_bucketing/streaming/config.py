@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import BucketingError, quoted
-from ..settings import check_at_least, not_default
+from ..settings import check_at_least, not_default, setting
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
@@ -28,7 +28,7 @@ class StreamConfig:
         BucketingError: On a number that is too small, or a setting without `streaming`.
     """
 
-    streaming: bool = False
+    streaming: bool = setting(False, on_resume="equal")
     shuffle_buffer: int = 0
     max_buffered: int = 1024
     max_buffered_bytes: int = 2**30

@@ -29,8 +29,11 @@ from ..settings import (
     check_shares,
     explains_names,
     flatten,
+    marked,
     not_default,
     number_or_text,
+    part,
+    setting,
 )
 from ..streaming.config import StreamConfig
 from .settings.checkpoints import CheckpointConfig
@@ -40,12 +43,6 @@ from .settings.validation import ValidationConfig
 
 COST_MODEL = "cost_model.json"
 """File in the output folder of a run that holds the measured cost of its steps."""
-
-_OF_PACKS = (
-    *("pack_strategy", "balance", "random_resize", "attention_backend", "positions", "base_size"),
-    *("token_drop_rate", "token_drop_mode"),
-)
-"""Settings that only packs use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,21 +82,48 @@ class BatchConfig:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
     """
 
-    batching: Literal["bucket", "pack"] = "bucket"
-    train_batch_size: int = field(default=4, metadata={"argument": "batch_size"})
-    max_tokens: int | Literal["auto"] | None = None
-    remainder: Remainder = BucketPlanConfig.remainder
-    pack_strategy: PackStrategy = field(default=PackPlanConfig.strategy, metadata={"argument": "strategy"})
-    balance: Balance = PackPlanConfig.balance
+    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal")
+    train_batch_size: int = setting(4, argument="batch_size")
+    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto")
+    remainder: Remainder = setting(
+        BucketPlanConfig.remainder,
+        batching="bucket",
+        held_out="short",
+        needs_rows="what remains of a bucket at the end of a stream comes in smaller batches",
+    )
+    pack_strategy: PackStrategy = setting(
+        PackPlanConfig.strategy,
+        argument="strategy",
+        batching="pack",
+        needs_rows="rows go into packs as they come, each into the oldest one that has room",
+    )
+    balance: Balance = setting(
+        PackPlanConfig.balance,
+        batching="pack",
+        held_out="none",
+        needs_rows="packs can be chosen only among those of a plan",
+    )
     cost_model: str | None = None
     strip_length: int = PackPlanConfig.strip_length
-    longest_first: bool = False
-    random_resize: int | None = field(default=None, metadata={"argument": "resize"})
-    attention_backend: Backend = field(default="auto", metadata={"argument": "backend"})
-    positions: Literal["native", "interpolate"] = "native"
-    base_size: list[int] | None = None
-    token_drop_rate: float = field(default=0.0, metadata={"argument": "rate"})
-    token_drop_mode: TokenDropMode = field(default="random", metadata={"argument": "mode"})
+    longest_first: bool = setting(
+        False, held_out=False, needs_rows="the most expensive step of a stream is not known before it comes"
+    )
+    random_resize: int | None = setting(
+        None,
+        argument="resize",
+        batching="pack",
+        on_resume="equal",  # the sampler's state holds the tokens of one epoch, and not the sizes that are drawn
+        encoded="media",
+        held_out=None,
+        needs_rows="a plan counts the tokens of the sizes that are drawn",
+    )
+    attention_backend: Backend = setting("auto", argument="backend", batching="pack", on_resume="free")
+    positions: Literal["native", "interpolate"] = setting("native", batching="pack", on_resume="equal")
+    base_size: list[int] | None = setting(None, batching="pack", on_resume="equal")
+    token_drop_rate: float = setting(0.0, argument="rate", batching="pack", on_resume="equal", held_out=0.0)
+    token_drop_mode: TokenDropMode = setting(
+        "random", argument="mode", batching="pack", on_resume="equal", held_out="random"
+    )
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -108,8 +132,8 @@ class BatchConfig:
             raise BucketingError(f'`max_tokens` must be a number of tokens or "auto", got {self.max_tokens!r}.')
         if self.batching == "pack" and self.max_tokens is None:
             raise BucketingError("Packing needs `max_tokens`, the tokens per process and step.")
-        unused = ["remainder"] if self.batching == "pack" else [*_OF_PACKS]
-        if given := not_default(self, *unused):
+        of_others = [name for name, batching in marked(BatchConfig, "batching").items() if batching != self.batching]
+        if given := not_default(self, *of_others):
             raise BucketingError(f"Omit {quoted(given)}: no effect with `batching={self.batching}`.")
         check_shares(self, "token_drop_rate")
         if not self.token_drop_rate and self.token_drop_mode != "random":
@@ -145,8 +169,8 @@ class LoaderConfig:
         BucketingError: On a negative number.
     """
 
-    dataloader_num_workers: int = field(default=2, metadata={"argument": "num_workers"})
-    dataloader_timeout: int = field(default=600, metadata={"argument": "timeout"})
+    dataloader_num_workers: int = setting(2, argument="num_workers")
+    dataloader_timeout: int = setting(600, argument="timeout")
 
     def __post_init__(self) -> None:
         check_at_least(0, self, "dataloader_num_workers", "dataloader_timeout")
@@ -180,11 +204,11 @@ class ObjectiveConfig:
     """
 
     weighting_scheme: Literal["logit_normal", "uniform"] | None = None
-    shift: float | str | None = field(default=None, metadata={"parse": number_or_text})
+    shift: float | str | None = setting(None, parse=number_or_text)
     guidance: float | None = None
     snr_gamma: float | None = None
     loss_reduction: Reduction = "sample"
-    caption_dropout: float = 0.0
+    caption_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -239,33 +263,33 @@ class TrainingConfig:
         BucketingError: On an impossible value or combination, or a video decoder that cannot be loaded.
     """
 
-    pretrained_model_name_or_path: str
-    dataset_dir: str
-    output_dir: str
-    dry_run: bool = False
-    seed: int = 0
-    num_train_epochs: int = 1
-    max_train_steps: int | None = None
-    gradient_accumulation_steps: int = field(default=1, metadata={"argument": "accumulation_steps"})
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
-    trained_component: Literal["transformer", "transformer_2"] = "transformer"
-    max_sequence_length: int | None = None
-    ema_decay: float | None = None
-    report_to: str = "tensorboard"
-    batches: BatchConfig = field(default_factory=BatchConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    views: ViewRule = field(default_factory=ViewRule)
-    captions: CaptionRule = field(default_factory=CaptionRule)
-    faults: FaultRule = field(default_factory=FaultRule)
-    loader: LoaderConfig = field(default_factory=LoaderConfig)
-    stream: StreamConfig = field(default_factory=StreamConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
-    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
-    hub: HubConfig = field(default_factory=HubConfig)
+    pretrained_model_name_or_path: str = field(metadata={"on_resume": "weights"})
+    dataset_dir: str = field(metadata={"on_resume": "plan"})
+    output_dir: str = field(metadata={"on_resume": "free"})
+    dry_run: bool = setting(False, on_resume="free")
+    seed: int = setting(0, on_resume="plan")
+    num_train_epochs: int = setting(1, on_resume="applied")
+    max_train_steps: int | None = setting(None, on_resume="applied")
+    gradient_accumulation_steps: int = setting(1, argument="accumulation_steps", on_resume="applied")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal")
+    trained_component: Literal["transformer", "transformer_2"] = setting("transformer", on_resume="equal")
+    max_sequence_length: int | None = setting(None, on_resume="equal")
+    ema_decay: float | None = setting(None, on_resume="equal")
+    report_to: str = setting("tensorboard", on_resume="free")
+    batches: BatchConfig = part(BatchConfig, on_resume="plan")
+    memory: MemoryConfig = part(MemoryConfig, on_resume="applied")
+    views: ViewRule = part(ViewRule, on_resume="applied", encoded="media")
+    captions: CaptionRule = part(CaptionRule, on_resume="applied", encoded="captions")
+    faults: FaultRule = part(FaultRule, on_resume="applied")
+    loader: LoaderConfig = part(LoaderConfig, on_resume="free")
+    stream: StreamConfig = part(StreamConfig, on_resume="plan")
+    objective: ObjectiveConfig = part(ObjectiveConfig, on_resume="equal")
+    adapters: AdapterConfig = part(AdapterConfig, on_resume="equal")
+    optimizer: OptimizerConfig = part(OptimizerConfig, on_resume="applied")
+    validation: ValidationConfig = part(ValidationConfig, on_resume="free")
+    held_out: HeldOutConfig = part(HeldOutConfig, on_resume="free")
+    checkpoints: CheckpointConfig = part(CheckpointConfig, on_resume="free")
+    hub: HubConfig = part(HubConfig, on_resume="free")
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -308,23 +332,11 @@ class TrainingConfig:
         return flatten(self)
 
 
-_NOT_STREAMED = {
-    "remainder": "what remains of a bucket at the end of a stream comes in smaller batches",
-    "pack_strategy": "rows go into packs as they come, each into the oldest one that has room",
-    "balance": "packs can be chosen only among those of a plan",
-    "longest_first": "the most expensive step of a stream is not known before it comes",
-    "random_resize": "a plan counts the tokens of the sizes that are drawn",
-    "on_error": "a replacement is chosen among all rows",
-    "validation_split": "a share of rows can be held out only where all are known; give `validation_dataset_dir`",
-    "context_parallel_degree": "processes that share their samples read them from a plan",
-}
-"""Settings that need a plan, and why."""
-
-
 def _check_stream(config: TrainingConfig) -> None:
     """Raise BucketingError for settings that need the rows to be known before they come."""
-    if given := not_default(config, *_NOT_STREAMED):
-        reasons = "; ".join(f"`{name}`: {_NOT_STREAMED[name]}" for name in given)
+    needs_rows = marked(TrainingConfig, "needs_rows")
+    if given := not_default(config, *needs_rows):
+        reasons = "; ".join(f"`{name}`: {needs_rows[name]}" for name in given)
         raise BucketingError(f"Omit {quoted(given)} with `streaming=True`: {reasons}.")
     if config.batches.max_tokens == "auto":
         raise BucketingError(

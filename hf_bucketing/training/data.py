@@ -44,7 +44,7 @@ from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, sample_spans
-from ..settings import changed, flatten, not_default
+from ..settings import changed, flatten, marked, not_default
 from .config import TrainingConfig
 from .held_out import check_apart, split_rows
 
@@ -225,15 +225,8 @@ def make_held_out_data(
     else:
         prepared = _read(config, str(held_out.validation_dataset_dir), spec)
         check_apart(training, prepared)
-    fixed: dict[str, Any] = {"caption_dropout": 0.0, "longest_first": False, "on_error": "raise"}
-    fixed |= flatten(CaptionRule())
-    if prepared.cache is None:
-        fixed |= {"random_crop": False, "flip_probability": 0.0}
-        fixed |= {"frame_picking": None} if config.views.frame_picking == "random" else {}
-    if config.batches.batching == "bucket":
-        fixed |= {"remainder": "short"}
-    else:
-        fixed |= {"balance": "none", "random_resize": None, "token_drop_rate": 0.0, "token_drop_mode": "random"}
+    fixed = {**marked(TrainingConfig, "held_out"), **flatten(CaptionRule())}
+    fixed |= {"frame_picking": None} if config.views.frame_picking == "random" else {}
     about_tokens: dict[str, Any] = {"width": width, "text_tokens": text_tokens, "added_frames": added_frames}
     return _data_of(changed(config, **fixed), prepared, **about_tokens, evaluation=True)
 
@@ -482,13 +475,14 @@ def _check_cached(config: TrainingConfig, cache: CacheInfo, *, folder: str) -> N
             f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
             "scripts/cache_latents.py with the same --batching."
         )
-    names = ("random_crop", "frame_picking", "flip_probability", "video_decoder", "random_resize", "on_error")
-    if given := not_default(config, *names):
+    encoded = marked(TrainingConfig, "encoded")
+    given = not_default(config, *encoded)
+    if media := [name for name in given if encoded[name] == "media"]:
         raise BucketingError(
-            f"Omit {quoted(given)}: {folder} holds encoded latents, and such settings change what is "
-            "decoded. Give them to scripts/cache_latents.py."
+            f"Omit {quoted(media)}: {folder} holds encoded latents, and such settings change what is decoded. Give "
+            "them to scripts/cache_latents.py."
         )
-    if given := not_default(config, "shuffle_tags", "tag_separator", "keep_tags"):
+    if given:
         raise BucketingError(
             f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
             "from the folder that scripts/prepare_dataset.py wrote."

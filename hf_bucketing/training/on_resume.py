@@ -1,85 +1,28 @@
-"""Rules for settings that changed since the checkpoint: applied, refused by name, or free to change."""
+"""Rules for settings that changed since the checkpoint, which the field of each setting names.
+
+| rule | settings |
+|---|---|
+| `applied` | take effect from the next step on, and are logged |
+| `equal` | decide the objective, or what weights and the optimizer's state mean: refused by name if changed |
+| `plan` | decide the plan: the sampler refuses to load its state if its plan differs; paths may change, rows may not |
+| `weights` | compared by a fingerprint of the weights, so that a model may move to another folder |
+| `free` | change nothing about what is learned |
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator
 
 from ..errors import BucketingError
 from ..placement.shards import SHARDED
-from ..settings import changed
+from ..settings import changed, marked
 from .config import TrainingConfig
 
-Rule = Literal["applied", "equal", "plan", "weights", "free"]
-
-_NAMES: dict[Rule, tuple[str, ...]] = {
-    # Take effect from the next step on, and are logged: the optimizer, the length of the run, the views
-    # and the order of tags.
-    "applied": (
-        *("learning_rate", "lr_scheduler", "lr_warmup_steps", "adam_beta1", "adam_beta2", "adam_weight_decay"),
-        *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_train_steps", "gradient_accumulation_steps"),
-        *("max_skipped_steps", "random_crop", "frame_picking", "flip_probability", "video_decoder", "caption_dropout"),
-        *("shuffle_tags", "tag_separator", "keep_tags"),
-        *(
-            "on_error",
-            "max_errors",
-            "max_error_share",
-            "gradient_checkpointing",
-            "offload_blocks",
-            *("offload_activations", "vae_tiling"),
-        ),
-    ),
-    # Decide the meaning of the weights and of the optimizer's state in a checkpoint, or the objective. The sampler's
-    # state does not know the sizes that random_resize draws: it holds the tokens of one epoch. With another split, the
-    # model would train on what was held out.
-    "equal": (
-        *("batching", "trained_component", "mixed_precision", "lora_rank", "lora_alpha", "lora_targets", "ema_decay"),
-        *(
-            "optimizer",
-            "weighting_scheme",
-            "shift",
-            "guidance",
-            "snr_gamma",
-            "loss_reduction",
-            "max_sequence_length",
-            "random_resize",
-        ),
-        *("positions", "base_size", "token_drop_rate", "token_drop_mode", "trained_dtype", "quantize_base"),
-        "validation_split",
-        "streaming",
-    ),
-    # The sampler refuses to load its state if its plan differs. Paths may change, rows may not.
-    "plan": (
-        *("dataset_dir", "train_batch_size", "max_tokens", "remainder", "pack_strategy", "balance", "strip_length"),
-        *("longest_first", "seed", "context_parallel_degree", "cost_model"),
-        *("shuffle_buffer", "max_buffered", "max_buffered_bytes", "steps_per_epoch"),
-    ),
-    # Compared by a fingerprint of the weights, so that a model may move to another folder.
-    "weights": ("pretrained_model_name_or_path",),
-    # Change nothing about what is learned.
-    "free": (
-        *("output_dir", "dry_run", "dataloader_num_workers", "dataloader_timeout"),
-        *("validation_prompts", "validation_images", "validation_sizes", "validation_steps"),
-        *(
-            "validation_inference_steps",
-            "validation_guidance_scale",
-            "validation_fps",
-            *("validation_dataset_dir", "validation_loss_steps", "validation_noise_levels"),
-            "checkpointing_steps",
-            "checkpoints_total_limit",
-        ),
-        *("resume_from_checkpoint", "init_from_adapters", "report_to", "attention_backend"),
-        *("push_to_hub", "hub_model_id", "hub_private_repo"),
-    ),
-}
-
-ON_RESUME: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names}
+ON_RESUME: dict[str, str] = marked(TrainingConfig, "on_resume")
 """The rule of each setting of [`TrainingConfig`]."""
-
-_LEFT_OPEN: dict[str, object] = {"max_tokens": "auto", "lora_alpha": None, "lora_targets": None}
-"""Values that let the run choose a setting: a resumed run takes the choice of the saved run."""
 
 _NOT_SETTINGS = ("distributed_type",)
 """Values that must stay equal beside the settings."""
@@ -106,7 +49,9 @@ def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator
     saved = {"streaming": False, **saved}  # checkpoints of earlier releases do not name it
     given = config.flat()
     left_open = {
-        name: saved[name] for name, value in _LEFT_OPEN.items() if given[name] == value and saved[name] is not None
+        name: saved[name]
+        for name, value in marked(TrainingConfig, "left_open").items()
+        if given[name] == value and saved[name] is not None
     }
     present = {**settings_of(config, accelerator), **left_open}
     fixed = [*(name for name, rule in ON_RESUME.items() if rule == "equal"), *_NOT_SETTINGS]

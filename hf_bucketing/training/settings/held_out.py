@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import BucketingError, quoted
-from ...settings import check_at_least, not_default
+from ...settings import check_at_least, not_default, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,11 @@ class HeldOutConfig:
     """
 
     validation_dataset_dir: str | None = None
-    validation_split: float | None = None
+    validation_split: float | None = setting(
+        None,
+        on_resume="equal",  # or the model would train on what was held out
+        needs_rows="a share of rows can be held out only where all are known; give `validation_dataset_dir`",
+    )
     validation_loss_steps: int = 500
     validation_noise_levels: int = 4
 
