@@ -18,18 +18,16 @@ from huggingface_hub.constants import REPOCARD_NAME
 
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
-from ..columns.arrays import column_array
 from ..files import complete_file
 from ..models.loading import dtypes
 from ..models.recipe import IMAGES, Recipe
 from ..settings import names_of, settings_in
 from .config import TrainingConfig
-from .data import TrainingData
 from .recount import count_replaced
 from .review import draw_losses, plans_of
+from .run_data import RunData
 from .run_log import read_log, read_sample_logs
 from .settings.hub import HubConfig
-from .streamed import StreamedData
 
 LOSSES = "loss.png"
 """File of the loss figure in the output folder."""
@@ -48,14 +46,14 @@ class Run(NamedTuple):
     Attributes:
         config ([`TrainingConfig`]): Settings that the run ended with.
         recipe ([`Recipe`][hf_bucketing.models.recipe.Recipe]): Recipe of its pipeline.
-        data ([`TrainingData`] or [`StreamedData`]): Its data.
+        data ([`RunData`]): Its data.
         repository (`str`, *optional*): Repository on the hub that receives the result, if there is one.
         samples (mapping of `Path` to `str`): Files of its last renderings, and the prompt of each.
     """
 
     config: TrainingConfig
     recipe: Recipe
-    data: TrainingData | StreamedData
+    data: RunData
     repository: str | None
     samples: Mapping[Path, str]
 
@@ -166,26 +164,24 @@ def _code(run: Run, *, name: str, base: str) -> str:
     return "\n".join([*lines, f'export_to_video(result.frames[0], "video.mp4", fps={_fps(run.data)})'])
 
 
-def _sizes(data: TrainingData | StreamedData) -> list[tuple[Size, int]]:
+def _sizes(data: RunData) -> list[tuple[Size, int]]:
     """Return the sizes at which samples are trained, and how many there are of each; the most frequent first."""
     counts = sorted(data.bucket_counts().items(), key=lambda item: -item[1])
     return [(data.table.size(bucket), count) for bucket, count in counts]
 
 
-def _fps(data: TrainingData | StreamedData) -> int:
+def _fps(data: RunData) -> int:
     """Return the median frame rate of the videos that are trained, or 16 if there is none or they come as a stream."""
-    if isinstance(data, StreamedData):
-        return 16
-    rates = column_array(data.dataset, "fps")[data.num_tokens > 0]
-    return round(float(np.median(rates[rates > 0]))) if (rates > 0).any() else 16
+    rates = data.frame_rates
+    return 16 if rates is None or not (rates > 0).any() else round(float(np.median(rates[rates > 0])))
 
 
-def _counts(folder: Path, data: TrainingData | StreamedData) -> list[tuple[str, int]]:
+def _counts(folder: Path, data: RunData) -> list[tuple[str, int]]:
     """Return the rows of the last epoch by what became of them; of a stream, the samples that were trained."""
-    if isinstance(data, StreamedData):
+    rejection = data.rejections
+    if rejection is None:
         return [("trained, of a stream", sum(line.get("samples", 0) for line in read_log(folder, "losses")))]
     *_, plan = plans_of(folder).values()
-    rejection = column_array(data.dataset, "rejection")
     replaced = count_replaced(line for log in read_sample_logs(folder) for line in log)
     return [
         ("in the data set", len(rejection)),
@@ -201,7 +197,7 @@ def _counts(folder: Path, data: TrainingData | StreamedData) -> list[tuple[str, 
 def _buckets(run: Run) -> str:
     sizes, spec = _sizes(run.data), run.data.spec
     title = "bucket" if run.config.batches.batching == "bucket" else "size in packs"
-    whose = "samples of its beginning" if isinstance(run.data, StreamedData) else "samples"
+    whose = "samples" if run.data.rejections is not None else "samples of its beginning"
     lines: list[tuple[object, ...]] = [
         (f"{size.frames}×{size.height}×{size.width}", count, spec.num_tokens(size))
         for size, count in sizes[:_SHOWN_BUCKETS]

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ from ..caching.collator import CachedCollator
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset, RowSources
+from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
@@ -38,78 +37,37 @@ from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..loaders.workers import worker_options
-from ..losses.reduction import Reduction, reduction_weights
-from ..media.conditions import MASK
+from ..losses.reduction import reduction_weights
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
+from ..placement.context_parallel import prepare_in_groups
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, sample_spans
 from ..settings import changed, flatten, marked, not_default
+from .agreement import check_same
 from .config import TrainingConfig
 from .held_out import check_apart, split_rows
+from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
 
 UNREADABLE = "unreadable.jsonl"
 """Log of unreadable samples, beside those of the run."""
 
 
-class StepRows(NamedTuple):
-    """What a batch counts for in its step.
+@dataclass(kw_only=True)
+class TrainingData(RunData):
+    """The loader of a run whose rows are planned, its sampler, and the tokens and weight of each row.
 
-    Attributes:
-        tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
-        weights (`torch.Tensor` of shape `(n,)`): Weight of each sample's loss; 0 for samples that do not count.
-        total (`float`, *optional*): Sum of the weights of all processes in the window of gradient accumulation; None
-            where it is not known before the window ends.
-        sources (array of `int`, shape `(n,)`, *optional*): Source of each sample, where there are several.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    weights: torch.Tensor
-    total: float | None
-    sources: npt.NDArray[np.int64] | None = None
-
-
-class LargestStep(NamedTuple):
-    """The step of one process that takes the most tokens: sizes of its samples, and tokens with those of texts."""
-
-    sizes: list[Size]
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingData:
-    """The loader of a run, its sampler, and the tokens and weight of each row.
-
-    Attributes:
-        loader (`DataLoader`): Loader, not yet prepared by accelerate.
+    Attributes beside those of [`RunData`]:
         dataset (`Dataset`): The prepared rows.
         sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
-        table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
-        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): How tokens are counted: with the frames that conditions add.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's.
-        text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
-        cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
-        reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
-        empty_text ([`TextEmbeddings`], *optional*): Null text, where captions are dropped and come from a cache.
-        conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
-        sources ([`RowSources`][hf_bucketing.columns.prepared.RowSources], *optional*): Source of each row, where there
-            are several.
     """
 
-    loader: DataLoader[Any]
     dataset: Dataset
     sampler: PlannedBatchSampler
     bucket_ids: npt.NDArray[np.int64]
-    table: BucketTable | OpenTable
-    spec: LatentSpec
     num_tokens: npt.NDArray[np.int64]
-    text_tokens: int
-    cost_model: CostModel
-    reduction: Reduction
-    empty_text: TextEmbeddings | None
-    conditions: tuple[str, ...] = ()
-    sources: RowSources | None = None
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
         """Return the counts of each source in a plan, by name; none without several sources."""
@@ -126,7 +84,7 @@ class TrainingData:
         return self.tokens_of(rows, epoch=epoch) + self.text_tokens
 
     def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
-        """Return what the batch at hand of a [`ResumableLoader`][hf_bucketing.loaders.ResumableLoader] counts for."""
+        """Return what a batch of the plan counts for."""
         rows = loader.rows_of_step(loader.step - 1)
         return StepRows(
             tokens=self.lengths_of(rows, epoch=epoch),
@@ -171,43 +129,97 @@ class TrainingData:
         """Return no line of text: the plan said all of an epoch."""
         return []
 
+    def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: str) -> list[str]:
+        """Return the plan of the first epoch and its cost, as lines of text."""
+        plan, batches, epoch = self.sampler.plan(), config.batches, self.sampler.epoch
+        if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
+            epoch += 1
+            plan = self.sampler.plan(epoch)
+        of_samples = self.lengths_of(plan.indices, epoch=epoch)
+        tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
+        costs = self.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
+        degree = config.memory.context_parallel_degree
+        mixed = f", {plan.num_mixed_steps} of them mixed" if batches.batching == "bucket" else ""
+        dropped = ", ".join(f"{count} {reason}" for reason, count in plan.drop_reasons.items()) or "none"
+        limit = batches.token_limit
+        fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
+        groups = f", in groups of {degree} that share their samples" if degree > 1 else ""
+        return [
+            f"  Num processes = {accelerator.num_processes}{groups}",
+            f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
+            f"  Samples per epoch = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
+            *(
+                f"    of {name} = {counts['kept']} kept, {counts['repeated']} repeated, {counts['dropped']} dropped"
+                for name, counts in self.counts_by_source(plan).items()
+            ),
+            *describe_conditions(self.conditions),
+            f"  Steps per epoch = {plan.num_steps} on each process{mixed}",
+            f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
+            f"  Efficiency over processes = {costs.mean(1).sum() / costs.max(1).sum():.1%} (mean ÷ largest cost)",
+            f"  Optimizer steps = {max_train_steps}",
+        ]
+
+    def prepare(self, accelerator: Accelerator, model: Any, optimizer: Any, *, degree: int) -> tuple[Any, Any, Any]:
+        """Let accelerate prepare a model, its optimizer and the loader, of which `degree` processes share batches."""
+        model, optimizer, loader = prepare_in_groups(accelerator, model, optimizer, self.loader, degree=degree)
+        return model, optimizer, loader
+
+    def check_same(self, accelerator: Accelerator) -> None:
+        """Raise BucketingError on all processes if they read other rows."""
+        advice = "copy the folder of `dataset_dir` from one to the others, or put it where all see it"
+        rows = self.sampler.state_dict()["fingerprint"]
+        check_same(accelerator, rows, what="rows in `dataset_dir`", advice=advice)
+
+    def cached_batch(self) -> Mapping[str, Any] | None:
+        """Return a batch of one usable row of a cache; None where nothing is cached."""
+        collator, rows = self.loader.collate_fn, np.flatnonzero(self.num_tokens > 0)
+        if not isinstance(collator, CachedCollator) or not len(rows):
+            return None
+        return collator([self.dataset[int(rows[0])]])
+
+    @property
+    def frame_rates(self) -> npt.NDArray[np.float64]:
+        """Frames per second of the usable rows, `(n,)`, 0 for images."""
+        return column_array(self.dataset, "fps")[self.num_tokens > 0]
+
+    @property
+    def rejections(self) -> npt.NDArray[Any]:
+        """Reason why each row has no bucket, `(n,)`."""
+        return column_array(self.dataset, "rejection")
+
     def sizes(self, rows: npt.NDArray[np.int64]) -> list[Size]:
         """Return the target size of each row."""
         return [self.table.size(int(self.bucket_ids[row])) for row in rows]
 
 
 def make_data(
-    config: TrainingConfig,
-    spec: LatentSpec,
-    *,
-    width: int,
-    text_tokens: int = 0,
-    added_frames: Mapping[str, int] = MappingProxyType({}),
+    config: TrainingConfig, spec: LatentSpec, tokens: ModelTokens, *, prepared: PreparedDataset | None = None
 ) -> TrainingData:
-    """Read the prepared data set and make its loader.
+    """Make the loader of a prepared data set.
 
-    The width of the model, the channels of its tokens, decides the cost of attention relative to all else.
-    `text_tokens` are those that a caption adds to the sequence of its sample, as a
-    [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them, and `added_frames` the latent frames that each of its
-    conditions adds to a sample; `max_tokens` holds both.
+    Args:
+        config ([`TrainingConfig`]): Settings of the run.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
+        tokens ([`ModelTokens`]): What the model adds to the tokens of a sample.
+        prepared ([`PreparedDataset`], *optional*): The data set, if it was read before.
 
     Raises:
         BucketingError: If the data set was prepared for another model, or holds no usable row.
     """
-    prepared = _read(config, config.dataset_dir, spec)
+    prepared = _rows_of(config, config.dataset_dir, spec, prepared)
     share = config.held_out.validation_split
     if share is not None:
         prepared, _ = split_rows(prepared, share)
-    return _data_of(config, prepared, width=width, text_tokens=text_tokens, added_frames=added_frames)
+    return _data_of(config, prepared, tokens)
 
 
 def make_held_out_data(
     config: TrainingConfig,
     spec: LatentSpec,
+    tokens: ModelTokens,
     *,
-    width: int,
-    text_tokens: int = 0,
-    added_frames: Mapping[str, int] = MappingProxyType({}),
+    prepared: PreparedDataset | None = None,
+    held_out: PreparedDataset | None = None,
 ) -> TrainingData | None:
     """Return the held-out rows, in order and each once; None if there are none. Arguments as of [`make_data`].
 
@@ -216,24 +228,24 @@ def make_held_out_data(
     Raises:
         BucketingError: As [`make_data`], and if a row is also trained on.
     """
-    held_out = config.held_out
-    if not held_out.given:
+    if not config.held_out.given:
         return None
-    training = _read(config, config.dataset_dir, spec)
-    if held_out.validation_split is not None:
-        _, prepared = split_rows(training, held_out.validation_split)
+    training = _rows_of(config, config.dataset_dir, spec, prepared)
+    if config.held_out.validation_split is not None:
+        _, held_out = split_rows(training, config.held_out.validation_split)
     else:
-        prepared = _read(config, str(held_out.validation_dataset_dir), spec)
-        check_apart(training, prepared)
+        held_out = _rows_of(config, str(config.held_out.validation_dataset_dir), spec, held_out)
+        check_apart(training, held_out)
     fixed = {**marked(TrainingConfig, "held_out"), **flatten(CaptionRule())}
     fixed |= {"frame_picking": None} if config.views.frame_picking == "random" else {}
-    about_tokens: dict[str, Any] = {"width": width, "text_tokens": text_tokens, "added_frames": added_frames}
-    return _data_of(changed(config, **fixed), prepared, **about_tokens, evaluation=True)
+    return _data_of(changed(config, **fixed), held_out, tokens, evaluation=True)
 
 
-def _read(config: TrainingConfig, folder: str, spec: LatentSpec) -> PreparedDataset:
-    """Read a prepared data set, with the sizes and tokens that its rows have in the run's kind of batches."""
-    prepared = PreparedDataset.load(folder)
+def _rows_of(
+    config: TrainingConfig, folder: str, spec: LatentSpec, prepared: PreparedDataset | None
+) -> PreparedDataset:
+    """Return a prepared data set with the sizes and tokens that its rows have in the run's kind of batches."""
+    prepared = prepared or PreparedDataset.load(folder)
     check_prepared(config, prepared, spec, folder=folder)
     if prepared.cache is not None:
         _check_cached(config, prepared.cache, folder=folder)
@@ -246,18 +258,16 @@ def _read(config: TrainingConfig, folder: str, spec: LatentSpec) -> PreparedData
 def _data_of(
     config: TrainingConfig,
     prepared: PreparedDataset,
+    counting: ModelTokens,
     *,
-    width: int,
-    text_tokens: int,
-    added_frames: Mapping[str, int],
     evaluation: bool = False,
 ) -> TrainingData:
     batches, dataset = config.batches, prepared.dataset
-    spec = counting_spec(prepared, added_frames)
+    spec = counting_spec(prepared, counting.added_frames)
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     num_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
-    cost_model = make_cost_model(config, width=width)
+    cost_model = make_cost_model(config, width=counting.width)
     resize = None
     if batches.random_resize is not None:
         resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
@@ -266,7 +276,7 @@ def _data_of(
     common: dict[str, Any] = {
         "rejection": dataset["rejection"],
         "weights": column_array(dataset, ROW_WEIGHT) if weighted else None,
-        "text_tokens": text_tokens,
+        "text_tokens": counting.text_tokens,
         "longest_first": batches.longest_first,
     }
     order: dict[str, Any] = {"seed": config.seed, "evaluation": evaluation, "shuffle": not evaluation}
@@ -299,7 +309,9 @@ def _data_of(
         try:
             sampler = PackBatchSampler(tokens, config=packs, **common)
         except OversizeError as error:
-            advice = _frames_that_fit(prepared, packs, spec=spec, drop=batches.token_drop, text_tokens=text_tokens)
+            advice = _frames_that_fit(
+                prepared, packs, spec=spec, drop=batches.token_drop, text_tokens=counting.text_tokens
+            )
             raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
     collator = _make_collator(config, prepared, table=table, resize=resize)
     empty_text = None
@@ -324,7 +336,7 @@ def _data_of(
         table=table,
         spec=spec,
         num_tokens=num_tokens,
-        text_tokens=text_tokens,
+        text_tokens=counting.text_tokens,
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
         empty_text=empty_text,
@@ -379,12 +391,6 @@ def check_prepared(
             f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
             "--caption_column, or with captions beside its files."
         )
-
-
-def describe_conditions(conditions: Sequence[str]) -> list[str]:
-    """Return a line of text on what samples are shown beside their text; none if it is nothing."""
-    words = [f"{name} (weighs the loss)" if name == MASK else name for name in conditions]
-    return [f"  Conditions = {', '.join(words)}"] if words else []
 
 
 def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:

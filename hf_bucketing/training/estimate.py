@@ -28,10 +28,10 @@ from ..plans.packs import strip_tokens
 from ..settings import changed
 from ..units import format_bytes
 from .config import TrainingConfig
-from .data import TrainingData, describe_conditions, make_data
+from .data import TrainingData, make_data
 from .opened import OpenedRun
+from .run_data import ModelTokens, RunData
 from .steps import Step
-from .streamed import StreamedData
 
 logger = get_logger(__name__)
 
@@ -42,50 +42,7 @@ _MARGIN = 1.25
 """Memory for which `max_tokens="auto"` is planned, relative to what there is: the search goes down only."""
 
 
-def describe(
-    config: TrainingConfig,
-    data: TrainingData | StreamedData,
-    *,
-    accelerator: Accelerator,
-    max_train_steps: str,
-) -> list[str]:
-    """Return the plan of the first epoch and its cost, as lines of text; see [`describe_memory`] for its memory."""
-    heading = "***** Dry run: nothing is trained *****" if config.dry_run else "***** Running training *****"
-    if isinstance(data, StreamedData):
-        return [heading, *data.describe(config, accelerator=accelerator, max_train_steps=max_train_steps)]
-    plan, batches, epoch = data.sampler.plan(), config.batches, data.sampler.epoch
-    if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
-        epoch += 1
-        plan = data.sampler.plan(epoch)
-    of_samples = data.lengths_of(plan.indices, epoch=epoch)
-    tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
-    costs = data.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
-    degree = config.memory.context_parallel_degree
-    mixed = f", {plan.num_mixed_steps} of them mixed" if batches.batching == "bucket" else ""
-    dropped = ", ".join(f"{count} {reason}" for reason, count in plan.drop_reasons.items()) or "none"
-    limit = batches.token_limit
-    fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
-    groups = f", in groups of {degree} that share their samples" if degree > 1 else ""
-    return [
-        heading,
-        f"  Num processes = {accelerator.num_processes}{groups}",
-        f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
-        f"  Samples per epoch = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
-        *(
-            f"    of {name} = {own['kept']} kept, {own['repeated']} repeated, {own['dropped']} dropped"
-            for name, own in data.counts_by_source(plan).items()
-        ),
-        *describe_conditions(data.conditions),
-        f"  Steps per epoch = {plan.num_steps} on each process{mixed}",
-        f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
-        f"  Efficiency over processes = {costs.mean(1).sum() / costs.max(1).sum():.1%} (mean ÷ largest cost)",
-        f"  Optimizer steps = {max_train_steps}",
-    ]
-
-
-def describe_memory(
-    opened: OpenedRun, data: TrainingData | StreamedData, *, transformer: torch.nn.Module
-) -> list[str]:
+def describe_memory(opened: OpenedRun, data: RunData, *, transformer: torch.nn.Module) -> list[str]:
     """Return the memory that the most expensive step of the first epoch needs, by kind, as lines of text.
 
     At the start of a run, the main process alone plans, and not for models whose weights take less than 1 % of the
@@ -115,7 +72,7 @@ def describe_memory(
     return lines
 
 
-def plan_of_run(opened: OpenedRun, data: TrainingData | StreamedData) -> MemoryPlan:
+def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
     """Plan the memory of the most expensive step of a run's epoch.
 
     Raises:
@@ -202,22 +159,17 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
         return config
     searched = changed(config, random_resize=None)  # samples at their own size are the largest that are drawn
     transformer = step.recipe.transformer
-    text_tokens = step.recipe.text_tokens(step.recipe.max_sequence_length)
-    common: dict[str, Any] = {
-        "width": step.recipe.family.width(transformer),
-        "text_tokens": text_tokens,
-        "added_frames": step.recipe.added_frames,
-    }
+    counting = ModelTokens.of(step.recipe)
     transformer.to(accelerator.device)
-    whole = make_data(changed(searched, max_tokens=2**40), spec, **common)
+    whole = make_data(changed(searched, max_tokens=2**40), spec, counting, prepared=opened.prepared)
     tokens = whole.num_tokens
-    smallest = strip_tokens(int(tokens.max()), config.batches.strip_length) + text_tokens
-    share = -(-int(tokens.sum() + text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
+    smallest = strip_tokens(int(tokens.max()), config.batches.strip_length) + counting.text_tokens
+    share = -(-int(tokens.sum() + counting.text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     (size,) = whole.sizes(np.array([tokens.argmax()]))
     largest = _planned_tokens(opened, size, at_most=share, transformer=transformer)
 
     def try_step(max_tokens: int) -> None:
-        data = make_data(changed(searched, max_tokens=max_tokens), spec, **common)
+        data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         sizes = data.sizes(plan.batch(int(costs.argmax())))

@@ -37,7 +37,7 @@ from ..losses.reduction import global_mean
 from ..models.enable import disable_packing
 from ..models.loading import PARTS, pipeline_folder, read_config
 from ..optimizers.adamw import apply_settings, make_optimizer, make_schedule
-from ..placement.context_parallel import ContextParallel, prepare_in_groups
+from ..placement.context_parallel import ContextParallel
 from ..placement.offload import offload_blocks
 from ..placement.quantization import leave_frozen_weights_to_each_process
 from ..placement.sharding import (
@@ -53,7 +53,7 @@ from ..placement.sharding import (
 from ..placement.shards import SHARDED, averaged
 from ..placement.trust import refuse_code_in_shards
 from ..settings import changed
-from .agreement import check_same, check_shared
+from .agreement import check_shared
 from .card import Run, write_card
 from .checkpoint import (
     Progress,
@@ -66,19 +66,20 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data import UNREADABLE, TrainingData, make_data, make_held_out_data
-from .estimate import describe, describe_memory, fill_max_tokens, out_of_memory
+from .data import UNREADABLE, make_data, make_held_out_data
+from .estimate import describe_memory, fill_max_tokens, out_of_memory
 from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .opened import check_settings, open_run, trained_dtype
+from .run_data import ModelTokens, RunData
 from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_cost_model, write_status
 from .script_settings import settings_to_repeat
 from .skipped import SkippedSteps, check_finite
 from .steps import StepLosses, check_cached, check_positions, make_step
 from .stopping import StopSignals
-from .streamed import StreamedData, make_streamed_data, open_stream
+from .streamed import make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
 
 _DECIDE_STEPS = ("num_train_epochs", "gradient_accumulation_steps", "num_processes")
@@ -165,28 +166,19 @@ class Trainer:
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            about_tokens: dict[str, Any] = {
-                "width": self.recipe.family.width(self.recipe.transformer),
-                "text_tokens": self.recipe.text_tokens(self.recipe.max_sequence_length),
-                "added_frames": self.recipe.added_frames,
-            }
-            self.data: TrainingData | StreamedData
+            tokens = ModelTokens.of(self.recipe)
+            self.data: RunData
             if opened is None:
-                self.data = make_data(self.config, spec, **about_tokens)
+                self.data = make_data(self.config, spec, tokens, prepared=run.prepared)
             else:
-                self.data = make_streamed_data(self.config, spec, opened=opened, **about_tokens)
-            held_out = make_held_out_data(self.config, spec, **about_tokens)
-        if isinstance(self.data, TrainingData):
-            rows = self.data.sampler.state_dict()["fingerprint"]
-            advice = "copy the folder of `dataset_dir` from one to the others, or put it where all see it"
-            check_same(self.accelerator, rows, what="rows in `dataset_dir`", advice=advice)
+                self.data = make_streamed_data(self.config, spec, tokens, opened=opened)
+            held_out = make_held_out_data(self.config, spec, tokens, prepared=run.prepared, held_out=run.held_out)
+        self.data.check_same(self.accelerator)
         self.step.empty_text = self.data.empty_text
-        for data in (self.data, *([] if held_out is None else [held_out])):
-            self._check_buckets(data, data.bucket_counts())
+        for data in filter(None, (self.data, held_out)):
+            data.check_buckets(functools.partial(self._check_buckets, data))
             self.recipe.check_conditions(data.conditions)
             check_cached(self.recipe, data)
-        if isinstance(self.data, StreamedData):
-            self.data.on_new_buckets = functools.partial(self._check_buckets, self.data)
         self.held_out = None
         if held_out is not None:
             self.held_out = HeldOutLoss(
@@ -226,7 +218,7 @@ class Trainer:
         recipe.to(accelerator.device, *self.calls)
         return config
 
-    def _check_buckets(self, data: TrainingData | StreamedData, counts: Mapping[int, int]) -> None:
+    def _check_buckets(self, data: RunData, counts: Mapping[int, int]) -> None:
         """Raise BucketingError if the model cannot take samples of some buckets, each given with its number."""
         check_positions(self.step, data.table, counts, data.spec)
         self.recipe.check_frames(data.table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
@@ -241,16 +233,9 @@ class Trainer:
             sending_weights(transformer, self.accelerator),
             block_by_block(transformer, self.accelerator),
         ):
-            if isinstance(self.data, StreamedData):
-                prepared = (*self.accelerator.prepare(transformer, optimizer), self.data.loader)
-            else:
-                prepared = prepare_in_groups(
-                    self.accelerator,
-                    transformer,
-                    optimizer,
-                    self.data.loader,
-                    degree=config.memory.context_parallel_degree,
-                )
+            prepared = self.data.prepare(
+                self.accelerator, transformer, optimizer, degree=config.memory.context_parallel_degree
+            )
         self.transformer, self.optimizer, loader = prepared
         self.context_parallel = ContextParallel(
             self.recipe.transformer,
@@ -283,7 +268,9 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """Return the plan, its cost and the memory that it needs, as lines of text."""
-        lines = describe(self.config, self.data, accelerator=self.accelerator, max_train_steps=self._planned_steps)
+        heading = "***** Dry run: nothing is trained *****" if self.config.dry_run else "***** Running training *****"
+        accelerator, steps = self.accelerator, self._planned_steps
+        lines = [heading, *self.data.describe(self.config, accelerator=accelerator, max_train_steps=steps)]
         if self.held_out is not None:
             lines += self.held_out.describe()
         transformer = self.recipe.transformer

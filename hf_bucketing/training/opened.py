@@ -45,6 +45,8 @@ class OpenedRun:
         recipe (type of [`Recipe`][hf_bucketing.models.recipe.Recipe]): What trains the pipeline.
         spec ([`LatentSpec`]): Strides and patch of the model.
         called (tuple of `str`): Frozen parts of the pipeline that every step calls.
+        prepared ([`PreparedDataset`], *optional*): The rows that are trained; None where a stream is.
+        held_out ([`PreparedDataset`], *optional*): Held-out rows of a folder of their own.
     """
 
     config: TrainingConfig
@@ -52,6 +54,8 @@ class OpenedRun:
     recipe: type[Recipe]
     spec: LatentSpec
     called: tuple[Part, ...]
+    prepared: PreparedDataset | None = None
+    held_out: PreparedDataset | None = None
 
     @cached_property
     def empty_transformer(self) -> Any:
@@ -92,12 +96,16 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
         BucketingError: If they do not; the message names the nearest settings that do.
     """
     recipe = recipe_of(config.pretrained_model_name_or_path)
+    prepared = None if config.stream.streaming else PreparedDataset.load(config.dataset_dir)
+    validation = config.held_out.validation_dataset_dir
     opened = OpenedRun(
         config=config,
         accelerator=accelerator,
         recipe=recipe,
         spec=recipe.read_spec(config.pretrained_model_name_or_path),
-        called=parts_called(config),
+        called=_parts_called(prepared),
+        prepared=prepared,
+        held_out=None if validation is None else PreparedDataset.load(validation),
     )
     check_package(config.memory.quantize_base)
     if accelerator.device.type == "cpu" and (config.memory.offload_blocks or config.memory.offload_activations):
@@ -147,9 +155,7 @@ def _check_model_and_data(opened: OpenedRun) -> None:
 def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
     """Count the samples of each size, with its tokens, in the data sets of a run."""
     sizes: Counter[tuple[Size, int]] = Counter()
-    config = opened.config
-    for folder in filter(None, (config.dataset_dir, config.held_out.validation_dataset_dir)):
-        prepared = PreparedDataset.load(folder)
+    for prepared in filter(None, (opened.prepared, opened.held_out)):
         ids, counts = np.unique(column_array(prepared.dataset, "bucket_id").astype(np.int64), return_counts=True)
         tokens = prepared.table.num_tokens(ids, spec=counting_spec(prepared, opened.recipe.added_frames))
         for bucket, count, length in zip(ids.tolist(), counts.tolist(), tokens.tolist(), strict=True):
@@ -163,13 +169,8 @@ def trained_dtype(config: TrainingConfig) -> torch.dtype:
     return torch.bfloat16 if config.memory.trained_dtype == "bf16" else torch.float32
 
 
-def parts_called(config: TrainingConfig) -> tuple[Part, ...]:
-    """Return the frozen parts of the pipeline that every step calls: those whose results are not cached.
-
-    Raises:
-        BucketingError: If there is no prepared data set.
-    """
-    cache = None if config.stream.streaming else PreparedDataset.load(config.dataset_dir).cache
-    if cache is None:
+def _parts_called(prepared: PreparedDataset | None) -> tuple[Part, ...]:
+    """Return the frozen parts of the pipeline that every step calls: those whose results are not cached."""
+    if prepared is None or prepared.cache is None:
         return "text_encoders", "vae"
-    return ("text_encoders",) if cache.text_model is None else ()
+    return ("text_encoders",) if prepared.cache.text_model is None else ()

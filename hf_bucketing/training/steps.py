@@ -8,13 +8,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..caching.collator import CachedCollator
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
 from ..media.conditions import MASK
@@ -30,8 +28,7 @@ from ..packing.token_drop import Seed, TokenDrop
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
 from .config import TrainingConfig
-from .data import TrainingData
-from .streamed import StreamedData
+from .run_data import RunData
 
 
 class StepLosses(NamedTuple):
@@ -256,22 +253,19 @@ def text_of(
     return text.replaced(dropped, empty)
 
 
-def check_cached(recipe: Recipe, data: TrainingData | StreamedData) -> None:
+def check_cached(recipe: Recipe, data: RunData) -> None:
     """Raise BucketingError if a cache lacks what the model is shown of a sample, such as its first frame.
 
     All entries of a cache are made by one encoder, so one row is read.
     """
-    if isinstance(data, StreamedData):  # which reads no cache
-        return
-    collator, rows = data.loader.collate_fn, np.flatnonzero(data.num_tokens > 0)
-    if not isinstance(collator, CachedCollator) or not len(rows):
+    batch = data.cached_batch()
+    if batch is None:
         return
     if recipe.null_as_long and data.empty_text is not None and data.empty_text.mask is not None:
         raise BucketingError(
             f"The null text of a {recipe.pipeline_class} is as long as the caption that it replaces, but the cache "
             "holds the empty caption alone; run scripts/cache_latents.py again."
         )
-    batch = collator([data.dataset[int(rows[0])]])
     latent = batch["latents"][0]
     if len(latent) != recipe.latent_channels:
         raise BucketingError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,23 +12,20 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from datasets import IterableDataset
-from torch.utils.data import DataLoader
 
-from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, PreparedDataset, RowSources
+from ..columns.prepared import ROW_WEIGHT, PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.sources import SAMPLED_ROWS, bytes_in
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..loaders.workers import worker_options
-from ..losses.reduction import Reduction, reduction_weights
-from ..models.recipe import TextEmbeddings
+from ..losses.reduction import reduction_weights
 from ..packing.token_drop import TokenDrop
 from ..randomness import Purpose, integer_seed
 from ..streaming.batcher import StreamingBucketBatcher
@@ -38,16 +34,14 @@ from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
 from .config import TrainingConfig
 from .data import (
-    LargestStep,
-    StepRows,
     check_prepared,
     counted_tokens,
     counting_spec,
-    describe_conditions,
     learned_tokens,
     make_cost_model,
     media_collator,
 )
+from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
 
 logger = get_logger(__name__)
 
@@ -119,47 +113,39 @@ def _sample_of(prepared: PreparedDataset) -> StreamSample:
 
 
 @dataclass(kw_only=True)
-class StreamedData:
-    """The loader of a run that draws from a stream, and what its batches count for.
+class StreamedData(RunData):
+    """The loader of a run that draws from a stream, which accelerate does not prepare, and what its batches count for.
 
-    Attributes:
-        loader (`DataLoader`): Loader of the stream, which accelerate does not prepare.
+    Attributes beside those of [`RunData`]:
         stream ([`StreamingBucketBatcher`]): The stream.
-        table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
-        spec ([`LatentSpec`]): How tokens are counted: with the frames that conditions add.
         sample ([`StreamSample`]): First rows of the stream.
-        text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
-        cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
-        reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
-        token_drop ([`TokenDrop`], *optional*): Tokens of packed samples that training leaves out.
-        on_new_buckets (callable): Called with the buckets of samples that come for the first time, each with its
-            number of samples; raises for those that the model cannot take.
-        empty_text (None): A stream reads no cache.
-        sources (None): The rows of a stream do not say which source they come from.
-        conditions (tuple of `str`): Names of what the stream has of a sample beside its media and caption.
+        token_drop ([`TokenDrop`], *optional*): Tokens of packed samples that training drops.
     """
 
-    loader: DataLoader[Any]
     stream: StreamingBucketBatcher
-    table: BucketTable | OpenTable
-    spec: LatentSpec
     sample: StreamSample
-    text_tokens: int
-    cost_model: CostModel
-    reduction: Reduction
     token_drop: TokenDrop | None
-    on_new_buckets: Callable[[Mapping[int, int]], None] = lambda counts: None
-    empty_text: TextEmbeddings | None = None
-    sources: RowSources | None = None
-    conditions: tuple[str, ...] = ()
+    _on_new_buckets: Callable[[Mapping[int, int]], None] = lambda counts: None
     _seen: set[int] = field(default_factory=set)
+
+    def check_buckets(self, check: Callable[[Mapping[int, int]], None]) -> None:
+        """Call a function with the buckets of the first rows, and with others when samples of them come."""
+        super().check_buckets(check)
+        self._on_new_buckets = check
+
+    def prepare(self, accelerator: Accelerator, model: Any, optimizer: Any, *, degree: int) -> tuple[Any, Any, Any]:
+        """Let accelerate prepare a model and its optimizer; processes never share batches of a stream."""
+        return *accelerator.prepare(model, optimizer), self.loader
+
+    def check_same(self, accelerator: Accelerator) -> None:
+        """Check nothing: the rows of a stream are not known before they come."""
 
     def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
         """Return what a batch counts for: nothing if it only repeats the process's last one."""
         sizes = batch["size"]
         ids = [batch["bucket_id"]] * len(sizes) if "bucket_id" in batch else self._buckets_of(sizes)
         if new := {bucket: ids.count(bucket) for bucket in set(ids) - self._seen}:
-            self.on_new_buckets(new)
+            self._on_new_buckets(new)
             self._seen |= new.keys()
         tokens = self._tokens(sizes)
         learned = torch.from_numpy(learned_tokens(tokens, sizes, self.spec))
@@ -261,13 +247,7 @@ class StreamedData:
 
 
 def make_streamed_data(
-    config: TrainingConfig,
-    spec: LatentSpec,
-    *,
-    opened: OpenedStream,
-    width: int,
-    text_tokens: int = 0,
-    added_frames: Mapping[str, int] = MappingProxyType({}),
+    config: TrainingConfig, spec: LatentSpec, tokens: ModelTokens, *, opened: OpenedStream
 ) -> StreamedData:
     """Make the loader of an opened stream; arguments as in [`make_data`][hf_bucketing.training.data.make_data].
 
@@ -276,7 +256,7 @@ def make_streamed_data(
     """
     prepared, rows, sample = opened
     check_prepared(config, prepared, spec, folder=config.dataset_dir)
-    spec = counting_spec(prepared, added_frames)
+    spec = counting_spec(prepared, tokens.added_frames)
     batches, stream = config.batches, config.stream
     table: BucketTable | OpenTable = prepared.table
     grouping: Grouping
@@ -287,7 +267,7 @@ def make_streamed_data(
             counted = _CountedTokens(drop=batches.token_drop, table=table, spec=spec)
             rows = rows.map(counted, batched=True, batch_size=_MAPPED_ROWS)
         grouping = PackGrouping(
-            max_tokens=batches.token_limit, strip_length=batches.strip_length, text_tokens=text_tokens
+            max_tokens=batches.token_limit, strip_length=batches.strip_length, text_tokens=tokens.text_tokens
         )
     else:
         grouping = BucketGrouping(
@@ -295,7 +275,7 @@ def make_streamed_data(
             batch_size=batches.train_batch_size if batches.max_tokens is None else None,
             max_tokens=batches.token_limit,
             spec=spec,
-            text_tokens=text_tokens,
+            text_tokens=tokens.text_tokens,
         )
         for bucket in sample.buckets:
             grouping.size_of(bucket)
@@ -315,8 +295,8 @@ def make_streamed_data(
         table=table,
         spec=spec,
         sample=sample,
-        text_tokens=text_tokens,
-        cost_model=make_cost_model(config, width=width),
+        text_tokens=tokens.text_tokens,
+        cost_model=make_cost_model(config, width=tokens.width),
         reduction=config.objective.loss_reduction,
         token_drop=batches.token_drop,
         conditions=tuple(prepared.conditions),

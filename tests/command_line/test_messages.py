@@ -40,6 +40,7 @@ from hf_bucketing.training.data import make_data
 from tests.conftest import ROOT, run, run_script_here
 from tests.models.cases import Samples, make_model
 from tests.test_scripts import SCRIPTS
+from tests.training.training_cases import TINY_WAN
 
 
 def training_flags() -> dict[str, str]:
@@ -324,7 +325,7 @@ def test_packs_train_from_a_prepared_folder_that_cannot_be_written(
         pretrained_model_name_or_path=str(pipeline_dir), dataset_dir=str(tmp_path / "prepared"),
         output_dir=str(tmp_path / "out"), batching="pack", max_tokens=640, dataloader_num_workers=0,
     )  # fmt: skip
-    data = make_data(config, PreparedDataset.load(prepared_dir).spec, width=96)
+    data = make_data(config, PreparedDataset.load(prepared_dir).spec, TINY_WAN)
     assert data.num_tokens.sum() > 0
     assert sorted(path.name for path in (tmp_path / "prepared").iterdir()) == before
 

@@ -18,6 +18,7 @@ from hf_bucketing.loaders import BucketCollator, CaptionRule, PackCollator
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.config import TrainingConfig
 from hf_bucketing.training.data import make_data
+from hf_bucketing.training.run_data import ModelTokens
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -135,7 +136,7 @@ def test_tags_reach_training_and_are_refused_with_cached_texts(
             shuffle_tags=True,
             keep_tags=1,
         )
-        return make_data(config, several.spec, width=32)
+        return make_data(config, several.spec, ModelTokens(width=32))
 
     captions = next(iter(data_of("tagged").loader))["caption"]
     assert len({*captions, "x, a, b, c, d"}) > 2

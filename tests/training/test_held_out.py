@@ -33,7 +33,7 @@ from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import describe_held_out, held_out_losses
 from tests.conftest import run_script_here
 from tests.training.test_sharding import DDP, train_all
-from tests.training.training_cases import in_process, run
+from tests.training.training_cases import TINY_WAN, in_process, run
 
 BUCKET = {"train_batch_size": 3}
 PACK = {"batching": "pack", "max_tokens": 320, "strip_length": 16, "train_batch_size": 4}
@@ -96,8 +96,8 @@ def test_held_out_rows_are_neither_drawn_nor_replacements_and_nothing_about_them
     more = {"longest_first": True, "flip_probability": 0.5, "on_error": "replace", "max_error_share": 1.0}
     more |= {"validation_split": 0.2, "seed": 3, "frame_picking": "random"}
     config = in_process(pipeline_dir, prepared_dir, tmp_path, **batches, **more)
-    training = make_data(config, prepared.spec, width=96)
-    held_out = make_held_out_data(changed(config, seed=4), prepared.spec, width=96)
+    training = make_data(config, prepared.spec, TINY_WAN)
+    held_out = make_held_out_data(changed(config, seed=4), prepared.spec, TINY_WAN)
     trained, apart = (data.loader.dataset["index"][:] for data in (training, held_out))
     assert len(apart) == 4
     assert sorted(trained + apart) == list(range(20))

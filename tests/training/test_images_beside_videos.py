@@ -19,7 +19,7 @@ from hf_bucketing.streaming import PackGrouping, StreamingBucketBatcher
 from hf_bucketing.training.data import make_data
 from tests.buckets.test_image_sizes import WAN, shape_of
 from tests.conftest import run_script_here
-from tests.training.training_cases import in_process, run
+from tests.training.training_cases import TINY_WAN, in_process, run
 
 PACK = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
 
@@ -97,7 +97,7 @@ def test_preparing_counts_rejected_images_and_needs_videos(media_dir, pipeline_d
 def test_packs_decode_images_at_the_sizes_of_the_data_sets_videos(video_dir, pipeline_dir, tmp_path: Path) -> None:
     prepared = PreparedDataset.load(video_dir)
     config = in_process(pipeline_dir, video_dir, tmp_path, **PACK)
-    data = make_data(config, prepared.spec, width=96)
+    data = make_data(config, prepared.spec, TINY_WAN)
     sizes = data.sizes(np.arange(20))
     videos = {shape_of(size) for size, row in zip(sizes, prepared.dataset, strict=True) if row["num_frames"] > 1}
     seen = {}
@@ -132,7 +132,11 @@ def test_streams_pack_images_at_the_sizes_of_videos(video_dir: Path) -> None:
 def test_sizes_drawn_at_random_and_rejected_rows_are_refused(video_dir, pipeline_dir, tmp_path: Path) -> None:
     prepared = PreparedDataset.load(video_dir)
     with pytest.raises(BucketingError, match=r"`resize`.*--image_sizes own"):
-        make_data(in_process(pipeline_dir, video_dir, tmp_path, **PACK, random_resize=32), prepared.spec, width=96)
+        make_data(
+            in_process(pipeline_dir, video_dir, tmp_path, **PACK, random_resize=32),
+            prepared.spec,
+            TINY_WAN,
+        )
     with pytest.raises(BucketingError, match="`resize`"):
         PackCollator(prepared.open_table, resize=RandomResize(spec=WAN))
     collator = PackCollator(prepared.open_table)
@@ -159,7 +163,7 @@ def test_caches_hold_images_at_the_sizes_of_videos(batching, video_dir, pipeline
     assert counts["encoded"] == 4
     cached.save(tmp_path / "cached")
     settings = {"train_batch_size": 1} if batching == "bucket" else PACK
-    data = make_data(in_process(pipeline_dir, tmp_path / "cached", tmp_path, **settings), prepared.spec, width=96)
+    data = make_data(in_process(pipeline_dir, tmp_path / "cached", tmp_path, **settings), prepared.spec, TINY_WAN)
     expected = dict(zip(cached.dataset["index"], data.sizes(np.arange(4)), strict=True))
     seen = {index: size for batch in data.loader for index, size in zip(batch["index"], batch["size"], strict=True)}
     assert seen == expected

@@ -25,7 +25,7 @@ from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, losses_by_hand
 from tests.training.test_every_recipe import PROMPT, render
-from tests.training.training_cases import in_process
+from tests.training.training_cases import TINY_WAN, in_process
 
 __all__ = ["prepared"]
 
@@ -149,7 +149,7 @@ def test_a_cache_with_the_empty_caption_alone_is_refused(pipeline_dirs, prepared
         folder = tmp_path / cache.empty_text_key
         replace(keyed, cache=cache).save(folder)
         config = in_process(pipeline_dirs["latte"], folder, tmp_path / "run", **options)
-        check_cached(recipe, make_data(config, recipe.spec, width=96))
+        check_cached(recipe, make_data(config, recipe.spec, TINY_WAN))
 
     check(keyed.cache)
     with pytest.raises(BucketingError, match=r"the cache holds the empty caption alone; run scripts/cache_latents"):

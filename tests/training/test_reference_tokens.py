@@ -23,13 +23,14 @@ from hf_bucketing.settings import changed
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
 from hf_bucketing.training.opened import open_run
+from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.training.training_cases import in_process
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
 
-OPTIONS: dict[str, Any] = {"width": 96, "added_frames": {"reference": 1}}
+COUNTING = ModelTokens(width=96, added_frames={"reference": 1})
 MODES = {
     "bucket": {"max_tokens": 640, "loss_reduction": "token"},
     "pack": {"batching": "pack", "max_tokens": 640, "strip_length": 16, "loss_reduction": "token"},
@@ -66,7 +67,7 @@ def test_batches_count_references_in_max_tokens_and_not_in_the_loss(
 ) -> None:
     prepared, rows = PreparedDataset.load(prepared_dir), np.arange(20)
     configs = [in_process(tmp_path, folder, tmp_path, **settings) for folder in (referenced, prepared_dir)]
-    data, without = (make_data(config, prepared.spec, **OPTIONS) for config in configs)
+    data, without = (make_data(config, prepared.spec, COUNTING) for config in configs)
     if "batching" not in settings:
         assert without.num_tokens.tolist() == list(prepared.dataset["num_tokens"])
     frames = np.array([prepared.spec.grid(size)[0] for size in data.sizes(rows)])
@@ -78,7 +79,7 @@ def test_batches_count_references_in_max_tokens_and_not_in_the_loss(
         spans = in_strips(data.lengths_of(plan.indices, epoch=epoch), settings)
         assert 400 < np.add.reduceat(spans, plan.offsets[:-1]).max() <= 640
     with pytest.raises(BucketingError, match=r"exceeds `max_tokens"):
-        make_data(changed(configs[0], max_tokens=int(without.num_tokens.max())), prepared.spec, **OPTIONS)
+        make_data(changed(configs[0], max_tokens=int(without.num_tokens.max())), prepared.spec, COUNTING)
 
 
 @pytest.mark.usefixtures("hooks_that_look")
@@ -89,18 +90,18 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
     source: str, settings, pipeline: Path, referenced: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_of(str(pipeline)).load(str(pipeline), max_sequence_length=32)
-    assert recipe.added_frames == OPTIONS["added_frames"]
+    assert recipe.added_frames == COUNTING.added_frames
     config = in_process(pipeline, referenced, tmp_path, **settings)
     step, accelerator = make_step(config, recipe), Accelerator(cpu=True)
     data: Any
     if source == "plan":
-        data = make_data(config, recipe.spec, **OPTIONS)
+        data = make_data(config, recipe.spec, COUNTING)
         loader = resume(accelerator, accelerator.prepare(data.loader))
         memory = plan_of_run(open_run(config, accelerator), data)
         assert memory.shape.tokens == data.largest_step().tokens <= 640
     else:
         config = changed(config, streaming=True)
-        data = make_streamed_data(config, recipe.spec, opened=open_stream(config, accelerator), **OPTIONS)
+        data = make_streamed_data(config, recipe.spec, COUNTING, opened=open_stream(config, accelerator))
         loader = resume(accelerator, data.loader)
         assert data.largest_step().tokens <= 640
     found: list[int] = []
@@ -124,7 +125,7 @@ def test_cached_latents_of_a_step_that_is_tried_out_have_the_frame_of_a_referenc
     pipeline: Path, referenced: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_of(str(pipeline)).load(str(pipeline), loading=Loading(parts=("trained",)))
-    data = make_data(in_process(pipeline, referenced, tmp_path, **MODES["pack"]), recipe.spec, **OPTIONS)
+    data = make_data(in_process(pipeline, referenced, tmp_path, **MODES["pack"]), recipe.spec, COUNTING)
     batch = _random_batch([Size(9, 32, 48)], recipe, torch.device("cpu"), data=data)
     assert batch["latents"][0].shape[1:] == (4, 4, 6)
 

@@ -24,10 +24,11 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.streaming.shards import warn_of_shards
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import StepRows, make_data
+from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.loss_window import LossWindow
 from hf_bucketing.training.review import losses_of, review_run
+from hf_bucketing.training.run_data import ModelTokens, StepRows
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.columns.stream_cases import samples_of, write_parquet, write_tars
 from tests.training.training_cases import BATCHING, count_samples, in_process, run, train
@@ -228,7 +229,7 @@ def loaded(pipeline: Path, prepared: Path, output: Path, *, text_tokens: int = 0
     accelerator = Accelerator(cpu=True)
     spec = recipe_of(str(pipeline)).read_spec(str(pipeline))
     opened = open_stream(config, accelerator)
-    data = make_streamed_data(config, spec, opened=opened, width=96, text_tokens=text_tokens)
+    data = make_streamed_data(config, spec, ModelTokens(width=96, text_tokens=text_tokens), opened=opened)
     return data, resume(accelerator, data.loader)
 
 
@@ -242,10 +243,11 @@ def test_the_rows_of_a_prepared_folder_stream_once_with_the_tokens_of_a_plan(
     settings = {"max_tokens": 640, **settings}
     data, loader = loaded(pipeline_dir, prepared_dir, tmp_path, **settings)
     new: list[int] = []
-    data.on_new_buckets = new.extend
+    data.check_buckets(new.extend)
+    new.clear()
     planned = {name: value for name, value in settings.items() if name != "text_tokens"}
     config = in_process(pipeline_dir, prepared_dir, tmp_path, **planned)
-    plan = make_data(config, data.spec, width=96, text_tokens=text_tokens)
+    plan = make_data(config, data.spec, ModelTokens(width=96, text_tokens=text_tokens))
     seen: list[int] = []
     for batch in loader:
         rows = data.rows_of(loader, batch, epoch=0)

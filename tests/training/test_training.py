@@ -15,7 +15,7 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.training.review import losses_of, plans_of, review_run
 from tests.conftest import launch, run_script_here
-from tests.training.training_cases import BATCHING, count_samples, in_process, run, train
+from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
 
 
 @pytest.mark.parametrize("flags", [
@@ -123,4 +123,4 @@ def test_a_data_set_of_another_model_is_refused(pipeline_dir, prepared_dir, tmp_
 
     config = in_process(pipeline_dir, prepared_dir, tmp_path)
     with pytest.raises(BucketingError, match="prepare it again"):
-        make_data(config, LatentSpec(temporal_stride=8, spatial_stride=32), width=96)
+        make_data(config, LatentSpec(temporal_stride=8, spatial_stride=32), TINY_WAN)

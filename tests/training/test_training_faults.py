@@ -18,7 +18,7 @@ from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.recount import recount
 from hf_bucketing.training.review import review_run
-from tests.training.training_cases import BATCHING, count_samples, in_process, run, train
+from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
 
 
 @pytest.fixture
@@ -60,12 +60,12 @@ def test_settings_of_faults_reach_the_loader(batching: str, pipeline_dir, prepar
         dataloader_timeout=33,
     )  # fmt: skip
     spec = PreparedDataset.load(prepared_dir).spec
-    loader = make_data(config, spec, width=96).loader
+    loader = make_data(config, spec, TINY_WAN).loader
     assert loader.timeout == 33
     replacements = loader.collate_fn.replacements
     assert replacements.faults == FaultRule(on_error="replace", max_errors=7, max_error_share=0.5)
     assert replacements.log == tmp_path / "logs" / "unreadable.jsonl"
-    alone = make_data(changed(config, dataloader_num_workers=0, on_error="raise"), spec, width=96).loader
+    alone = make_data(changed(config, dataloader_num_workers=0, on_error="raise"), spec, TINY_WAN).loader
     assert (alone.timeout, alone.collate_fn.replacements) == (0, None)
 
 

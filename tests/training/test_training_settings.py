@@ -29,16 +29,17 @@ from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import TrainingData, make_data
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import PackStep, make_step
 from tests.conftest import run_script_here
-from tests.training.training_cases import in_process, run
+from tests.training.training_cases import TINY_WAN, in_process, run
 
 
 @pytest.fixture
 def data(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> Callable[..., TrainingData]:
     """Make the data of a run with some settings, without a model."""
     spec = PreparedDataset.load(prepared_dir).spec
-    return lambda **settings: make_data(in_process(pipeline_dir, prepared_dir, tmp_path, **settings), spec, width=96)
+    return lambda **settings: make_data(in_process(pipeline_dir, prepared_dir, tmp_path, **settings), spec, TINY_WAN)
 
 
 def tokens_per_batch(data: TrainingData) -> list[int]:
@@ -58,7 +59,7 @@ def test_max_tokens_holds_the_text_where_it_sits_in_the_sequence(pipeline_dir, p
     spec = PreparedDataset.load(prepared_dir).spec
     for batching in ({}, {**PACKED, "strip_length": 1}):
         config = in_process(pipeline_dir, prepared_dir, tmp_path, **{**batching, "max_tokens": 300})
-        apart, joint = (make_data(config, spec, width=96, text_tokens=tokens) for tokens in (0, 50))
+        apart, joint = (make_data(config, spec, ModelTokens(width=96, text_tokens=tokens)) for tokens in (0, 50))
         plan, longest = joint.sampler.plan(0), []
         for data in (apart, joint):
             lengths = joint.lengths_of(data.sampler.plan(0).indices, epoch=0)
@@ -68,7 +69,7 @@ def test_max_tokens_holds_the_text_where_it_sits_in_the_sequence(pipeline_dir, p
         weights = [data.loss_weights(plan.indices, epoch=0).tolist() for data in (apart, joint)]
         assert weights[0] == weights[1], "a loss has no tokens of text"
         with pytest.raises(BucketingError, match="exceeds `max_tokens=300`"):
-            make_data(config, spec, width=96, text_tokens=300)
+            make_data(config, spec, ModelTokens(width=96, text_tokens=300))
 
 
 def test_a_run_counts_the_text_that_its_family_says_is_in_the_sequence(
@@ -333,9 +334,9 @@ def test_the_settings_of_views_reach_the_collator(pipeline_dir, prepared_dir, tm
     config = in_process(pipeline_dir, prepared_dir, tmp_path, **views)
     spec = PreparedDataset.load(prepared_dir).spec
     rule = ViewRule(random_crop=False, frame_picking="uniform", flip_probability=0.3, video_decoder="torchcodec")
-    assert make_data(config, spec, width=96).loader.collate_fn.views == rule
+    assert make_data(config, spec, TINY_WAN).loader.collate_fn.views == rule
     packs = changed(config, batching="pack", max_tokens=640, random_resize=32)
-    collator = make_data(packs, spec, width=96).loader.collate_fn
+    collator = make_data(packs, spec, TINY_WAN).loader.collate_fn
     assert (collator.views, collator.resize.min_side) == (rule, 32)
 
 
@@ -353,7 +354,7 @@ def test_cached_latents_refuse_what_changes_decoding(
     prepared.save(tmp_path / "cached")
     config = in_process(pipeline_dir, tmp_path / "cached", tmp_path, **setting)
     with pytest.raises(BucketingError, match=f"Omit `{next(iter(setting))}`: .* holds encoded latents"):
-        make_data(config, prepared.spec, width=96)
+        make_data(config, prepared.spec, TINY_WAN)
 
 
 def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
@@ -499,7 +500,7 @@ def test_videos_and_missing_captions_are_refused_before_training(
     prepared = PreparedDataset.load(prepared_dir)
     dataclasses.replace(prepared, caption_column=None).save(tmp_path / "silent")
     with pytest.raises(BucketingError, match="have no captions, which the model needs"):
-        make_data(changed(config, dataset_dir=str(tmp_path / "silent")), prepared.spec, width=96)
+        make_data(changed(config, dataset_dir=str(tmp_path / "silent")), prepared.spec, TINY_WAN)
 
 
 def test_running_out_of_memory_names_the_samples_and_what_to_lower(

@@ -13,6 +13,7 @@ import pytest
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.run_log import read_sample_logs
 from tests.conftest import kill_training_when, launch_training
 
@@ -21,6 +22,9 @@ BATCHING = {
     "pack": ("--batching", "pack", "--max_tokens", 640, "--strip_length", 16),
 }
 batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
+
+TINY_WAN = ModelTokens(width=96)
+"""What the transformer of the tiny Wan pipeline adds to the tokens of samples."""
 
 STABLE = {"adam_epsilon": 1e-4}
 """AdamW divides by the gradient's size: with its usual epsilon, the rounding of a gradient near zero, which depends on

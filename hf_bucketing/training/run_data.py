@@ -1,0 +1,166 @@
+"""What a training loop draws from: rows that a plan orders or a stream, trained or held out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from ..buckets.cost import CostModel
+from ..buckets.open_table import OpenTable
+from ..buckets.sizes import LatentSpec, Size
+from ..buckets.table import BucketTable
+from ..columns.prepared import RowSources
+from ..loaders.planned import StepCount
+from ..losses.reduction import Reduction
+from ..media.conditions import MASK
+from ..models.recipe import Recipe, TextEmbeddings
+from .config import TrainingConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTokens:
+    """What a model adds to the tokens of a sample, and how much they cost.
+
+    Args:
+        width (`int`): Channels of a token, which decide the cost of attention relative to all else.
+        text_tokens (`int`): Tokens that a caption adds to the sequence of its sample, as a
+            [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them.
+        added_frames (mapping of `str` to `int`): Latent frames that each condition adds to a sample.
+    """
+
+    width: int
+    text_tokens: int = 0
+    added_frames: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> ModelTokens:
+        """Return those of the model of a loaded recipe."""
+        return cls(
+            width=recipe.family.width(recipe.transformer),
+            text_tokens=recipe.text_tokens(recipe.max_sequence_length),
+            added_frames=recipe.added_frames,
+        )
+
+
+class StepRows(NamedTuple):
+    """What a batch counts for in its step.
+
+    Attributes:
+        tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
+        weights (`torch.Tensor` of shape `(n,)`): Weight of each sample's loss; 0 for samples that do not count.
+        total (`float`, *optional*): Sum of the weights of all processes in the window of gradient accumulation; None
+            where it is not known before the window ends.
+        sources (array of `int`, shape `(n,)`, *optional*): Source of each sample, where there are several.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    weights: torch.Tensor
+    total: float | None
+    sources: npt.NDArray[np.int64] | None = None
+
+
+class LargestStep(NamedTuple):
+    """The step of one process that takes the most tokens: sizes of its samples, and tokens with those of texts."""
+
+    sizes: list[Size]
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class RunData(ABC):
+    """The loader of a run, and what its batches count for.
+
+    Attributes:
+        loader (`DataLoader`): Loader, not yet prepared by accelerate.
+        table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): How tokens are counted: with the frames that conditions add.
+        text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
+        cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
+        reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
+        empty_text ([`TextEmbeddings`], *optional*): Null text, where captions are dropped and come from a cache.
+        conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
+        sources ([`RowSources`][hf_bucketing.columns.prepared.RowSources], *optional*): Source of each row, where there
+            are several.
+    """
+
+    loader: DataLoader[Any]
+    table: BucketTable | OpenTable
+    spec: LatentSpec
+    text_tokens: int
+    cost_model: CostModel
+    reduction: Reduction
+    empty_text: TextEmbeddings | None = None
+    conditions: tuple[str, ...] = ()
+    sources: RowSources | None = None
+
+    @abstractmethod
+    def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
+        """Return what the batch at hand of a [`ResumableLoader`][hf_bucketing.loaders.ResumableLoader] counts for."""
+
+    @abstractmethod
+    def bucket_counts(self) -> dict[int, int]:
+        """Return the buckets of the rows that are known, each with its number of rows."""
+
+    @abstractmethod
+    def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> StepCount:
+        """Return the optimizer steps from the place of the loader to the end of the last epoch.
+
+        `finished` are those that the run has made.
+        """
+
+    @abstractmethod
+    def largest_step(self) -> LargestStep:
+        """Return the step that takes the most tokens."""
+
+    @abstractmethod
+    def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
+        """Return what is known of an epoch before it comes, for the log."""
+
+    @abstractmethod
+    def after_epoch(self, loader: Any, accelerator: Accelerator, *, num_batches: int) -> list[str]:
+        """Return what came of an epoch that ended, as lines of text; all processes call it together."""
+
+    @abstractmethod
+    def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: str) -> list[str]:
+        """Return what is known of the run before it starts, as lines of text."""
+
+    @abstractmethod
+    def prepare(self, accelerator: Accelerator, model: Any, optimizer: Any, *, degree: int) -> tuple[Any, Any, Any]:
+        """Let accelerate prepare a model, its optimizer and the loader, of which `degree` processes share batches."""
+
+    @abstractmethod
+    def check_same(self, accelerator: Accelerator) -> None:
+        """Raise BucketingError on all processes if they do not draw from the same rows, as far as that is known."""
+
+    def check_buckets(self, check: Callable[[Mapping[int, int]], None]) -> None:
+        """Call a function, which may raise, with the buckets of all samples, each with its number of samples."""
+        check(self.bucket_counts())
+
+    def cached_batch(self) -> Mapping[str, Any] | None:
+        """Return a batch of one usable row of a cache; None where nothing is cached."""
+        return None
+
+    @property
+    def frame_rates(self) -> npt.NDArray[np.float64] | None:
+        """Frames per second of the usable rows, `(n,)`, 0 for images; None where they come as a stream."""
+        return None
+
+    @property
+    def rejections(self) -> npt.NDArray[Any] | None:
+        """Reason why each row has no bucket, `(n,)`; None where they come as a stream."""
+        return None
+
+
+def describe_conditions(conditions: Sequence[str]) -> list[str]:
+    """Return a line of text on what samples are shown beside their text; none if it is nothing."""
+    words = [f"{name} (weighs the loss)" if name == MASK else name for name in conditions]
+    return [f"  Conditions = {', '.join(words)}"] if words else []
