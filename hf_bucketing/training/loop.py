@@ -25,7 +25,6 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..adapters.lora import SETTINGS, checkpoint_adapters_only, save_lora, start_adapters
-from ..buckets.calibration import read_cost_model
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, ConfigFile, write_config
 from ..errors import BucketingError, Interrupted
@@ -72,14 +71,14 @@ from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
-from .opened import check_settings, open_run, trained_dtype
+from .opened import OpenedRun, check_settings, open_run, trained_dtype
 from .run_data import ModelTokens, RunData
 from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_cost_model, write_status
 from .script_settings import settings_to_repeat
 from .skipped import SkippedSteps, check_finite
 from .steps import StepLosses, check_cached, check_positions, make_step
 from .stopping import StopSignals
-from .streamed import make_streamed_data, open_stream
+from .streamed import OpenedStream, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
 
 _DECIDE_STEPS = ("num_train_epochs", "gradient_accumulation_steps", "num_processes")
@@ -112,67 +111,83 @@ class Trainer:
     """One run: all that is prepared once, and the progress that checkpoints hold."""
 
     def __init__(self, config: TrainingConfig, *, file: ConfigFile | None = None) -> None:
-        self.given, self.file = config, file
-        self.folder = Path(config.output_dir)
+        self.given, self.file, self.folder = config, file, Path(config.output_dir)
         check_folder_writable(self.folder)
         self.accelerator = make_accelerator(config)
         if self.accelerator.is_main_process and not config.dry_run:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
+        run = open_run(self._find_checkpoint(config), self.accelerator)
+        self.calls = run.called
+        self.validation = self._plan_validation(run)
+        self.repository = None
+        if config.hub.push_to_hub and not config.dry_run and self.accelerator.is_main_process:
+            self.repository = open_repository(config.hub, folder=self.folder)
+        stream = open_stream(run.config, self.accelerator) if config.stream.streaming else None
+        self._load(run)
+        run = replace(run, config=self._prepare_model(run.config))
+        self.step = make_step(run.config, self.recipe)
+        self.config = fill_max_tokens(run, self.step)
+        self.opened = replace(run, config=self.config)
+        self._make_data(stream)
+        self.global_step = self.stopped = 0
+        self._prepare()
+
+    def _find_checkpoint(self, config: TrainingConfig) -> TrainingConfig:
+        """Find the checkpoint to resume, if any; return the settings, what is left open as in its run."""
         name = config.checkpoints.resume_from_checkpoint
         if name is not None or config.checkpoints.checkpointing_steps is not None:
             self._check_shared()
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
-        if self.checkpoint is not None:
-            config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
-            config = changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
-        if config.batches.cost_model is not None:
-            read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
-        run = open_run(config, self.accelerator)
-        recipe, spec, self.calls = run.recipe, run.spec, run.called
-        self.validation = None
-        if config.validation.validation_prompts:
-            sizes = parse_sizes(config.validation.validation_sizes, spec)
-            each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
-            self.validation = Validation(
-                config=config.validation,
-                images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
-                sizes=sizes,
-                seed=config.seed,
-                folder=self.folder / "validation",
-            )
-        self.repository = None
-        if config.hub.push_to_hub and not config.dry_run and self.accelerator.is_main_process:
-            self.repository = open_repository(config.hub, folder=self.folder)
-        opened = open_stream(config, self.accelerator) if config.stream.streaming else None
-        source = config.pretrained_model_name_or_path
+        if self.checkpoint is None:
+            return config
+        config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
+        return changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
+
+    def _plan_validation(self, run: OpenedRun) -> Validation | None:
+        """Return what is rendered, with its images and sizes, if prompts are given."""
+        config, recipe = run.config, run.recipe
+        if not config.validation.validation_prompts:
+            return None
+        sizes = parse_sizes(config.validation.validation_sizes, run.spec)
+        each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
+        return Validation(
+            config=config.validation,
+            images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
+            sizes=sizes,
+            seed=config.seed,
+            folder=self.folder / "validation",
+        )
+
+    def _load(self, run: OpenedRun) -> None:
+        """Load the pipeline, and check that a resumed run began with the same weights."""
+        config = run.config
+        self.source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
-            source = str(pipeline_folder(source))
-        self.recipe = recipe.load(
-            source,
+            self.source = str(pipeline_folder(self.source))
+        self.recipe = run.recipe.load(
+            self.source,
             max_sequence_length=config.max_sequence_length,
             trained=config.trained_component,
             loading=run.loading,
         )
-        self.source = source
         self.weights = fingerprints_of(self.recipe, self.accelerator)
         if self.checkpoint is not None:
             saved = self.checkpoint.progress.weights
             check_weights(saved, self.weights, source=config.pretrained_model_name_or_path)
-        config = self._prepare_model(config)
-        self.step = make_step(config, self.recipe)
-        self.config = fill_max_tokens(replace(run, config=config), self.step)
-        self.opened = replace(run, config=self.config)
+
+    def _make_data(self, stream: OpenedStream | None) -> None:
+        """Make the loaders of trained and of held-out samples, and check that the model takes their samples."""
+        run, config, tokens = self.opened, self.config, ModelTokens.of(self.recipe)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
                 (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
-            tokens = ModelTokens.of(self.recipe)
             self.data: RunData
-            if opened is None:
-                self.data = make_data(self.config, spec, tokens, prepared=run.prepared)
+            if stream is None:
+                self.data = make_data(config, run.spec, tokens, prepared=run.prepared)
             else:
-                self.data = make_streamed_data(self.config, spec, tokens, opened=opened)
-            held_out = make_held_out_data(self.config, spec, tokens, prepared=run.prepared, held_out=run.held_out)
+                self.data = make_streamed_data(config, run.spec, tokens, opened=stream)
+            held_out = make_held_out_data(config, run.spec, tokens, prepared=run.prepared, held_out=run.held_out)
         self.data.check_same(self.accelerator)
         self.step.empty_text = self.data.empty_text
         for data in filter(None, (self.data, held_out)):
@@ -182,13 +197,8 @@ class Trainer:
         self.held_out = None
         if held_out is not None:
             self.held_out = HeldOutLoss(
-                data=held_out,
-                config=self.config.held_out,
-                workers=self.config.loader,
-                on_error=self.config.faults.on_error,
+                data=held_out, config=config.held_out, workers=config.loader, on_error=config.faults.on_error
             )
-        self.global_step = self.stopped = 0
-        self._prepare()
 
     def _check_shared(self) -> None:
         """Raise BucketingError on all processes unless all of them see the output folder."""

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
+from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
@@ -95,6 +96,8 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
     Raises:
         BucketingError: If they do not; the message names the nearest settings that do.
     """
+    if config.batches.cost_model is not None:
+        read_cost_model(config.batches.cost_model)  # a bad file ends the run before weights are loaded
     recipe = recipe_of(config.pretrained_model_name_or_path)
     prepared = None if config.stream.streaming else PreparedDataset.load(config.dataset_dir)
     validation = config.held_out.validation_dataset_dir
