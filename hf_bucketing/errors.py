@@ -134,14 +134,14 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_names: str) -> Callable[[Target], Target]:
-    """Decorate a class or function whose keyword arguments were renamed: an old name raises an error with the new one.
+def explains_arguments(error: type[BucketingError] = BucketingError, /, **others: str) -> Callable[[Target], Target]:
+    """Decorate a class or function so that an unknown keyword argument raises an error that says what to write.
 
-    An unknown name raises one as well, with the configuration that has it, or the argument whose name is most similar.
+    That is the configuration that has a setting of the name, or the argument whose name is most similar.
 
     Args:
         error (subclass of `BucketingError`): The error to raise.
-        **new_names (`str`): The new name of each old one, or what to write instead.
+        **others (`str`): What to write in place of names that belong to a value which is passed.
     """
 
     def decorate(target: Target) -> Target:
@@ -151,8 +151,8 @@ def refuse_old_names(error: type[BucketingError] = BucketingError, /, **new_name
 
         @functools.wraps(call)
         def checked(*args: Any, **options: Any) -> Any:
-            for old in options.keys() & new_names.keys():
-                raise error(f"{target.__name__} takes {new_names[old]} where it took {old}; use the new name.")
+            for name in options.keys() & others.keys():
+                raise error(f"{target.__name__} takes {others[name]} in place of {name}.")
             for name in () if takes_any else options.keys() - known.keys():
                 for kind in get_args(get_type_hints(call)["config"]) if "config" in known else ():
                     if name in getattr(kind, "__dataclass_fields__", ()):

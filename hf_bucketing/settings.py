@@ -20,6 +20,7 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -32,17 +33,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get
 from .errors import BucketingError
 
 Config = TypeVar("Config")
-
-RENAMED = {
-    "capacity": "max_tokens",
-    "tail": "remainder",
-    "multiple": "strip_length",
-    "decoder": "video_decoder",
-    "center_crop": "random_crop=False",
-    "max_share": "max_error_share",
-    "read_headers": "sizes_from=headers",
-}
-"""Settings of earlier releases, and what to write instead."""
 
 _ENTRY = re.compile(r"    (\w+) \(.*?\): (.*)")
 _LINK = re.compile(r"\[(`[^`]+`)\](?:\[[^\]]*\])?")
@@ -272,11 +262,11 @@ def explains_names(kind: type[Config]) -> type[Config]:
 
 
 def check_names(kind: type, names: Any) -> None:
-    """Raise BucketingError if a name is not that of a setting; the message says the new name of a renamed one."""
+    """Raise BucketingError if a name is not that of a setting; the message names the most similar one."""
     known = names_of(kind)
     for name in [name for name in names if name not in known]:
-        new = f"; it is `{RENAMED[name]}` now" if name in RENAMED else ""
-        raise BucketingError(f"{kind.__name__} has no setting {name}{new}.")
+        similar = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, n=1))
+        raise BucketingError(f"{kind.__name__} has no setting {name}{similar or '.'}")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -202,10 +202,6 @@ def texts() -> list[Text]:
     ]
 
 
-OLD_NAMES = re.compile(r"refuse_old_names\(|^ {4}\"?\w+\"?[:=] ?\"[\w=(, …]+\)?\",$")
-"""Lines that name an old word and the new one, so that the old one is refused."""
-
-
 @cache
 def sources() -> list[Text]:
     """Return all code and prose together."""
@@ -222,8 +218,6 @@ def test_forbidden_words_are_not_used(name: str) -> None:
     hits = []
     for path, line, text in sources() if WORDS[name].everywhere else texts():
         for match in PATTERNS[name].finditer(text):
-            if OLD_NAMES.search(text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0]):
-                continue
             number = line + text.count("\n", 0, match.start())
             hits.append(f"{path.relative_to(ROOT)}:{number}: {' '.join(match[0].split())}")
     assert not hits, f"write {WORDS[name].use} instead:\n" + "\n".join(hits)

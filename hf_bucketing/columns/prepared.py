@@ -18,7 +18,7 @@ from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
-from ..errors import BucketingError, refuse_old_names
+from ..errors import BucketingError, explains_arguments
 from ..files import complete_folder
 from ..media.remote import is_url
 from ..media.rows import MediaColumns
@@ -76,11 +76,7 @@ class RowSources(NamedTuple):
     ids: IntArray
 
 
-@refuse_old_names(
-    spec="open_table=open_table(spec)",
-    image_sizes="open_table=OpenTable(spec=…, image_sizes=…)",
-    max_frames="open_table=open_table(spec, max_frames=…)",
-)
+@explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedDataset:
     """Hold rows with media, caption, size and bucket columns, and the tables that they were computed with.

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from ..errors import BucketingError, FlagError
-from ..settings import RENAMED, Setting, build, choices, names_of, parts_of, settings_in, without_links
+from ..settings import Setting, build, choices, names_of, parts_of, settings_in, without_links
 from .config_file import CACHED_DIR, SOURCES, ConfigFile, Entry, read_config_file
 
 Config = TypeVar("Config")
@@ -128,8 +128,7 @@ class FlagParser(argparse.ArgumentParser):
     def flags(self) -> dict[str, str]:
         """The flag of each argument of the library."""
         options = [option for option in self._option_string_actions if option.startswith("--")]
-        old = {name: f"--{new}" for name, new in RENAMED.items() if f"--{new}" in options}
-        return {**old, **{option[2:]: option for option in options}, **self._arguments}
+        return {**{option[2:]: option for option in options}, **self._arguments}
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -233,9 +232,6 @@ class FlagParser(argparse.ArgumentParser):
 
     def _did_you_mean(self, flag: str) -> str:
         """Return why a flag is refused, with the flag to use instead if there is one."""
-        name, _, value = RENAMED.get(flag[2:], "").partition("=")
-        if f"--{name}" in self._option_string_actions:
-            return f"there is no flag {flag} any more; use --{name} {value.lower()}".rstrip()
         known = [option for option in self._option_string_actions if option.startswith("--")]
         near = difflib.get_close_matches(flag.replace("-", "_"), [option.replace("-", "_") for option in known], 1)
         hint = f"; did you mean --{near[0][2:]}?" if near else ""
@@ -275,8 +271,6 @@ def _options(setting: Setting) -> dict[str, Any]:
 
 def _no_setting(name: str, known: Collection[str]) -> str:
     """Return why a name in a file is refused, with the name to use instead if there is one."""
-    if (new := RENAMED.get(name)) and new.partition("=")[0] in known:
-        return f"there is no setting {name} any more; it is {new} now."
     near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
     return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else ".")
 

@@ -17,7 +17,7 @@ from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import PlanError, refuse_old_names
+from ..errors import PlanError, explains_arguments
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
@@ -28,7 +28,7 @@ from .planned import PlannedBatchSampler, chosen_config
 from .rejected import warn_of_rejected
 
 
-@refuse_old_names(PlanError, tail="remainder", capacity="max_tokens, or max_cost with a cost_model,")
+@explains_arguments(PlanError)
 class BucketBatchSampler(PlannedBatchSampler):
     """Draw batches of one bucket, by default in lockstep: all processes take the same bucket in the same step.
 

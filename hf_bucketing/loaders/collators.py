@@ -15,7 +15,7 @@ from ..buckets.assignment import Rejection
 from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from ..errors import BucketingError, ColumnError, MediaError, refuse_old_names
+from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
 from ..media.rows import MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
@@ -31,13 +31,12 @@ PLANNED = "planned_index"
 Row = Mapping[str, Any]
 Loaded = tuple[LoadedSample, View]
 
-_refuse_old_options = refuse_old_names(
+_explained = explains_arguments(
     random_crop="views=ViewRule(random_crop=…)",
     frame_picking="views=ViewRule(frame_picking=…)",
     flip_probability="views=ViewRule(flip_probability=…)",
-    decoder="views=ViewRule(video_decoder=…)",
+    video_decoder="views=ViewRule(video_decoder=…)",
     on_error="replacements=Replacements(dataset, log=…)",
-    stand_ins="replacements=Replacements(dataset, log=…)",
 )
 
 
@@ -187,7 +186,7 @@ class MediaCollator:
         return seeded_draws(count, seed=self.seed, epoch=int(self._epoch), index=index, occurrence=occurrence)
 
 
-@_refuse_old_options
+@_explained
 @dataclass(eq=False, repr=False)
 class BucketCollator(MediaCollator):
     """Make a batch of one bucket: cover-resize and crop every sample to the bucket's size, and stack them.
@@ -237,7 +236,7 @@ class BucketCollator(MediaCollator):
         return {**batch, "pixel_values": torch.stack(batch["pixel_values"]), "bucket_id": self._bucket(rows)}
 
 
-@_refuse_old_options
+@_explained
 @dataclass(eq=False, repr=False)
 class PackCollator(MediaCollator):
     """Make a list of samples, each at its own size, rounded up to whole tokens (frames: down to a valid number).

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import numpy as np
 
 from ..buckets.arrays import IntArray
-from ..errors import BucketingError, ColumnError, MediaError, refuse_old_names
+from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
 from ..randomness import Purpose, generator
 from ..settings import check_at_least, check_literals, check_shares, setting
 
 OnFault = Literal["raise", "replace"]
 
 
-@refuse_old_names(max_share="max_error_share")
+@explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRule:
     """Decide what happens to samples that cannot be read.
@@ -58,7 +58,7 @@ class FaultRule:
         return Replacements(dataset, log=log, faults=self) if self.on_error == "replace" else None
 
 
-@refuse_old_names(max_errors="faults=FaultRule(max_errors=…)", max_share="faults=FaultRule(max_error_share=…)")
+@explains_arguments()
 class Replacements:
     """Choose the samples that replace unreadable ones, log each of them, and stop the run if there are too many.
 

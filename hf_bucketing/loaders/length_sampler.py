@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
-from ..errors import PlanError, refuse_old_names
+from ..errors import PlanError, explains_arguments
 from ..plans.epoch import EpochPlan
 from ..plans.lengths import (
-    OLD_NAMES,
     Boundaries,
     LengthPlanConfig,
     LengthRemainder,
@@ -25,7 +24,7 @@ from ..plans.rows import Oversize, column_of
 from .planned import PlannedBatchSampler, chosen_config
 
 
-@refuse_old_names(PlanError, **OLD_NAMES)
+@explains_arguments(PlanError)
 class LengthBatchSampler(PlannedBatchSampler):
     """Draw batches of samples that differ in length alone, such as audio or latents of one height and width.
 

@@ -9,16 +9,16 @@ import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.cost import CostModel
-from ..errors import PlanError, refuse_old_names
+from ..errors import PlanError, explains_arguments
 from ..plans.bin_packing import PackStrategy
 from ..plans.epoch import EpochPlan
-from ..plans.packs import OLD_NAMES, Balance, PackPlanConfig, plan_packs, sample_spans, texts_of
+from ..plans.packs import Balance, PackPlanConfig, plan_packs, sample_spans, texts_of
 from ..plans.rows import Oversize, column_of
 from .planned import PlannedBatchSampler, chosen_config
 from .rejected import warn_of_rejected
 
 
-@refuse_old_names(PlanError, **OLD_NAMES)
+@explains_arguments(PlanError)
 class PackBatchSampler(PlannedBatchSampler):
     """Draw packs: samples of any size whose tokens together are at most `max_tokens`.
 

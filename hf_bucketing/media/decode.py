@@ -19,7 +19,7 @@ from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from PIL import ImageOps
 
-from ..errors import BucketingError, MediaError, refuse_old_names
+from ..errors import BucketingError, MediaError, explains_arguments
 from .images import exif_orientation, open_image, rgb_array
 from .probe import (
     MAX_REORDERED,
@@ -67,7 +67,7 @@ def frame_times(count: int, fps: float, *, start: int = 0) -> list[float]:
     return [(start + position) / fps if fps else 0.0 for position in range(count)]
 
 
-@refuse_old_names(decoder="video_decoder")
+@explains_arguments()
 def iter_frames(
     source: MediaSource,
     times: Sequence[float],

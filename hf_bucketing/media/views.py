@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
-from ..errors import MediaError, refuse_old_names
+from ..errors import MediaError, explains_arguments
 from ..randomness import Purpose, generator, sample_key
 from ..settings import check_literals, check_shares, setting
 from .decode import DecoderName, check_decoder, frame_times
@@ -20,7 +20,7 @@ _CENTRE = (0.0, 0.5, 0.5, 1.0)
 """Values of the draws where nothing is random: the first frame, the centre, not flipped."""
 
 
-@refuse_old_names(decoder="video_decoder")
+@explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """Fix every pixel of a sample: which frames of its file, which crop, and whether it is flipped.
@@ -58,7 +58,7 @@ class View:
         return resized, crop_box(*resized, target=self.size, y=self.position[0], x=self.position[1])
 
 
-@refuse_old_names(decoder="video_decoder")
+@explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewRule:
     """Choose the view of each sample: its frames, crop and flip.

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from ..errors import PackingError, refuse_old_names
+from ..errors import PackingError, explains_arguments
 from ..randomness import Purpose, generator
 from .names import Grid
 
@@ -49,7 +49,7 @@ class _Parts(NamedTuple):
     kept: int
 
 
-@refuse_old_names(PackingError, sample_capacity="max_sample_tokens", pack_capacity="max_pack_tokens")
+@explains_arguments(PackingError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDrop:
     """Rule by which tokens of each sample are dropped from a pack, in training.

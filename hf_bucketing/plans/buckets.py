@@ -14,7 +14,7 @@ from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import PlanError, refuse_old_names
+from ..errors import PlanError, explains_arguments
 from ..randomness import Purpose
 from ..settings import check_types, numbers_by_id
 from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
@@ -118,7 +118,7 @@ class BucketLimits:
         return sizes.astype(np.int64)
 
 
-@refuse_old_names(PlanError, tail="remainder")
+@explains_arguments(PlanError)
 @dataclass(frozen=True, kw_only=True)
 class BucketPlanConfig(EpochConfig, BucketLimits):
     """Settings of a bucket plan.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray, whole_column
-from ..errors import PlanError, refuse_old_names
+from ..errors import PlanError, explains_arguments
 
 MIXED = -2
 """Bucket id of a batch that belongs to no bucket: in a mixed step, or of any lengths.
@@ -135,7 +135,7 @@ class EpochPlan:
         counts = zip(names, kept.tolist(), repeated.tolist(), dropped.tolist(), strict=True)
         return {name: dict(zip(("kept", "repeated", "dropped"), numbers, strict=True)) for name, *numbers in counts}
 
-    @refuse_old_names(PlanError, capacity="max_tokens")
+    @explains_arguments(PlanError)
     def summary(
         self,
         *,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
-from ..errors import PlanError, refuse_old_names
+from ..errors import PlanError, explains_arguments
 from ..randomness import Purpose
 from ..settings import check_at_least
 from .assemble import unbucketed_plan, with_steps
@@ -28,12 +28,10 @@ LengthRemainder = Literal["short", "drop"]
 BoundariesName = Literal["fitted", "quantile", "uniform"]
 Boundaries = BoundariesName | Sequence[float]
 
-OLD_NAMES = {"capacity": "max_tokens", "drop_last": 'remainder="drop" or "short"'}
-
 _CHUNK = 2**18
 
 
-@refuse_old_names(PlanError, **OLD_NAMES)
+@explains_arguments(PlanError)
 @dataclass(frozen=True, kw_only=True)
 class LengthPlanConfig(RowPlanConfig):
     """Settings of a length plan; [`LengthBatchSampler`][hf_bucketing.LengthBatchSampler] describes the others.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.cost import CostModel
-from ..errors import OversizeError, PlanError, refuse_old_names
+from ..errors import OversizeError, PlanError, explains_arguments
 from ..randomness import Purpose
 from ..settings import check_at_least, check_types, plain_number
 from .assemble import unbucketed_plan
@@ -25,8 +25,6 @@ Tokens = TypeVar("Tokens", int, IntArray)
 
 SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clips of scripts/prepare_dataset.py)"
 """Advice on samples that exceed a limit, where their frames are not known."""
-
-OLD_NAMES = {"capacity": "max_tokens", "multiple": "strip_length"}
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
@@ -64,7 +62,7 @@ class PackLimits:
         )
 
 
-@refuse_old_names(PlanError, **OLD_NAMES)
+@explains_arguments(PlanError)
 @dataclass(frozen=True, kw_only=True)
 class PackPlanConfig(RowPlanConfig, PackLimits):
     """Settings of a pack plan.

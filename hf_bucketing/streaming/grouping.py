@@ -15,10 +15,10 @@ from ..buckets.arrays import IntArray
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import OversizeError, PlanError, refuse_old_names
+from ..errors import OversizeError, PlanError, explains_arguments
 from ..plans.bin_packing import FirstFit
 from ..plans.buckets import BucketLimits
-from ..plans.packs import OLD_NAMES, SHORTEN, PackLimits, strip_tokens
+from ..plans.packs import SHORTEN, PackLimits, strip_tokens
 from ..settings import check_at_least
 
 Row = Mapping[str, Any]
@@ -88,7 +88,7 @@ class OpenGroups(ABC):
         return group
 
 
-@refuse_old_names(capacity="max_tokens")
+@explains_arguments()
 @dataclass(frozen=True, kw_only=True)
 class BucketGrouping(BucketLimits):
     """Batches of one bucket, of as many samples as [`BucketLimits`][hf_bucketing.plans.BucketLimits] says.
@@ -163,7 +163,7 @@ class _BucketGroups(OpenGroups):
         return []  # a complete batch of a bucket is sent before the next row is read
 
 
-@refuse_old_names(**OLD_NAMES)
+@explains_arguments()
 @dataclass(frozen=True, kw_only=True)
 class PackGrouping(PackLimits):
     """Packs within [`PackLimits`][hf_bucketing.plans.PackLimits]: a sample joins the oldest open pack with room.

@@ -110,20 +110,11 @@ def test_no_two_settings_of_training_have_one_name_and_each_has_a_help() -> None
     assert [setting.name for setting in settings if not setting.help] == []
 
 
-@pytest.mark.parametrize(("flag", "new"), [
-    ("--capacity", "use --max_tokens"), ("--tail", "use --remainder"), ("--center_crop", "use --random_crop false"),
-    ("--decoder", "use --video_decoder"),
-])  # fmt: skip
-def test_an_old_flag_is_refused_with_the_new_one(flag: str, new: str) -> None:
-    with pytest.raises(FlagError, match=f"there is no flag {flag} any more; {new}"):
-        FlagParser(None, TrainingConfig).parse_args([flag, "1"])
-
-
-def test_a_setting_in_the_wrong_place_or_of_an_old_name_is_refused_with_the_right_one() -> None:
+def test_a_setting_in_the_wrong_place_or_misspelt_is_refused_with_the_right_one() -> None:
     with pytest.raises(BucketingError, match=r"give optimizer=OptimizerConfig\(learning_rate=…\), or .*from_flat"):
         TrainingConfig(**PATHS, learning_rate=1.0)
     for make in (TrainingConfig, TrainingConfig.from_flat):
-        with pytest.raises(BucketingError, match="no setting capacity; it is `max_tokens` now"):
-            make(**PATHS, capacity=640)
+        with pytest.raises(BucketingError, match="no setting max_token; did you mean max_tokens"):
+            make(**PATHS, max_token=640)
     with pytest.raises(BucketingError, match="TrainingConfig has no setting speed"):
         build(TrainingConfig, {**PATHS, "speed": 1})

@@ -80,14 +80,14 @@ def test_a_flip_comes_after_the_crop(tmp_path: Path) -> None:
     assert torch.equal(flipped, left.flip(-1))
 
 
-def test_the_old_name_of_the_decoder_is_refused_with_the_new_one(tmp_path: Path) -> None:
+def test_a_misspelt_decoder_is_refused_with_the_right_name(tmp_path: Path) -> None:
     source = MediaSource(path=str(tmp_path / "a.mp4"))
     for make in (
-        lambda: ViewRule(decoder="pyav"),
-        lambda: View(size=Size(1, 32, 32), fps=0.0, decoder="pyav"),
-        lambda: iter_frames(source, [0.0], decoder="pyav"),
+        lambda: ViewRule(videodecoder="pyav"),
+        lambda: View(size=Size(1, 32, 32), fps=0.0, videodecoder="pyav"),
+        lambda: iter_frames(source, [0.0], videodecoder="pyav"),
     ):
-        with pytest.raises(BucketingError, match="takes video_decoder where it took decoder"):
+        with pytest.raises(BucketingError, match="no argument videodecoder; did you mean video_decoder"):
             make()
 
 

@@ -44,8 +44,8 @@ def test_padded_batches_cost_their_longest_sample_times_their_number() -> None:
 
 
 def test_packs_cost_the_sum_of_their_samples_and_have_room_for_max_tokens() -> None:
-    with pytest.raises(PlanError, match="summary takes max_tokens where it took capacity"):
-        PLAN.summary(num_tokens=TOKENS, capacity=10)
+    with pytest.raises(PlanError, match="summary has no argument max_token; did you mean max_tokens"):
+        PLAN.summary(num_tokens=TOKENS, max_token=10)
     summary = PLAN.summary(num_tokens=TOKENS, costs=TOKENS**2, max_tokens=10)
     assert summary["padding"] == pytest.approx(1 - 23 / 40)
     assert summary["cost_imbalance"] == pytest.approx((20 + 50) / (19 + 25.5))

@@ -374,9 +374,9 @@ def test_what_cannot_work_is_an_error() -> None:
             BucketGrouping(table=TABLE, **wrong)
     with pytest.raises(PlanError, match="open_packs"):
         PackGrouping(max_tokens=10, open_packs=0)
-    for make, old, new in ((BucketGrouping, "capacity", "max_tokens"), (PackGrouping, "multiple", "strip_length")):
-        with pytest.raises(BucketingError, match=f"takes {new} where it took {old}"):
-            make(**{old: 9})
+    for make, name, near in ((BucketGrouping, "max_token", "max_tokens"), (PackGrouping, "strip_len", "strip_length")):
+        with pytest.raises(BucketingError, match=f"no argument {name}; did you mean {near}"):
+            make(**{name: 9})
 
 
 @pytest.mark.slow
