@@ -56,12 +56,6 @@ def test_folders_of_other_versions_are_refused_by_name(version: int, tmp_path: P
         PreparedDataset.load(tmp_path / "other")
 
 
-@pytest.mark.parametrize("name", ["spec", "image_sizes", "max_frames"])
-def test_the_fields_that_open_table_replaces_are_refused_with_its_name(name: str) -> None:
-    with pytest.raises(BucketingError, match=f"takes open_table=.* where it took {name}"):
-        replace(prepared(), **{name: None})
-
-
 def test_files_are_named_by_their_path_or_their_row() -> None:
     data = prepared()
     assert data.file_names([2, 0]) == ["c", "a"]
