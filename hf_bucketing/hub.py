@@ -13,8 +13,17 @@ from .errors import BucketingError, HubError
 
 # By name, as huggingface_hub, datasets and httpx each raise their own, in other releases from other modules.
 _UNREACHABLE = {
-    *("LocalEntryNotFoundError", "OfflineModeIsEnabled", "OfflineModeEnabled", "ConnectError", "ConnectTimeout"),
-    *("ReadTimeout", "ConnectionError", "ConnectionRefusedError", "ProxyError", "MaxRetryError", "gaierror"),
+    "LocalEntryNotFoundError",
+    "OfflineModeIsEnabled",
+    "OfflineModeEnabled",
+    "ConnectError",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "ConnectionError",
+    "ConnectionRefusedError",
+    "ProxyError",
+    "MaxRetryError",
+    "gaierror",
 }
 _REFUSED = {"RepositoryNotFoundError", "GatedRepoError", "DatasetNotFoundError"}
 
@@ -49,14 +58,14 @@ def cache_folders() -> list[str]:
 
 
 def _reason(name: str, error: BaseException) -> str | None:
-    kinds = {type(one).__name__ for one in _chain(error)}
+    kinds = {type(cause).__name__ for cause in _chain(error)}
     folder = Path(name)
     if folder.exists():
         return None
     meant = f"If you meant a folder, {folder.absolute()} does not exist."
     offline = constants.HF_HUB_OFFLINE
     if kinds & _UNREACHABLE or (offline and kinds & _REFUSED):
-        causes = [one for one in _chain(error) if type(one).__name__ in _UNREACHABLE] or [error]
+        causes = [cause for cause in _chain(error) if type(cause).__name__ in _UNREACHABLE] or [error]
         why = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT}: {_first_line(causes[-1])}"
         return (
             f"Could not reach the Hugging Face hub to download {name} ({why}), and no earlier download is complete. "

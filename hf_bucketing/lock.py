@@ -65,7 +65,7 @@ def locked(path: Path, *, what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if _read(path) == own:
+        if _read_owner(path) == own:
             path.unlink()
 
 
@@ -75,7 +75,7 @@ def check_unlocked(path: Path, *, what: str) -> None:
     Raises:
         BucketingError: As [`locked`].
     """
-    owner = _read(path)
+    owner = _read_owner(path)
     if owner is None or not owner.may_live:
         return
     if owner.here:
@@ -92,7 +92,7 @@ def _remove_stale(path: Path, what: str) -> None:
         path.rename(aside)
     except FileNotFoundError:
         return
-    owner = _read(aside)
+    owner = _read_owner(aside)
     if owner is not None and owner.may_live:
         aside.rename(path)
         return
@@ -110,7 +110,7 @@ def _created(path: Path, own: _Owner) -> bool:
     return True
 
 
-def _read(path: Path) -> _Owner | None:
+def _read_owner(path: Path) -> _Owner | None:
     """Return the process that a lock file names; None if there is none, or it was killed before it was named."""
     try:
         return _Owner(**json.loads(path.read_text()))

@@ -70,7 +70,7 @@ class CachedCollator:
             BucketingError: If samples that are stacked belong to several buckets.
         """
         require(rows[0], ["latents_key", *(["bucket_id"] if self.stack else [])])
-        entries = [self._read(row, row["latents_key"], "latents_key") for row in rows]
+        entries = [self._read_entry(row, row["latents_key"], "latents_key") for row in rows]
         batch: dict[str, Any] = {
             "latents": [tensors["latents"] for tensors, _ in entries],
             "size": [Size(*about["size"]) for _, about in entries],
@@ -96,7 +96,7 @@ class CachedCollator:
         if self.caption_column is not None:
             require(rows[0], [self.caption_column, "text_key"])
             captions, keys = zip(*(self._caption(row, self.caption_column) for row in rows), strict=True)
-            texts = [self._read(row, key, "text_key") for row, key in zip(rows, keys, strict=True)]
+            texts = [self._read_entry(row, key, "text_key") for row, key in zip(rows, keys, strict=True)]
             batch.update(caption=list(captions), **_stacked(texts))
         return batch
 
@@ -116,7 +116,7 @@ class CachedCollator:
         keys = [row["text_key"]] if isinstance(row["text_key"], str) else row["text_key"]
         return texts_of(row, column)[position], keys[position]
 
-    def _read(self, row: Row, key: str, column: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _read_entry(self, row: Row, key: str, column: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return an entry; the row and the column that its key comes from are named in messages."""
         name = f"row {row['index']}" if "index" in row else "a row without an index column"
         if not key:

@@ -177,8 +177,8 @@ class LatentColumns(_CachedColumns):
                     unreadable.add(sample.key)
             if not loaded:
                 continue
-            shown = {name: [each.shown[name] for each in loaded] for name in self.files.conditions}
-            encoded = self.encode(torch.stack([each.pixels for each in loaded]), shown)
+            shown = {name: [sample.shown[name] for sample in loaded] for name in self.files.conditions}
+            encoded = self.encode(torch.stack([sample.pixels for sample in loaded]), shown)
             for row, sample in enumerate(readable):
                 view = sample.file.view
                 about = {"size": view.size, "crop": sample.crop, "flip": view.flip, "fps": view.fps}

@@ -95,7 +95,7 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
     device = encoder.pipeline.vae.device
     columns = LatentColumns(
         encode=lambda pixels, shown: encoder.encode_media(
-            pixels.to(device), {name: [one.to(device) for one in tensors] for name, tensors in shown.items()}
+            pixels.to(device), {name: [tensor.to(device) for tensor in tensors] for name, tensors in shown.items()}
         ),
         model=latents_fingerprint(encoder),
         table=table,

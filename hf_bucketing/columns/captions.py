@@ -134,7 +134,7 @@ class CaptionTexts:
         Raises:
             ColumnError: Under `on_error="raise"`, for captions that are not text; the message names them.
         """
-        entries = _join([_of_values(batch[name]) for name in self.columns])
+        entries = _join_entries([_of_values(batch[name]) for name in self.columns])
         rows = np.unique(entries.rows()[entries.codes > 0])
         if len(rows) and self.on_error == "raise":
             paths = None if self.media_column is None else [path_of(cell) for cell in batch[self.media_column]]
@@ -186,7 +186,7 @@ def check_captions(
     for name in columns:
         _check_type(dataset, name)
     parts = [
-        _join([_of_cells(cells[name]) for name in columns])
+        _join_entries([_of_cells(cells[name]) for name in columns])
         for cells in _batches(dataset.select_columns(list(dict.fromkeys(columns))), columns)
     ]
     entries = _concatenate(parts)
@@ -277,7 +277,7 @@ class _Entries(NamedTuple):
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), texts)
 
 
-def _join(columns: Sequence[_Entries]) -> _Entries:
+def _join_entries(columns: Sequence[_Entries]) -> _Entries:
     """Put the captions of several columns of the same rows together; a row may lack a text in some of them."""
     if len(columns) == 1:
         return columns[0]

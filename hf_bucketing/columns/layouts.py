@@ -233,7 +233,7 @@ def builder_of(path: str, *texts: str | None) -> tuple[str, dict[str, Any]]:
     """
     builder, options = TABLES[SourceRequest(path_or_name=path).ending]
     if builder == "csv":
-        named = {name for given in texts if given is not None for name in given.split(",")}
+        named = {name for text in texts if text is not None for name in text.split(",")}
         columns = csv_header(path, sep=options.get("sep", ","))
         known = {*MEDIA_COLUMNS, *CAPTION_COLUMNS, *named} & set(columns)
         missing = {name: [""] if name in known else _NOT_GIVEN for name in columns}

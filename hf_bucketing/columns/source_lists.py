@@ -43,15 +43,15 @@ def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
         raise FlagError(f"{file.where(entry)}: the file names both a dataset and {SOURCES}; keep one of them.")
     if datasets:
         return make_sources(common, [{"dataset": dataset} for dataset in datasets])
-    if not isinstance(entry.value, list) or not all(isinstance(one, dict) for one in entry.value) or not entry.value:
+    if not isinstance(entry.value, list) or not all(isinstance(item, dict) for item in entry.value) or not entry.value:
         raise FlagError(f"{file.where(entry)}: {SOURCES} must be a list of mappings, each with a dataset.")
     parser = FlagParser(None)
     parser.add_settings(SourceConfig, skip=["metric"])
     given = []
-    for one in entry.value:
-        given.append(parser.read_settings(file, one))
+    for settings in entry.value:
+        given.append(parser.read_settings(file, settings))
         if given[-1].get("dataset") is None:
-            line = min((inner.line for inner in one.values()), default=entry.line)
+            line = min((inner.line for inner in settings.values()), default=entry.line)
             raise FlagError(f"{file.path}, line {line}: this source has no dataset.")
     return make_sources(common, given)
 
@@ -65,7 +65,8 @@ def make_sources(
     folders such as `10_a fox`, stands for the sources that it lists; `say` is called with a sentence about each of its
     keys that has no effect.
     """
-    return [build(SourceConfig, {**_inherited(common, own), **own}) for one in given for own in _listed(one, say)]
+    listed = (settings for source in given for settings in _listed(source, say))
+    return [build(SourceConfig, {**_inherited(common, settings), **settings}) for settings in listed]
 
 
 def settings_of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
@@ -94,7 +95,7 @@ def _listed(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Ma
         return
     for sentence in found.ignored:
         say(f"{given['dataset']}: {sentence}")
-    yield from ({**given, **one} for one in found.sources)
+    yield from ({**given, **settings} for settings in found.sources)
 
 
 def _names_dataset(file: ConfigFile) -> bool:

@@ -269,7 +269,7 @@ def _caption_column(name: str, dataset: Dataset, given: str | None) -> str | Non
     Raises:
         ColumnError: If it does not exist, several could be meant, or its captions are dicts.
     """
-    usual = [found for found in _captions_of(dataset, None) if not nested_names(dataset, within=found)]
+    usual = [column for column in _captions_of(dataset, None) if not nested_names(dataset, within=column)]
     column = _find_column(name, dataset, given, usual, kind="caption")
     inner = nested_names(dataset, within=column) if column is not None else []
     if inner:

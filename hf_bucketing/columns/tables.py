@@ -167,7 +167,7 @@ def _read_mapping(path: Path, request: SourceRequest) -> SourceRows | None:
 
 
 def _is_captions(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
 def _read_lines(path: Path, request: SourceRequest) -> SourceRows:

@@ -81,8 +81,16 @@ _ADVICE: dict[str, tuple[Any, str]] = {
     "color_aug": (False, "there is no counterpart"),
     **dict.fromkeys(
         (
-            *("multiple_target", "no_resize_control", "alpha_mask", "enable_wildcard", "debug_dataset"),
-            *("caption_tag_dropout_rate", "token_warmup_step", "validation_seed", "fp_1f_no_post", "online_captions"),
+            "multiple_target",
+            "no_resize_control",
+            "alpha_mask",
+            "enable_wildcard",
+            "debug_dataset",
+            "caption_tag_dropout_rate",
+            "token_warmup_step",
+            "validation_seed",
+            "fp_1f_no_post",
+            "online_captions",
         ),
         (False, "there is no counterpart"),  # False equals 0
     ),
@@ -147,7 +155,7 @@ def _tables(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value))
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
 
 
 def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:

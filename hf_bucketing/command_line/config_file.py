@@ -29,9 +29,20 @@ CACHED_DIR = "cached_dir"
 
 PATHS = frozenset(
     {
-        *("pretrained_model_name_or_path", "init_from_adapters", "cost_model", "validation_images"),
-        *("dataset_dir", "validation_dataset_dir", "output_dir", "cache_dir", CACHED_DIR),
-        *("dataset", "table", "control_folder", "mask_folder", "runs"),
+        "pretrained_model_name_or_path",
+        "init_from_adapters",
+        "cost_model",
+        "validation_images",
+        "dataset_dir",
+        "validation_dataset_dir",
+        "output_dir",
+        "cache_dir",
+        CACHED_DIR,
+        "dataset",
+        "table",
+        "control_folder",
+        "mask_folder",
+        "runs",
     }
 )
 """Settings whose value is a path, or the name of something on the hub where there is no such path."""
@@ -101,7 +112,7 @@ def read_config_file(path: str, *, find_paths: bool = False) -> ConfigFile:
         raise FlagError(f"{path} is empty; write settings as `name: value`, one per line.")
     if not isinstance(node, yaml.MappingNode):
         raise FlagError(f"{path} must be a mapping of settings, `name: value` on each line, not a {_kind(node)}.")
-    entries = _read(node, path, ())
+    entries = _read_node(node, path, ())
     return ConfigFile(path, _with_whole_paths(entries, path) if find_paths else entries)
 
 
@@ -120,13 +131,13 @@ def write_config(values: Mapping[str, Any], *, comment: str = "") -> str:
 def _with_whole_paths(value: Any, path: str) -> Any:
     """Return the entries of a file with paths that exist beside it, and not in the working directory, made whole."""
     if isinstance(value, list):
-        return [_with_whole_paths(one, path) for one in value]
+        return [_with_whole_paths(item, path) for item in value]
     if not isinstance(value, dict):
         return value
 
     def found(text: Any, entry: Entry, name: str) -> Any:
         if isinstance(text, list):
-            return [found(one, entry, name) for one in text]
+            return [found(item, entry, name) for item in text]
         places = existing_places(text, beside=os.path.dirname(path)) if isinstance(text, str) and text else []
         if len(places) > 1:
             raise FlagError(
@@ -159,7 +170,7 @@ def _as_texts(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {str(name): _as_texts(one, str(name)) for name, one in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_as_texts(one, name) for one in value]
+        return [_as_texts(item, name) for item in value]
     if value and name in PATHS and (name.endswith(_FOLDER) or os.path.exists(value)):
         return os.path.abspath(value)
     if isinstance(value, bool):
@@ -167,14 +178,14 @@ def _as_texts(value: Any, name: str = "") -> Any:
     return None if value is None else str(value)
 
 
-def _read(node: yaml.Node, path: str, above: tuple[int, ...]) -> Any:
+def _read_node(node: yaml.Node, path: str, above: tuple[int, ...]) -> Any:
     if id(node) in above:
         raise FlagError(f"{path}, line {node.start_mark.line + 1}: a value contains itself.")
     above = (*above, id(node))
     if isinstance(node, yaml.ScalarNode):
         return None if node.style is None and node.value in _NULLS else node.value
     if isinstance(node, yaml.SequenceNode):
-        return [_read(one, path, above) for one in node.value]
+        return [_read_node(item, path, above) for item in node.value]
     entries: dict[str, Entry] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
@@ -184,7 +195,7 @@ def _read(node: yaml.Node, path: str, above: tuple[int, ...]) -> Any:
             raise FlagError(
                 f"{path}, line {line}: {key.value} is given twice, before on line {entries[key.value].line}; keep one."
             )
-        entries[key.value] = Entry(_read(value, path, above), line)
+        entries[key.value] = Entry(_read_node(value, path, above), line)
     return entries
 
 
@@ -192,7 +203,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Entry):
         return _plain(value.value)
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 

@@ -181,7 +181,7 @@ class FlagParser(argparse.ArgumentParser):
             if action.dest in ("help", "config"):
                 continue
             top = [file.entries[name] for name in rule.names.get(action.dest, (action.dest,)) if name in file.entries]
-            given = [one for one in top if one.value is not None] or top
+            given = [entry for entry in top if entry.value is not None] or top
             entry = section.get(action.dest) or (given[0] if given else None)
             if entry is None or (entry.value is None and action.default is None):
                 continue
@@ -301,7 +301,7 @@ def _value_of(action: argparse.Action, entry: Entry, file: ConfigFile) -> Any:
             raise wrong("has no value; write one, or remove the line")
         return None
     if action.nargs == "+":
-        values = [convert(one) for one in (value if isinstance(value, list) else [value])]
+        values = [convert(item) for item in (value if isinstance(value, list) else [value])]
         if not values:
             raise wrong("is an empty list; write a value, or remove the line")
         return values

@@ -77,7 +77,7 @@ class _RandomStates:
 
     def restore(self) -> None:
         if self._loaded is not None and self._loaded.is_file():
-            _set_random_states(_read(self._loaded))
+            _set_random_states(_read_window(self._loaded))
         self._loaded = None
 
     def _save(self, folder: Path) -> None:
@@ -111,7 +111,7 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_window(path: Path) -> dict[str, Any]:
     try:
         states: dict[str, Any] = json.loads(path.read_text())
         version = states["version"]

@@ -87,7 +87,7 @@ def read_components(name_or_path: str, *, trained: str = "transformer") -> Compo
         check_has(index, trained, name_or_path=name_or_path)
         present = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0]}
         encoding = [name for name in present if part_of(name, trained=trained) in ("text_encoders", "vae")]
-        read = {name: _read(name_or_path, name, *present[name]) for name in (trained, *encoding)}
+        read = {name: _read_component(name_or_path, name, *present[name]) for name in (trained, *encoding)}
         of_text = tuple(name for name in encoding if name.startswith("text_encoder"))
         return Components(
             recipe=recipe,
@@ -99,7 +99,7 @@ def read_components(name_or_path: str, *, trained: str = "transformer") -> Compo
         )
 
 
-def _read(name_or_path: str, name: str, library: str, class_name: str) -> Component:
+def _read_component(name_or_path: str, name: str, library: str, class_name: str) -> Component:
     if library not in ("diffusers", "transformers"):  # models of one pipeline alone, such as connectors of LTX-2
         library = f"diffusers.pipelines.{library}"
         if importlib.util.find_spec(library) is None:

@@ -317,7 +317,7 @@ def _encode_texts(components: Components, config: PlanConfig, *, samples: int) -
     """Return the weights of all text encoders, and the most that the call of one of them makes."""
     length = config.max_sequence_length or components.recipe.default_sequence_length
     dtype = HALF.get(config.mixed_precision, torch.float32)
-    calls = [_encode_text(one, samples, length, dtype) for one in components.text_encoders]
+    calls = [_encode_text(encoder, samples, length, dtype) for encoder in components.text_encoders]
     return Kinds(
         weights=sum(call.weights for call in calls), activations=max((call.activations for call in calls), default=0)
     )

@@ -169,7 +169,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
         _materialise(model, step)
         counted = _count(model)
         inputs = tree_map_only(torch.Tensor, _without_storage, inputs)
-        given = [one for one in inputs.values() if isinstance(one, torch.Tensor)]
+        given = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
         if mesh is None:
             tracker: PeakTracker | ShardedPeakTracker = PeakTracker.of(model, given)
         else:
@@ -198,7 +198,11 @@ def _count(model: torch.nn.Module) -> Callable[..., Traced]:
     sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
     blocks = blocks_of(model)
     frozen = [
-        sum(one.numel() * one.element_size() for one in block.parameters() if not one.requires_grad)
+        sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in block.parameters()
+            if not parameter.requires_grad
+        )
         for block in blocks
     ]
     tensors = [*model.parameters(), *model.buffers()]

@@ -40,14 +40,14 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _INDEXING:
             args = (args[0], _numbered(args[1]), *args[2:])
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
         if not all(map(_is_known, tensors)) or (not tensors and func not in _FACTORIES):
             return func(*args, **kwargs)
         try:
-            shapes = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, torch.Tensor)]
+            shapes = [shape for shape in tree_leaves(func(*args, **kwargs)) if isinstance(shape, torch.Tensor)]
         except (DataDependentOutputException, DynamicOutputShapeException):
             shapes = []
-        if sum(one.numel() for one in shapes) > max([_MOST, *(one.numel() for one in tensors)]):
+        if sum(tensor.numel() for tensor in shapes) > max([_MOST, *(tensor.numel() for tensor in tensors)]):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             return func(*args, **kwargs)

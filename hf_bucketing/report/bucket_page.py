@@ -165,9 +165,9 @@ def _buckets(report: Report) -> list[Block]:
             blocks.append(Paragraphs(texts=[describe_cut_samples(cut, name=f"row {cut.row}")], warning=True))
     else:
         blocks.append(Paragraphs(texts=["No bucket holds a sample."]))
-    empty = [one for one in report.buckets.buckets if not one.num_samples]
+    empty = [bucket for bucket in report.buckets.buckets if not bucket.num_samples]
     if empty:
-        rows = [(*_named(one), f"{one.num_tokens:,}") for one in empty]
+        rows = [(*_named(bucket), f"{bucket.num_tokens:,}") for bucket in empty]
         head = (*_NAMED, "tokens")
         blocks.append(Table(title=f"{len(empty):,} buckets without a sample", head=head, rows=rows, folded=True))
     return blocks
@@ -175,11 +175,11 @@ def _buckets(report: Report) -> list[Block]:
 
 def _bucket_chart(shown: Sequence[BucketUse], report: Report) -> Charts:
     bars = []
-    for one in shown:
-        full = (one.batches - one.short_batches) * report.config.batch_size
-        in_short = one.num_samples - full - one.mixed_samples - one.dropped
-        parts = (full, in_short, one.mixed_samples, one.dropped)
-        bars.append((size_label(one.size), tuple(map(float, parts)), f"{one.num_samples:,}"))
+    for bucket in shown:
+        full = (bucket.batches - bucket.short_batches) * report.config.batch_size
+        in_short = bucket.num_samples - full - bucket.mixed_samples - bucket.dropped
+        parts = (full, in_short, bucket.mixed_samples, bucket.dropped)
+        bars.append((size_label(bucket.size), tuple(map(float, parts)), f"{bucket.num_samples:,}"))
     chart = bar_chart(
         bars,
         alt=f"Samples of the {len(shown)} fullest buckets, by the kind of batch that they are in.",
@@ -200,20 +200,20 @@ def _bucket_tables(used: Sequence[BucketUse], report: Report) -> list[Block]:
     )
     rows = [
         (
-            *_named(one),
-            f"{one.num_samples:,}",
-            percent(one.kept_area),
-            percent(one.kept_frames),
-            f"{one.scale:.3f}",
-            f"{one.enlarged:,}",
-            f"{one.num_tokens:,}",
-            short_number(one.cost * units.sample_factor),
-            f"{one.batches:,}",
-            f"{one.short_batches:,}",
-            f"{one.mixed_samples:,}",
-            f"{one.dropped:,}",
+            *_named(bucket),
+            f"{bucket.num_samples:,}",
+            percent(bucket.kept_area),
+            percent(bucket.kept_frames),
+            f"{bucket.scale:.3f}",
+            f"{bucket.enlarged:,}",
+            f"{bucket.num_tokens:,}",
+            short_number(bucket.cost * units.sample_factor),
+            f"{bucket.batches:,}",
+            f"{bucket.short_batches:,}",
+            f"{bucket.mixed_samples:,}",
+            f"{bucket.dropped:,}",
         )
-        for one in used
+        for bucket in used
     ]
     note = (
         f"A bucket is named frames×height×width, or height×width for images. Scale is the mean factor of the sides; "
@@ -302,30 +302,38 @@ def _strategies(report: Report) -> list[Block]:
     def panel(
         title: str, label: str, values: Sequence[float], texts: Sequence[str], note: str
     ) -> tuple[str, Chart, str]:
-        bars = [(one.name, (value,), text) for one, value, text in zip(strategies, values, texts, strict=True)]
+        bars = [
+            (strategy.name, (value,), text) for strategy, value, text in zip(strategies, values, texts, strict=True)
+        ]
         said = ", ".join(f"{name} {text}" for name, _, text in bars)
         return title, bar_chart(bars, alt=f"{title}: {said}", x_label=label, colours=(1, 0, 2)), note
 
     def shares(title: str, label: str, name: str, note: str) -> tuple[str, Chart, str]:
-        values = [getattr(one, name) for one in strategies]
+        values = [getattr(strategy, name) for strategy in strategies]
         return panel(title, label, [100 * value for value in values], [*map(percent, values)], note)
 
-    costs = [one.epoch_cost * config.units.epoch_factor for one in strategies]
+    costs = [strategy.epoch_cost * config.units.epoch_factor for strategy in strategies]
     charts = [
         shares("Real ÷ computed tokens", "% of computed tokens", "token_use", "The rest is padding."),
         shares("Step-time balance", "% of the slowest process", "step_balance", "The rest is waiting for it."),
         shares("Useful work", "% of all processes' time", "efficiency", "Neither padding nor waiting."),
         shares("Area cropped, mean", "% of the frame", "cropped_area", "Cut off by cover-resize and crop."),
         panel(
-            *("Cost of an epoch", config.units.epoch, costs, [*map(short_number, costs)]),
+            "Cost of an epoch",
+            config.units.epoch,
+            costs,
+            [*map(short_number, costs)],
             f"Sum over steps of the slowest process, {config.units.counts}.",
         ),
         panel(
-            *("Samples kept", "samples", [one.kept for one in strategies], [f"{one.kept:,}" for one in strategies]),
+            "Samples kept",
+            "samples",
+            [strategy.kept for strategy in strategies],
+            [f"{strategy.kept:,}" for strategy in strategies],
             "Of one epoch.",
         ),
     ]  # fmt: skip
-    max_tokens = next(one.max_tokens for one in strategies if one.max_tokens is not None)
+    max_tokens = next(strategy.max_tokens for strategy in strategies if strategy.max_tokens is not None)
     how = (
         f"Padding draws {config.batch_size} samples of any sizes and pads each to the largest; bucketing draws "
         f"{config.batch_size} of one bucket; packing joins samples up to {max_tokens:,} tokens. Padding and packing "
@@ -339,24 +347,33 @@ def _comparison(strategies: Sequence[StrategyReport]) -> Table:
     return Table(
         title="The same in numbers",
         head=(
-            *("way", "kept", "dropped", "steps", "mixed steps", "tokens per sample", "real ÷ computed"),
-            *("area cropped", "frames cut off", "balance", "useful work"),
+            "way",
+            "kept",
+            "dropped",
+            "steps",
+            "mixed steps",
+            "tokens per sample",
+            "real ÷ computed",
+            "area cropped",
+            "frames cut off",
+            "balance",
+            "useful work",
         ),
         rows=[
             (
-                one.name,
-                f"{one.kept:,}",
-                ", ".join(f"{count:,} {reason}" for reason, count in one.dropped.items()) or "0",
-                f"{one.num_steps:,}",
-                f"{one.mixed_steps:,}",
-                short_number(one.tokens_per_sample),
-                percent(one.token_use),
-                percent(one.cropped_area),
-                percent(one.cropped_frames),
-                percent(one.step_balance),
-                percent(one.efficiency),
+                strategy.name,
+                f"{strategy.kept:,}",
+                ", ".join(f"{count:,} {reason}" for reason, count in strategy.dropped.items()) or "0",
+                f"{strategy.num_steps:,}",
+                f"{strategy.mixed_steps:,}",
+                short_number(strategy.tokens_per_sample),
+                percent(strategy.token_use),
+                percent(strategy.cropped_area),
+                percent(strategy.cropped_frames),
+                percent(strategy.step_balance),
+                percent(strategy.efficiency),
             )
-            for one in strategies
+            for strategy in strategies
         ],
         texts=(2,),
         note="Padding and packing drop only what cannot be read or fills no step.",
@@ -364,7 +381,7 @@ def _comparison(strategies: Sequence[StrategyReport]) -> Table:
 
 
 def _plan(report: Report, beside: Beside) -> list[Block]:
-    by_name = {one.name: one for one in report.strategies}
+    by_name = {strategy.name: strategy for strategy in report.strategies}
     facts = [
         fact
         for name in ("bucketing", "packing")

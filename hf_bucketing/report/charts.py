@@ -63,7 +63,9 @@ class _Scale(NamedTuple):
     logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, value = (math.log(one) if self.logarithmic else one for one in (self.low, self.high, value))
+        low, high, value = (
+            math.log(number) if self.logarithmic else number for number in (self.low, self.high, value)
+        )
         return round(self.start + (value - low) / (high - low) * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
@@ -72,7 +74,7 @@ class _Scale(NamedTuple):
         for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [step * 10.0**power for power in powers for step in steps]
-            found = [one for one in found if self.low <= one <= self.high]
+            found = [tick for tick in found if self.low <= tick <= self.high]
             if len(found) >= 4:
                 break
         if len(found) < 3:
@@ -139,10 +141,10 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -
     The axis of values ends at the largest value that is not of a faint line, or where 98 % of a faint line lie below;
     points above it are drawn at its end.
     """
-    finite = [one._replace(x=one.x[ok], y=one.y[ok]) for one in lines if (ok := np.isfinite(one.y)).any()]
-    x = _Scale(0, max((float(one.x.max()) for one in finite), default=0) or 1, _LEFT, WIDTH - _RIGHT)
-    tops = [float(np.quantile(one.y, 0.98) if one.style == "faint" else one.y.max()) for one in finite]
-    bottom = min([0.0, *(float(one.y.min()) for one in finite)])
+    finite = [line._replace(x=line.x[ok], y=line.y[ok]) for line in lines if (ok := np.isfinite(line.y)).any()]
+    x = _Scale(0, max((float(line.x.max()) for line in finite), default=0) or 1, _LEFT, WIDTH - _RIGHT)
+    tops = [float(np.quantile(line.y, 0.98) if line.style == "faint" else line.y.max()) for line in finite]
+    bottom = min([0.0, *(float(line.y.min()) for line in finite)])
     y = _Scale(bottom, max([0.0, *tops]) * 1.05 or 1, HEIGHT - _BOTTOM, _TOP)
     parts = [_axes(x, y, x_label=x_label, y_label=y_label)]
     for line in sorted(finite, key=lambda one: one.style != "faint"):
@@ -154,7 +156,7 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -
         parts.append(_markup('<polyline class="{} s{}" points="{}"/>', line.style, line.colour, path))
         if line.style == "dots" or len(points) == 1:
             parts += [_markup('<circle class="dot s{}" cx="{}" cy="{}" r="3.2"/>', line.colour, *at) for at in points]
-    legend = tuple((one.name, f"s{one.colour} {one.style}") for one in finite if one.name)
+    legend = tuple((line.name, f"s{line.colour} {line.style}") for line in finite if line.name)
     return Chart(_svg(parts, alt=alt), legend)
 
 
@@ -181,7 +183,7 @@ def bar_chart(
     right = 12 + max((_width(text) for _, _, text in bars), default=0)
     values = [[value if math.isfinite(value) else 0.0 for value in own] for _, own, _ in bars]
     height = _TOP + row * max(len(bars), 1) + _BOTTOM
-    x = _Scale(0, max([sum(own) for own in values], default=0) or 1, left, WIDTH - right)
+    x = _Scale(0, max([sum(parts) for parts in values], default=0) or 1, left, WIDTH - right)
     pieces = []
     for tick in even_ticks(x.low, x.high, most=3 if left > WIDTH / 3 else 5):
         pieces.append(_markup('<path class="grid" d="M{} {}V{}"/>', x(tick), _TOP, height - _BOTTOM))

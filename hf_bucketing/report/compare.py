@@ -333,7 +333,7 @@ def measure_ladder(
 
     def kept_of_large(logarithms: FloatArray) -> FloatArray:
         counts = np.repeat(np.array(choice.frames), len(logarithms))
-        sizes = _sizes(counts, np.tile(logarithms, len(choice.frames)), np.full(len(counts), _LARGE))
+        sizes = _sizes_of(counts, np.tile(logarithms, len(choice.frames)), np.full(len(counts), _LARGE))
         return bucket_targets(sizes, table, spec=spec, rule=config.rule).kept_area
 
     mix = _mix(choice.frames, limit, num_samples=num_samples, seed=seed)
@@ -366,10 +366,10 @@ def _mix(frames: Sequence[int], limit: float, *, num_samples: int, seed: int) ->
     shapes = shapes[np.abs(shapes) <= limit][:num_samples]
     counts = rng.choice(np.array(frames), len(shapes))
     counts += np.where(counts > 1, rng.integers(0, 16, len(shapes)), 0)
-    return _sizes(counts, shapes, rng.lognormal(math.log(1000), 0.4, len(shapes)))
+    return _sizes_of(counts, shapes, rng.lognormal(math.log(1000), 0.4, len(shapes)))
 
 
-def _sizes(frames: IntArray, logarithms: FloatArray, sides: FloatArray) -> Sizes:
+def _sizes_of(frames: IntArray, logarithms: FloatArray, sides: FloatArray) -> Sizes:
     """Return sizes of given aspect ratios, as logarithms, and square roots of their areas."""
     heights, widths = (
         np.maximum(np.round(sides * np.exp(sign * logarithms / 2)).astype(np.int64), 1) for sign in (-1, 1)

@@ -47,7 +47,7 @@ def count_sources(
         sources (array of `int`, shape `(n,)`): Source of each row, a position in `names`.
         names (sequence of `str`): Name of each source.
         columns (mapping of `str` to array, shape `(n,)`): The columns `bucket_id`, `num_tokens` and `rejection`.
-        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default one.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default source.
     """
     ids, tokens = whole_column(columns["bucket_id"], np.int64), whole_column(columns["num_tokens"], np.int64)
     rejection, source = whole_column(columns["rejection"]), whole_column(sources, np.int64)
@@ -80,16 +80,16 @@ def source_cells(counts: Sequence[SourceUse]) -> list[tuple[str, ...]]:
 
     The shares are those of the samples and of the tokens of all sources.
     """
-    samples, tokens = (max(sum(getattr(one, name) for one in counts), 1.0) for name in ("samples", "tokens"))
+    samples, tokens = (max(sum(getattr(source, name) for source in counts), 1.0) for name in ("samples", "tokens"))
     return [
         (
-            one.name,
-            f"{one.rows:,}",
-            f"{sum(one.rejections.values()):,}",
-            f"{one.buckets:,}",
-            short_number(one.samples),
-            percent(one.samples / samples),
-            percent(one.tokens / tokens),
+            source.name,
+            f"{source.rows:,}",
+            f"{sum(source.rejections.values()):,}",
+            f"{source.buckets:,}",
+            short_number(source.samples),
+            percent(source.samples / samples),
+            percent(source.tokens / tokens),
         )
-        for one in counts
+        for source in counts
     ]

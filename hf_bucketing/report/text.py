@@ -109,8 +109,19 @@ def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
     )
     units = config.units
     head = (
-        *("bucket", "aspect", "samples", "kept area", "kept frames", "scale", "enlarged", "tokens", units.sample),
-        *("batches", "short", "mixed", "dropped"),
+        "bucket",
+        "aspect",
+        "samples",
+        "kept area",
+        "kept frames",
+        "scale",
+        "enlarged",
+        "tokens",
+        units.sample,
+        "batches",
+        "short",
+        "mixed",
+        "dropped",
     )
     lines = [
         title,
@@ -222,17 +233,17 @@ def describe_assignment(
     parts = []
     if len(used):
         lines: list[Line] = [("bucket", "rows", "kept area", "kept frames", "scale", "enlarged", "tokens")]
-        for own in sorted(np.split(by_bucket, starts[1:]), key=len, reverse=True):
-            scale = targets.scale[own]
+        for rows in sorted(np.split(by_bucket, starts[1:]), key=len, reverse=True):
+            scale = targets.scale[rows]
             low, high = f"{scale.min():.2f}", f"{scale.max():.2f}"
             lines.append((
-                size_label(table.size(int(ids[own[0]]))),
-                f"{len(own):,}",
-                percent(mean(targets.kept_area[own])),
-                percent(mean(targets.kept_frames[own])),
+                size_label(table.size(int(ids[rows[0]]))),
+                f"{len(rows):,}",
+                percent(mean(targets.kept_area[rows])),
+                percent(mean(targets.kept_frames[rows])),
                 low if low == high else f"{low}–{high}",
                 f"{np.count_nonzero(scale > 1):,}",
-                f"{targets.num_tokens[own[0]]:,}",
+                f"{targets.num_tokens[rows[0]]:,}",
             ))  # fmt: skip
         parts.append(align(lines))
         parts.append(

@@ -127,7 +127,7 @@ class BucketGrouping(BucketLimits):
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the bucket id of each row; None if it has none."""
-        sizes = _sizes([row for row in rows if "bucket_id" not in row])
+        sizes = _sizes_of_rows([row for row in rows if "bucket_id" not in row])
         assigned = iter(self.table.assign(*sizes.T).bucket_id.tolist())
         ids = [row["bucket_id"] if "bucket_id" in row else next(assigned) for row in rows]
         return [int(bucket) if bucket >= 0 else None for bucket in ids]
@@ -192,7 +192,7 @@ class PackGrouping(PackLimits):
         Raises:
             PlanError: If they exceed `max_tokens`, or cannot be computed.
         """
-        sizes = _sizes([row for row in rows if "num_tokens" not in row])
+        sizes = _sizes_of_rows([row for row in rows if "num_tokens" not in row])
         if len(sizes) and self.spec is None:
             raise PlanError("Rows have no num_tokens column; map BucketColumns over the stream, or pass spec=.")
         counted = iter(self._tokens(sizes) if len(sizes) else ())
@@ -278,7 +278,7 @@ def bytes_of(row: Any) -> int:
 _NUMBERS = {int, float, bool, NoneType}
 
 
-def _sizes(rows: Sequence[Row]) -> IntArray:
+def _sizes_of_rows(rows: Sequence[Row]) -> IntArray:
     """Return frames, heights and widths, shape `(n, 3)`."""
     try:
         return np.array(list(map(_SIZE, rows)), np.int64).reshape(-1, 3)

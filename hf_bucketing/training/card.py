@@ -136,7 +136,7 @@ def _packages(recipe: Recipe, *, adapted: bool) -> list[str]:
 def _code(run: Run, *, name: str, base: str) -> str:
     """Return lines of Python that load the result and call it once at the size of most samples."""
     config, recipe = run.config, run.recipe
-    size = _sizes(run.data)[0][0]
+    size = _trained_sizes(run.data)[0][0]
     images = IMAGES[: recipe.num_images(recipe.config)]
     tools = [*(["load_image"] if images else []), *([] if _makes_images(recipe) else ["export_to_video"])]
     adapted = config.adapters.lora_rank is not None
@@ -153,7 +153,8 @@ def _code(run: Run, *, name: str, base: str) -> str:
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),
         **{image: f'load_image("{image}.png")' for image in images},
-        **{"height": size.height, "width": size.width},
+        "height": size.height,
+        "width": size.width,
         **recipe.duration(size.frames),
     }
     taken = inspect.signature(recipe.pipeline_type().__call__).parameters  # some take their size from the image
@@ -164,7 +165,7 @@ def _code(run: Run, *, name: str, base: str) -> str:
     return "\n".join([*lines, f'export_to_video(result.frames[0], "video.mp4", fps={_fps(run.data)})'])
 
 
-def _sizes(data: RunData) -> list[tuple[Size, int]]:
+def _trained_sizes(data: RunData) -> list[tuple[Size, int]]:
     """Return the sizes at which samples are trained, and how many there are of each; the most frequent first."""
     counts = sorted(data.bucket_counts().items(), key=lambda item: -item[1])
     return [(data.table.size(bucket), count) for bucket, count in counts]
@@ -195,7 +196,7 @@ def _counts(folder: Path, data: RunData) -> list[tuple[str, int]]:
 
 
 def _buckets(run: Run) -> str:
-    sizes, spec = _sizes(run.data), run.data.spec
+    sizes, spec = _trained_sizes(run.data), run.data.spec
     title = "bucket" if run.config.batches.batching == "bucket" else "size in packs"
     whose = "samples" if run.data.rejections is not None else "samples of its beginning"
     lines: list[tuple[object, ...]] = [
@@ -231,7 +232,7 @@ def shown(value: Any) -> Any:
         ['a.png', 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers', 3]
     """
     if isinstance(value, (list, tuple)):
-        return [shown(one) for one in value]
+        return [shown(item) for item in value]
     if isinstance(value, dict):
         return {name: shown(one) for name, one in value.items()}
     if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~") or os.path.exists(value)):

@@ -125,7 +125,7 @@ def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
         path = Path(name) if (Path(name) / PROGRESS).is_file() else folder / name
     if not (path / PROGRESS).is_file():
         raise BucketingError(
-            f"{path} is no complete checkpoint; {folder} has {[found.name for found in checkpoints] or 'none'}. "
+            f"{path} is no complete checkpoint; {folder} has {[saved.name for saved in checkpoints] or 'none'}. "
             'Name one of them, or "latest".'
         )
     if path.resolve().parent != folder.resolve():

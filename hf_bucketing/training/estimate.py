@@ -252,10 +252,12 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
     media = [torch.rand(channels, *shape, device=device) * 2 - 1 for shape in shapes]
     batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
     if name == "pixel_values":
-        batch["shown"] = {one: [_blank(one, size, device) for size in sizes] for one in data.conditions}
+        batch["shown"] = {
+            condition: [_blank(condition, size, device) for size in sizes] for condition in data.conditions
+        }
     else:
         blank = [recipe.blank_conditions(latent) for latent in media]
-        batch["conditions"] = {condition: [one[condition] for one in blank] for condition in blank[0]}
+        batch["conditions"] = {condition: [sample[condition] for sample in blank] for condition in blank[0]}
     if not recipe.modules("text_encoders"):
         shape = len(sizes), recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)

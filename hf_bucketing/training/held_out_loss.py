@@ -97,7 +97,7 @@ class HeldOutLoss:
             mine = rows[counts[plan.offsets[position] : plan.offsets[position + 1]]]
             place = {number: place for place, number in enumerate(batch["index"])}
             read = [row for row in mine.tolist() if index[row] in place]
-            columns = [*(one.values for one in losses), *(one.noise_levels for one in losses)]
+            columns = [*(loss.values for loss in losses), *(loss.noise_levels for loss in losses)]
             table = torch.stack([torch.ones_like(columns[0]), *columns], 1).float().cpu()
             found[read] = table[[place[index[row]] for row in read]]
         whole = accelerator.reduce(found.to(accelerator.device), "sum").double().cpu().numpy()

@@ -573,7 +573,9 @@ class Trainer:
         transformer = self.transformer if sharded else self.recipe.transformer
         with self._averages(), in_evaluation(self.transformer), resharded(self.recipe.transformer):
             entry = held_out.compute(self.step, transformer, self.accelerator)
-        values = {f"validation_loss_by_noise/{one['quantiles'][0]:.2f}": one["loss"] for one in entry["by_noise"]}
+        values = {
+            f"validation_loss_by_noise/{level['quantiles'][0]:.2f}": level["loss"] for level in entry["by_noise"]
+        }
         self._track({"validation_loss": entry["validation_loss"], **values})
         if self.accelerator.is_main_process:
             before = [line["unreadable"] for line in read_log(self.folder, "validation", last=1)]

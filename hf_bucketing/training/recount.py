@@ -90,7 +90,7 @@ def recount(output_dir: Path) -> Recount:
     Raises:
         BucketingError: If the run left no logs, or those of an earlier release.
     """
-    logs = _read(output_dir)
+    logs = _read_logs(output_dir)
     batches = sum(line["busy_batches"] for line in logs.losses)
     legs: list[Leg] = []
     faults = list(_misnumbered(logs))
@@ -117,7 +117,7 @@ def count_replaced(lines: Iterable[Line]) -> int:
     return sum(row != planned for line in lines for row, planned in zip(line["index"], _planned(line), strict=True))
 
 
-def _read(output_dir: Path) -> _Logs:
+def _read_logs(output_dir: Path) -> _Logs:
     # Losses before samples: those of a run that still trains are then at most behind.
     status, losses, plans = (
         read_status(output_dir) or {},

@@ -192,14 +192,16 @@ def describe_held_out(output_dir: Path, *, by_bucket: bool = False) -> list[str]
     )
     counts = sorted({int(entry["samples"]) for entry in entries})
     changed = " samples" if len(counts) == 1 else f" to {counts[-1]} samples, as some could not be read each time"
-    levels = ", ".join(f"{one['loss']:.4f} at {one['noise_level']:.2f}" for one in last["by_noise"])
+    levels = ", ".join(f"{level['loss']:.4f} at {level['noise_level']:.2f}" for level in last["by_noise"])
     lines = [
         f"held-out loss of {counts[0]}{changed}: {values}",
         f"held-out loss by noise level, last: {levels}",
     ]
-    for one in last["by_bucket"] if by_bucket else []:
-        size = "x".join(map(str, one["size"]))
-        lines.append(f"bucket {one['bucket_id']:4} ({size}), {one['samples']:6} held out, mean loss {one['loss']:.4f}")
+    for bucket in last["by_bucket"] if by_bucket else []:
+        size = "x".join(map(str, bucket["size"]))
+        lines.append(
+            f"bucket {bucket['bucket_id']:4} ({size}), {bucket['samples']:6} held out, mean loss {bucket['loss']:.4f}"
+        )
     return [f"{output_dir.name}: {line}" for line in lines]
 
 

@@ -89,7 +89,7 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
     """
     names = [folder.name for folder in folders]
     unique = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-    runs = [_read(folder, name, colour) for colour, (folder, name) in enumerate(zip(folders, unique, strict=True))]
+    runs = [_read_run(folder, name, colour) for colour, (folder, name) in enumerate(zip(folders, unique, strict=True))]
     sections = [
         Section(name="overview", title="Overview", blocks=_overview(runs, min_fall)),
         Section(name="loss", title="Loss", blocks=[_losses(runs)]),
@@ -104,7 +104,7 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
     return Page(title="Training report", subtitle=f"Runs: {', '.join(unique)}", sections=sections)
 
 
-def _read(folder: Path, name: str, colour: int) -> _Run:
+def _read_run(folder: Path, name: str, colour: int) -> _Run:
     settings, steps = folder / SETTINGS, steps_of(folder)
     return _Run(
         name=name,
@@ -141,8 +141,17 @@ def _overview(runs: Sequence[_Run], min_fall: float) -> list[Block]:
         )
         checks += [(run.name, *check) for check in _checks(run, min_fall)]
     head = (
-        *("run", "batching", "processes", "steps", "samples", "time", "loss, first tenth", "loss, last tenth"),
-        *("held-out loss, last", "lowest", "tokens per second, median"),
+        "run",
+        "batching",
+        "processes",
+        "steps",
+        "samples",
+        "time",
+        "loss, first tenth",
+        "loss, last tenth",
+        "held-out loss, last",
+        "lowest",
+        "tokens per second, median",
     )
     texts = [text for run in runs if (text := _not_finite(run))]
     return [
@@ -207,11 +216,11 @@ def _noise(runs: Sequence[_Run]) -> Charts:
         lines = []
         for colour, (title, part) in {3: ("first half", slice(half)), 4: ("second half", slice(half, None))}.items():
             columns = [run.column(name)[part] for name in names]
-            means = [np.nan if np.isnan(one).all() else float(np.nanmean(one)) for one in columns]
+            means = [np.nan if np.isnan(column).all() else float(np.nanmean(column)) for column in columns]
             lines.append(Line(f"trained on, {title}", levels, np.array(means), colour))
         if run.held_out:
             last = run.held_out[-1]["by_noise"]
-            x, y = (np.array([one[name] for one in last]) for name in ("noise_level", "loss"))
+            x, y = (np.array([level[name] for level in last]) for name in ("noise_level", "loss"))
             lines.append(Line("held out, last", x, y, 5, "dots"))
         alt = f"Mean loss of {run.name} by noise level."
         chart = line_chart(lines, alt=alt, x_label="noise level, 0 clean, 1 only noise", y_label="loss")
@@ -222,12 +231,14 @@ def _noise(runs: Sequence[_Run]) -> Charts:
 def _buckets(runs: Sequence[_Run]) -> list[Block]:
     blocks: list[Block] = []
     for run in runs:
-        held_out = {one["bucket_id"]: one for one in run.held_out[-1]["by_bucket"]} if run.held_out else {}
+        held_out = {bucket["bucket_id"]: bucket for bucket in run.held_out[-1]["by_bucket"]} if run.held_out else {}
         trained = losses_by_bucket(run.folder)
         if trained:
             blocks += _trained_buckets(run, trained, held_out)
         elif held_out:
-            rows = [(_size_of(one), f"{one['samples']:,}", _number(one["loss"])) for one in held_out.values()]
+            rows = [
+                (_size_of(bucket), f"{bucket['samples']:,}", _number(bucket["loss"])) for bucket in held_out.values()
+            ]
             head = ("size", "samples held out", "loss, last")
             blocks.append(Table(title=f"{run.name}, which trained on packs: held out", head=head, rows=rows))
         else:
