@@ -32,7 +32,7 @@ from hf_bucketing.training.held_out_loss import ReadableRows, unreadable_message
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import describe_held_out, held_out_losses
 from tests.conftest import run_script_here
-from tests.training.test_sharding import DDP, train_all
+from tests.placement.test_sharding import DDP, train_all
 from tests.training.training_cases import TINY_WAN, in_process, run
 
 BUCKET = {"train_batch_size": 3}

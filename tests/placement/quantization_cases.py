@@ -25,7 +25,7 @@ from hf_bucketing.placement.offload import offload_blocks
 from hf_bucketing.placement.quantization import quantization_of, quantized_linears
 from hf_bucketing.settings import changed
 from hf_bucketing.training.review import losses_of
-from tests.training.test_offload import gradients, run_once
+from tests.placement.test_offload import gradients, run_once
 from tests.training.training_cases import BATCHING, in_process, run, train
 
 KINDS = {"int8": ("Int8Tensor", 0.01), "float8": ("Float8Tensor", 0.03)}

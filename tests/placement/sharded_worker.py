@@ -1,6 +1,6 @@
 """Trainings that each process runs in test_sharding.py, one after the other in one process group.
 
-Run by `accelerate launch … -m tests.training.sharded_worker CASES`. CASES is a JSON file with a list of cases: the
+Run by `accelerate launch … -m tests.placement.sharded_worker CASES`. CASES is a JSON file with a list of cases: the
 settings of the run, those that differ in all processes but the main one, variables of the environment, and the
 optimizer step in which the run is killed to be resumed, or null.
 """

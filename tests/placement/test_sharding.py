@@ -31,9 +31,9 @@ from hf_bucketing.training.loop import make_accelerator
 from hf_bucketing.training.review import held_out_losses, losses_of
 from tests.conftest import ROOT, run_script_here
 from tests.models.families import RECIPES
+from tests.placement.test_precision import unreadable
 from tests.processes import launch_forked
 from tests.test_trust import Bomb
-from tests.training.test_precision import unreadable
 from tests.training.training_cases import STABLE
 
 FSDP = {
@@ -98,7 +98,7 @@ def train_all(cases: dict[str, tuple], folder: Path, pipeline: Path, prepared: P
     (folder / "cases.json").write_text(json.dumps(described))
     config = ROOT / "scripts" / "accelerate_configs" / "fsdp2.yaml"
     flags = ["--config_file", config, "--mixed_precision", "no", "--num_processes", num_processes]
-    command = ["-m", "tests.training.sharded_worker", folder / "cases.json"]
+    command = ["-m", "tests.placement.sharded_worker", folder / "cases.json"]
     cpu = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
     launch_forked(flags, command, num_processes=num_processes, env=cpu, cwd=ROOT)
 

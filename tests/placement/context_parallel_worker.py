@@ -1,6 +1,6 @@
 """What each of two processes runs in test_context_parallel.py: models with and without context parallelism.
 
-Run by `accelerate launch … -m tests.training.context_parallel_worker FOLDER`. For each case the first process writes
+Run by `accelerate launch … -m tests.placement.context_parallel_worker FOLDER`. For each case the first process writes
 the outputs and the gradients of both to FOLDER.
 """
 

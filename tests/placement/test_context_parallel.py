@@ -30,9 +30,9 @@ from hf_bucketing.training.review import held_out_losses, losses_of
 from hf_bucketing.training.run_log import RunLog, StepMetrics
 from tests.conftest import ROOT, launch_flags, run_script_here
 from tests.models.cases import assert_same_gradients
+from tests.placement.context_parallel_worker import CASES
+from tests.placement.test_sharding import RENDER, RENDERED, SHARDED_STATE, STABLE, about, train_all
 from tests.processes import launch_forked
-from tests.training.context_parallel_worker import CASES
-from tests.training.test_sharding import RENDER, RENDERED, SHARDED_STATE, STABLE, about, train_all
 from tests.training.training_cases import count_samples, in_process, run, train
 
 PACKS = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
@@ -42,7 +42,7 @@ PACKS = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run context_parallel_worker.py in two processes, once for all cases."""
     folder = tmp_path_factory.mktemp("context_parallel")
-    command = ["-m", "tests.training.context_parallel_worker", folder]
+    command = ["-m", "tests.placement.context_parallel_worker", folder]
     launch_forked(launch_flags(2), command, num_processes=2, env={"ACCELERATE_USE_CPU": "true"}, cwd=ROOT)
     return {case: torch.load(folder / f"{case}.pt") for case in CASES}
 

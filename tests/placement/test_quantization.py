@@ -31,7 +31,7 @@ from hf_bucketing.placement.quantization import (
 from tests.conftest import ROOT, run
 from tests.training.training_cases import in_process, run as train_here
 
-CASES = "tests/training/quantization_cases.py"
+CASES = "tests/placement/quantization_cases.py"
 
 
 @pytest.mark.slow
