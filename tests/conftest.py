@@ -94,7 +94,7 @@ def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.T
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return a folder that `make` fills once in a run of pytest, for all processes of pytest-xdist."""
     folder = factory.getbasetemp() / name
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if os.environ.get("PYTEST_XDIST_WORKER"):
         folder = factory.getbasetemp().parent / name
     with FileLock(f"{folder}.lock"):
         if not folder.exists():

@@ -271,8 +271,10 @@ def _fork_server_of_workers() -> None:
             if descriptor > 2 and descriptor not in passed:
                 with suppress(OSError):  # the one that listed them
                     os.close(descriptor)
-        exec(arguments[-1], {})  # multiprocessing's own program, which ends with its last client
-        os._exit(0)
+        try:
+            exec(arguments[-1], {})  # multiprocessing's own program, which ends with its last client
+        finally:
+            os._exit(0)
 
     resource_tracker.ensure_running()
     with pytest.MonkeyPatch.context() as patch:

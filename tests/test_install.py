@@ -20,7 +20,12 @@ pytestmark = pytest.mark.slow
 
 CONFIG = configparser.ConfigParser()
 CONFIG.read(ROOT / "setup.cfg")
-ALONE = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+ALONE = {
+    "PYTHONPATH": "",
+    "PYTEST_XDIST_WORKER": "",
+    "PYTHONDONTWRITEBYTECODE": "",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+}
 TEST_TOOLS = ["pytest", "hypothesis", "psutil"]
 MEDIA_TESTS = ["media/test_media.py", "media/test_video.py", "columns/test_metadata.py"]
 MODEL_TESTS = ["models/test_families.py", "models/test_recipes.py", "packing/test_packing.py"]

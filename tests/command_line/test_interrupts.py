@@ -127,10 +127,10 @@ def training(pipeline: Path, prepared: Path, output: Path) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_processes_saves_the_step_and_says_how_to_go_on(
-    number: signal.Signals, pipeline_dir, prepared_dir, tmp_path: Path
+def test_the_signal_of_schedulers_saves_the_step_and_says_how_to_go_on(
+    pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:
+    number = signal.SIGTERM
     out = tmp_path / "out"
     command = [sys.executable, *training(pipeline_dir, prepared_dir, out)]
     code = interrupt(command, tmp_path / "log.txt", lambda text: (out / "checkpoint-2").exists(), number=number)

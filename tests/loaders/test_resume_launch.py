@@ -65,16 +65,16 @@ def test_a_killed_and_relaunched_run_equals_one_that_was_not(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_real_runs_on_two_three_one_and_four_processes_share_one_epoch(tmp_path: Path) -> None:
-    for number, num_processes in enumerate([2, 3, 1, 4]):
+def test_real_runs_on_two_three_and_one_process_share_one_epoch(tmp_path: Path) -> None:
+    for number, num_processes in enumerate([2, 3, 1]):
         # Each is killed after a batch that no checkpoint holds, but for the last one.
-        kill_at = (2, 4, 5, 0)[number]
+        kill_at = (2, 4, 0)[number]
         options = {"epochs": 1, "save_every": 1, "num_workers": 2, "kill_at": kill_at}
         result = launch("train", tmp_path, options, num_processes=num_processes, check=False)
         assert bool(result.returncode) == bool(kill_at), result.stderr
-    seen = Counter(row for process in range(4) for rows in _rows(tmp_path, process) for row in rows)
-    assert len(set(np.flatnonzero(IDS >= 0)) - set(seen)) < 4
-    assert 0 < seen.total() - len(seen) <= 4 * (2 + 3 + 1), "the batch on each process that was not saved"
+    seen = Counter(row for process in range(3) for rows in _rows(tmp_path, process) for row in rows)
+    assert len(set(np.flatnonzero(IDS >= 0)) - set(seen)) < 3
+    assert 0 < seen.total() - len(seen) <= 4 * (2 + 3), "the batch on each process that was not saved"
 
 
 def _rows(output: Path, process: int) -> list[list[int]]:

@@ -102,7 +102,7 @@ def test_fingerprints_see_the_numbers_and_the_scales_of_quantised_weights(kind: 
     assert len({before["transformer"], scaled, weights_fingerprints(pipeline)["transformer"]}) == 3
 
 
-@pytest.mark.parametrize(("kind", "batching"), [("float8", "bucket"), ("int8", "pack")])
+@pytest.mark.parametrize(("kind", "batching"), [("int8", "pack")])
 def test_runs_learn_what_unquantised_runs_learn_and_resume(
     kind: str, batching: str, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
