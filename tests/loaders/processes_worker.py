@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketBatchSampler, PackBatchSampler, PlanError, check_loader, resume
 from hf_bucketing.placement.context_parallel import form_groups
+from hf_bucketing.plans.packs import PackPlanConfig
 from tests.loaders.loader_worker import IDS, TABLE
 
 USABLE = np.flatnonzero(IDS >= 0).tolist()
@@ -57,7 +58,9 @@ def check_accelerate() -> None:
         seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
         assert sorted(seen.tolist()) == USABLE
         assert sampler.plan().repeated == -len(USABLE) % accelerator.num_processes > 0
-    packs = PackBatchSampler(np.where(IDS < 0, 0, 10), max_tokens=30, strip_length=1, max_samples=1, evaluation=True)
+    packs = PackBatchSampler(
+        np.where(IDS < 0, 0, 10), config=PackPlanConfig(max_tokens=30, strip_length=1, max_samples=1), evaluation=True
+    )
     prepared = accelerator.prepare(loader_of(packs, collate_fn=list))
     gathered = [accelerator.gather_for_metrics(batch, use_gather_object=True) for batch in prepared]
     assert sorted(row for step in gathered for row in step) == USABLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from hf_bucketing.adapters.lora import add_lora
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement import MemoryConfig
-from hf_bucketing.planner import PlanConfig, memory as planner, options, plan_memory
+from hf_bucketing.planner import MemoryParts, PlanConfig, memory as planner, options, plan_memory
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.options import plan_options
 from tests.models.families import RECIPES
@@ -135,7 +136,10 @@ def test_options_that_a_model_cannot_have_are_no_rows_of_the_table(
 ) -> None:
     pipeline = tiny_folder("pixart-sigma")
     plan = plan_memory(str(pipeline), settings("pixart-sigma", pipeline))
-    monkeypatch.setattr(options, "plan_components", lambda components, config: plan)
+    less = (MemoryParts(weights=2**40 // number) for number in itertools.count(1))  # each option saves something
+    monkeypatch.setattr(
+        options, "plan_components", lambda *_: dataclasses.replace(plan, phases={"optimizer": next(less)})
+    )
     monkeypatch.setattr(options, "largest_tokens", lambda *args, **limits: 0)
     rows = plan_options(str(pipeline), settings("pixart-sigma", pipeline), gpu_memory=0.01)
     names = [row.name for row in rows]
