@@ -59,7 +59,7 @@ def check_accelerate() -> None:
         assert sorted(seen.tolist()) == USABLE
         assert sampler.plan().repeated == -len(USABLE) % accelerator.num_processes > 0
     packs = PackBatchSampler(
-        np.where(IDS < 0, 0, 10), config=PackPlanConfig(max_tokens=30, strip_length=1, max_samples=1), evaluation=True
+        np.where(IDS < 0, 0, 10), config=PackPlanConfig(max_tokens=30, strip_length=1, max_samples=1, evaluation=True)
     )
     prepared = accelerator.prepare(loader_of(packs, collate_fn=list))
     gathered = [accelerator.gather_for_metrics(batch, use_gather_object=True) for batch in prepared]
