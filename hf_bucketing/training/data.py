@@ -26,7 +26,7 @@ from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
-from ..columns.prepared_stream import PreparedStream
+from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
@@ -230,12 +230,13 @@ def make_held_out_data(
     """
     if not config.held_out.given:
         return None
-    training = _rows_of(config, config.dataset_dir, spec, prepared)
-    if config.held_out.validation_split is not None:
-        _, held_out = split_rows(training, config.held_out.validation_split)
+    share, folder = config.held_out.validation_split, config.held_out.validation_dataset_dir
+    if share is not None:
+        _, held_out = split_rows(_rows_of(config, config.dataset_dir, spec, prepared), share)
     else:
-        held_out = _rows_of(config, str(config.held_out.validation_dataset_dir), spec, held_out)
-        check_apart(training, held_out)
+        held_out = _rows_of(config, str(folder), spec, held_out)
+        if not holds_stream(config.dataset_dir):  # whose files are not known before they come
+            check_apart(_rows_of(config, config.dataset_dir, spec, prepared), held_out)
     fixed = {**marked(TrainingConfig, "held_out"), **flatten(CaptionRule())}
     fixed |= {"frame_picking": None} if config.views.frame_picking == "random" else {}
     return _data_of(changed(config, **fixed), held_out, tokens, evaluation=True)

@@ -24,14 +24,14 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.streaming.shards import warn_of_shards
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import make_data
+from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.loss_window import LossWindow
 from hf_bucketing.training.review import losses_of, review_run
 from hf_bucketing.training.run_data import ModelTokens, StepRows
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.columns.stream_cases import samples_of, write_parquet, write_tars
-from tests.training.training_cases import BATCHING, count_samples, in_process, run, train
+from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
 
 PACK = {"batching": "pack", "max_tokens": 640, "strip_length": 16, "train_batch_size": 4}
 
@@ -262,6 +262,16 @@ def test_the_rows_of_a_prepared_folder_stream_once_with_the_tokens_of_a_plan(
         "each bucket is checked when it first comes"
     )
     assert data.largest_step().tokens <= 640
+
+
+def test_a_stream_of_files_has_held_out_rows_of_a_prepared_folder(
+    pipeline_dir, stream_dir, prepared_dir, tmp_path: Path
+) -> None:
+    config = streamed(pipeline_dir, stream_dir, tmp_path, validation_dataset_dir=str(prepared_dir))
+    spec = recipe_of(str(pipeline_dir)).read_spec(str(pipeline_dir))
+    held_out = make_held_out_data(config, spec, TINY_WAN)
+    assert held_out is not None
+    assert sum(held_out.bucket_counts().values()) == len(PreparedDataset.load(prepared_dir).dataset)
 
 
 def test_what_only_a_plan_can_draw_does_not_stream(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
