@@ -202,7 +202,7 @@ def find_rows(request: SourceRequest) -> SourceRows:
 
 
 def rows_to_check(dataset: Dataset | IterableDataset, *, name: str) -> Dataset:
-    """Return a data set of rows as it is; of a stream its first rows, with media as paths or bytes.
+    """Return a data set of rows unchanged, or the first rows of a stream, with media as paths or bytes.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): Rows of a layout.

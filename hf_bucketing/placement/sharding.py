@@ -24,6 +24,9 @@ from .blocks import block_names
 from .conflicts import Sharding
 from .shards import SHARDED, name_in_files, named_weights
 
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""Type of numbers in each mixed precision."""
+
 
 def sharding_of(accelerator: Accelerator) -> Sharding:
     """Return how the processes of an accelerator share the weights."""
@@ -135,7 +138,7 @@ def sharded_adapters(transformer: torch.nn.Module, accelerator: Accelerator) -> 
 
 def _autocast(transformer: Any, accelerator: Accelerator) -> None:
     """Make a transformer compute in the accelerator's precision and return float32, as accelerate does under DDP."""
-    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
+    half = HALF.get(accelerator.mixed_precision)
     if half is not None:
         autocast = torch.autocast(accelerator.device.type, dtype=half)
         transformer.forward = convert_outputs_to_fp32(autocast(transformer.forward))

@@ -15,10 +15,11 @@ from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
 from ..models.loading import Part, part_of, tile
 from ..placement.offload import check_blocks
+from ..placement.sharding import HALF
 from ..units import format_bytes
 from .components import Components, read_components
 from .settings import PlanConfig
-from .trace import HALF, Traced, TracedStep, trace, trace_call
+from .trace import Traced, TracedStep, trace, trace_call
 from .trackers import Kinds
 
 CUDA_CONTEXT = 2**30

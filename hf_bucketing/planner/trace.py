@@ -37,11 +37,10 @@ from ..packing.names import Grid
 from ..placement.blocks import block_names, blocks_of
 from ..placement.quantization import quantized_linears
 from ..placement.settings import Precision, Quantization
+from ..placement.sharding import HALF
 from .components import Component
 from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
 from .values import KnownValues
-
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
 """Settings of a transformer's configuration that count its blocks."""

@@ -25,14 +25,13 @@ from ..placement.conflicts import Combination, check_combination
 from ..placement.context_parallel import check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
-from ..placement.sharding import loads_empty, loads_once, sharding_of
+from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of
 from ..placement.shards import SHARDED
 from .config import TrainingConfig
 from .data import counting_spec
 
 logger = get_logger(__name__)
 
-_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _READ_WHOLE_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
 
 
@@ -70,7 +69,7 @@ class OpenedRun:
         Frozen weights are loaded in the precision of activations.
         """
         config, memory, accelerator = self.config, self.config.memory, self.accelerator
-        dtype = _HALF.get(accelerator.mixed_precision, torch.float32)
+        dtype = HALF.get(accelerator.mixed_precision, torch.float32)
         quantization = None
         if memory.quantize_base is not None:
             quantization = quantization_of(memory.quantize_base, self.empty_transformer, dtype=dtype)

@@ -281,7 +281,9 @@ def test_the_first_rows_of_several_sources_come_by_their_weights(media_dir, tmp_
     stream, _ = prepare_stream(configs, spec=SPEC, say=lambda sentence: None)
     captions = [row["caption"] for row in itertools.islice(stream.open(), 400)]
     assert 0.68 < captions.count("many") / 400 < 0.82
-    by_turns, _ = prepare_stream([replace(one, weight=None) for one in configs], spec=SPEC, say=lambda sentence: None)
+    by_turns, _ = prepare_stream(
+        [replace(config, weight=None) for config in configs], spec=SPEC, say=lambda sentence: None
+    )
     assert [row["caption"] for row in itertools.islice(by_turns.open(), 4)] == ["many", "few"] * 2
 
 

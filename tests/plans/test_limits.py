@@ -18,7 +18,7 @@ from hf_bucketing.plans import BucketPlanConfig, LengthPlanConfig, PackPlanConfi
 from hf_bucketing.streaming.config import StreamConfig
 
 NEUTRAL = (MISSING, None, False, 0, 1)
-"""Defaults that decide nothing: a setting is off, or given by whoever makes the plan."""
+"""Defaults that set no limit, so that several places may write them."""
 
 LIMITS = {
     field.name

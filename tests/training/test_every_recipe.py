@@ -25,14 +25,13 @@ from hf_bucketing.models.recipe import IMAGES
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.training.run_log import read_log
 from tests.conftest import run_script_here
-from tests.models.families import RECIPES
+from tests.models.families import RECIPES, VARIANTS
 from tests.models.recipe_cases import RecipeCase
 from tests.training.training_cases import in_process, run
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "a red square moving right"
-VARIANTS = {name for name in RECIPES for other in RECIPES if name.startswith(f"{other}-")}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.run_log import StepMetrics
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
-from tests.models.families import RECIPES
+from tests.models.families import RECIPES, VARIANTS
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, folder_of
 from tests.packing.test_packing_devices import STOCK_WAITS
@@ -32,9 +32,6 @@ from tests.pretended_device import (
 )
 
 __all__ = ["folder_of"]
-
-VARIANTS = {name for name in RECIPES for other in RECIPES if name.startswith(f"{other}-")}
-"""Recipes of one family with another, such as wan-i2v: they take a step in one way of batching, in turns."""
 
 FAST = ("wan", "lumina2")
 """Recipes that are tried in every run of the tests; the others in the slow ones."""
