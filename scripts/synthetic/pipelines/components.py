@@ -98,7 +98,7 @@ def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
 
 def wan_vae(**config: Any) -> AutoencoderKLWan:
     """Return a VAE of Wan, by default of 2.1, whose latents have mean 0 and deviation 1, as those of a trained one."""
-    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
     statistics = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
     vae = AutoencoderKLWan(**settings, **statistics, **config).eval()
     latents = latents_of_smooth_clips(vae)
