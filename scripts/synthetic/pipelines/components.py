@@ -109,7 +109,7 @@ def wan_vae(**config: Any) -> AutoencoderKLWan:
 def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
     """Return a VAE of HunyuanVideo whose latents have deviation 1, once scaled."""
     vae = AutoencoderKLHunyuanVideo(
-        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=4
     ).eval()
     vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
     return vae
