@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,13 @@ from accelerate import PartialState
 from torch.utils.data import Sampler
 
 from ..buckets.arrays import FloatArray, IntArray
-from ..errors import PlanError, quoted
+from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
 from .host import check_host, current_loader, process_group, skipped_by
 from .occurrences import RepeatedRow
 from .state import VERSION, check_state, describe, epoch_number
-
-Config = TypeVar("Config")
 
 Legs = tuple[tuple[int, int], ...]
 """History of the present epoch: pairs of a number of processes and the steps that they finished."""
@@ -344,19 +342,3 @@ class PlannedBatchSampler(Sampler[list[int]]):
         epoch = self.epoch if loader is None else loader.iteration  # the next one, when its epoch has ended
         steps = self.plan(epoch).num_steps - (self.first_step if epoch == self.epoch else 0)
         return steps if self.process_index is not None else steps * self.num_processes
-
-
-def chosen_config(kind: type[Config], config: Config | None, **keywords: object) -> Config:
-    """Return the settings of a plan: `config`, or those of a sampler's keywords that are not None.
-
-    Raises:
-        PlanError: If both are given, or `config` belongs to another kind of plan.
-    """
-    given = {name: value for name, value in keywords.items() if value is not None}
-    if config is None:
-        return kind(**given)
-    if not isinstance(config, kind):
-        raise PlanError(f"`config` must be a {kind.__name__}, got {config!r}.")
-    if given:
-        raise PlanError(f"`config` holds {quoted([*given])} already: set them there, or omit `config`.")
-    return config
