@@ -33,7 +33,7 @@ class BucketBatchSampler(PlannedBatchSampler):
 
     The keywords from `batch_size` to `evaluation` are the most used settings of the plan, which
     [`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig] describes; `config` holds all settings in one value
-    instead.
+    instead. `weights`, `longest_first`, `num_processes` and `process_index` are those of [`PlannedBatchSampler`].
 
     Args:
         bucket_ids (array of `int`, shape `(n,)`): The data set's `bucket_id` column; rejected rows are never drawn.
@@ -48,13 +48,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             `longest_first`; an open table has its own.
         text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
             sample's own.
-        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per epoch
-            of each row, or of each row of a bucket; see [`plan_buckets`][hf_bucketing.plans.plan_buckets].
-        longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
-        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
-        process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `BucketPlanConfig` refuses, a setting beside `config`, if the ids are another
@@ -106,6 +101,7 @@ class BucketBatchSampler(PlannedBatchSampler):
             config = replace(config, base=self._base())
         super().__init__(
             self._solved(config),
+            num_rows=len(self.bucket_ids),
             weights=weights,
             longest_first=longest_first,
             num_processes=num_processes,
@@ -156,11 +152,6 @@ class BucketBatchSampler(PlannedBatchSampler):
         assert self.spec is not None, "longest_first needs it"
         tokens = self.table.num_tokens(bucket_ids, spec=self.spec) + self.text_tokens
         return tokens if self.config.cost_model is None else self.config.cost_model.cost(tokens)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data set."""
-        return len(self.bucket_ids)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_buckets, self.bucket_ids, self.config)

@@ -32,17 +32,12 @@ class LengthBatchSampler(PlannedBatchSampler):
 
     The keywords from `batch_size` to `evaluation` are the most used settings of the plan, which
     [`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig] describes; `config` holds all settings in one value
-    instead.
+    instead. `weights`, `longest_first`, `num_processes` and `process_index` are those of [`PlannedBatchSampler`].
 
     Args:
         lengths (array of `int` or `float`, shape `(n,)`): Length of each sample of the DataLoader's data set, in any
             unit: tokens, frames, seconds. Samples with a length of 0 or less are never drawn.
         config ([`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig], *optional*): All settings of the plan.
-        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
-        longest_first (`bool`): Start every epoch with its most expensive step (samples × longest), so that a lack of
-            memory shows at once.
-        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
-        process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `LengthPlanConfig` refuses, a setting beside `config`, or if a sample exceeds
@@ -87,14 +82,15 @@ class LengthBatchSampler(PlannedBatchSampler):
             seed=seed,
             evaluation=evaluation,
         )
+        self.lengths = column_of(lengths, "lengths")
         super().__init__(
             config,
+            num_rows=len(self.lengths),
             weights=weights,
             longest_first=longest_first,
             num_processes=num_processes,
             process_index=process_index,
         )
-        self.lengths = column_of(lengths, "lengths")
         oversize_rows(self.lengths, self.config)
 
     @property
@@ -102,11 +98,6 @@ class LengthBatchSampler(PlannedBatchSampler):
         """Upper bound of each bucket, included: the lengths to pad to for static shapes; whole if the lengths are."""
         bounds: list[float] = length_buckets(self.lengths, self.config).tolist()
         return bounds
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data set."""
-        return len(self.lengths)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_lengths, self.lengths, self.config)

@@ -25,6 +25,7 @@ class PackBatchSampler(PlannedBatchSampler):
 
     The keywords from `max_tokens` to `evaluation` are the most used settings of the plan, which
     [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig] describes; `config` holds all settings in one value instead.
+    `weights`, `longest_first`, `num_processes` and `process_index` are those of [`PlannedBatchSampler`].
 
     Args:
         num_tokens (array of `int`, shape `(n,)`, or callable of the epoch): The data set's `num_tokens` column; rows
@@ -33,13 +34,8 @@ class PackBatchSampler(PlannedBatchSampler):
         config ([`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig], *optional*): All settings of the plan.
         text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
             attention.
-        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
-        longest_first (`bool`): Start every epoch with its most expensive step (tokens, or cost with a `cost_model`),
-            so that a lack of memory shows at once.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `num_tokens` is a column of that data set.
-        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
-        process_index (`int`, *optional*): Process whose packs alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
         PlanError: On settings that `PackPlanConfig` refuses, a setting beside `config`, or if a row exceeds a limit
@@ -81,16 +77,17 @@ class PackBatchSampler(PlannedBatchSampler):
             seed=seed,
             evaluation=evaluation,
         )
+        self._num_tokens = num_tokens if callable(num_tokens) else column_of(num_tokens, "num_tokens", whole=True)
+        first = self.tokens_in(0)
         super().__init__(
             config,
+            num_rows=len(first),
             weights=weights,
             longest_first=longest_first,
             num_processes=num_processes,
             process_index=process_index,
         )
-        self._num_tokens = num_tokens if callable(num_tokens) else column_of(num_tokens, "num_tokens", whole=True)
         self.text_tokens = texts_of(text_tokens)
-        first = self.num_tokens
         sample_spans(first, self.config, text_tokens=self.text_tokens)
         warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=self.process_index)
 
@@ -104,11 +101,6 @@ class PackBatchSampler(PlannedBatchSampler):
         if not callable(self._num_tokens):
             return self._num_tokens
         return column_of(self._num_tokens(epoch), "num_tokens", whole=True)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data set."""
-        return len(self.num_tokens)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_packs, self.tokens_in(epoch), self.config, text_tokens=self.text_tokens)

@@ -55,13 +55,16 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     There is no `batch_size` attribute on purpose: with one, accelerate drops every group that holds a short batch.
 
-    A subclass defines `num_rows`, `_planner`, `_sample_costs` and `_columns`.
+    A subclass defines `_planner`, `_sample_costs` and `_columns`.
 
     Args:
         config ([`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig], …): Settings of the plan.
-        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences of rows
-            per epoch.
-        longest_first (`bool`): Start every epoch with its most expensive step.
+        num_rows (`int`): Rows of the data set.
+        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per epoch
+            of each row, by default 1, or with buckets of each row of a bucket; see
+            [`plan_buckets`][hf_bucketing.plans.plan_buckets].
+        longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once:
+            by cost with a `cost_model`, else by tokens, or by samples × longest where samples differ in length alone.
         num_processes (`int`, *optional*): Number of processes; by default accelerate's, of a device mesh only the
             data-parallel ranks, else that of torch.distributed.
         process_index (`int`, *optional*): Process whose batches alone are yielded; by default the rank, if
@@ -75,12 +78,14 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self,
         config: BucketPlanConfig | LengthPlanConfig | PackPlanConfig,
         *,
+        num_rows: int,
         weights: npt.ArrayLike | Mapping[int, float] | None,
         longest_first: bool,
         num_processes: int | None,
         process_index: int | None,
     ) -> None:
         self.config = config
+        self.num_rows = num_rows
         self.weights: Mapping[int, float] | FloatArray | None = None
         if isinstance(weights, Mapping):
             self.weights = numbers_by_id(weights, "weights", whole=False, error=PlanError)
@@ -225,11 +230,6 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
         """Return the cost of each sample of a plan, in the order of `plan.indices`."""
-        raise NotImplementedError
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data set."""
         raise NotImplementedError
 
     def _columns(self) -> Mapping[str, object]:

@@ -86,7 +86,7 @@ def deal(
     base_size: int | None = None,
     spare: Groups | None = None,
 ) -> Deal:
-    """Deal the rows of `k` buckets into full steps, and their remainders as [`BucketBatchSampler`] describes.
+    """Deal the rows of `k` buckets into full steps, and their remainders as `BucketPlanConfig` describes.
 
     `sizes`, shape `(k,)`, and `base_size` are samples per process and step. The rows of `spare`, by default those of
     `groups`, complete the steps of `"repeat"`. `"join"` is for buckets that rise in length: see [`_join_neighbours`].

@@ -141,8 +141,7 @@ def plan_lengths(
         epoch (`int`): Number of the epoch, at least 0; every epoch has its own order.
         num_processes (`int`): Processes that share the batches, at least 1.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
-        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions. The plan then holds
-            what is left of the epoch, which may be no step at all.
+        consumed (array of `int`, *optional*): As in [`plan_buckets`][hf_bucketing.plans.plan_buckets].
 
     Returns:
         [`EpochPlan`]: With the bucket of each batch, `MIXED` where there are no buckets, and the drop reasons

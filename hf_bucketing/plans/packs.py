@@ -136,8 +136,7 @@ def plan_packs(
         text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
             attention; they count like the row's own, but are not rounded to strips.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
-        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions. The plan then holds
-            what is left of the epoch, which may be no step at all.
+        consumed (array of `int`, *optional*): As in [`plan_buckets`][hf_bucketing.plans.plan_buckets].
 
     Returns:
         [`EpochPlan`]: With the bucket id `PACKED` throughout and the drop reasons `rejected`, `oversize`, `weight`
