@@ -322,7 +322,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If it would lose batches.
         """
-        check_host(loader, num_rows=self.num_rows, num_processes=self.num_processes, process_index=self.process_index)
+        check_host(loader, self)
         self.check_tables(loader)
         self.set_epoch(loader.iteration)
         if self.first_step and (skipped := skipped_by(loader)):
