@@ -49,7 +49,7 @@ PACKS = {
     **{"lora_rank": 2, "batching": "pack", "max_tokens": 640, "strip_length": 16, "mixed_precision": "bf16"},
     **{"ema_decay": 0.9, "gradient_checkpointing": True},
 }
-FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2}
+FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.02}
 HELD_OUT = {"validation_split": 0.15, "validation_loss_steps": 2, "validation_noise_levels": 1}
 RENDER = {
     **{"validation_prompts": ["red"], "validation_sizes": "1,32,48", "validation_steps": 2},
