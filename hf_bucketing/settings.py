@@ -9,7 +9,10 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 |---|---|
 | `argument` | name of a function's argument that is this setting, for messages |
 | `parse` | function that reads the text of its flag |
+| `flag` | False if no script takes it, `"listed"` if only a list of configurations in a file does |
+| `one_of` | name of a choice among settings, of which one is given |
 | `on_resume` | what a resumed run does about another value; `training/on_resume.py` lists the rules |
+| `decides_steps` | True if the number of optimizer steps follows from it |
 | `left_open` | value that lets a run choose: a resumed run takes the choice of the saved run |
 | `needs_rows` | why rows from a stream cannot have it |
 | `batching` | the only way of batching that uses it |
@@ -125,6 +128,11 @@ def changed(config: Config, **values: Any) -> Config:
 def names_of(kind: type) -> list[str]:
     """Return the names of all settings of a configuration."""
     return [setting.name for setting in settings_in(kind)]
+
+
+def flag_names(kind: type) -> list[str]:
+    """Return the names of the settings of a configuration that are flags of scripts."""
+    return [setting.name for setting in settings_in(kind) if "flag" not in setting.metadata]
 
 
 def not_default(config: Any, *names: str) -> list[str]:

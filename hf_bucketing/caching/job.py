@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -49,7 +48,7 @@ def cache_dataset(
     encoder.check_conditions(prepared.conditions)
     state = PartialState()
     if state.is_main_process:
-        TensorCache(Path(config.folder)).sweep()
+        TensorCache(config.folder).sweep()
     state.wait_for_everyone()
     rows, latents = _latents(prepared, encoder, config)
     buckets = column_array(rows, "bucket_id")

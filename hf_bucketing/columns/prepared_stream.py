@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from datasets.iterable_dataset import (
     RandomlyCyclingMultiSourcesExamplesIterable,
 )
 
-from ..buckets.assignment import REJECTED_BUCKET, AssignmentRule, count_rejections
+from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
@@ -80,23 +80,17 @@ class StreamSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPart:
-    """One source of a stream, and how its buckets are assigned.
+    """One source of a stream.
 
     Args:
-        source ([`RowsConfig`]): What is read, with the names of all columns.
+        source ([`RowsConfig`]): What is read, with the names of all columns and of the source.
         root (`str`, *optional*): Folder or URL that relative paths start from.
         table ([`BucketTable`]): Table of its buckets.
-        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
-        name (`str`): Name among several sources.
-        weight (`float`, *optional*): Share among several sources.
     """
 
     source: RowsConfig
     root: str | None
     table: BucketTable
-    rule: AssignmentRule = field(default_factory=AssignmentRule)
-    name: str = ""
-    weight: float | None = None
 
     def open(self, buckets: BucketColumns, *, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
         """Return the stream of the rows of the source; arguments as those of [`PreparedStream.open`]."""
@@ -149,6 +143,11 @@ class PreparedStream:
         return {name: name for part in self.parts for name in part.source.conditions}
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources, if there are several."""
+        return tuple(part.source.name or "" for part in self.parts) if len(self.parts) > 1 else ()
+
+    @property
     def spec(self) -> LatentSpec:
         """Strides and patch of the model that the stream was prepared for."""
         return self.open_table.spec
@@ -170,7 +169,8 @@ class PreparedStream:
         """
         open_columns = BucketColumns(self.open_table, self.spec)
         columns = [
-            open_columns if packed else BucketColumns(part.table, self.spec, rule=part.rule) for part in self.parts
+            open_columns if packed else BucketColumns(part.table, self.spec, rule=part.source.rule)
+            for part in self.parts
         ]
         if len(self.parts) == 1:
             return self.parts[0].open(columns[0], shuffle_buffer=shuffle_buffer, seed=seed)
@@ -178,7 +178,8 @@ class PreparedStream:
         streams = []
         for number, (part, buckets, new_ids) in enumerate(zip(self.parts, columns, ids, strict=True)):
             function = OneOfSources(
-                name=part.name if number else "",
+                number=number,
+                name=(part.source.name or "") if number else "",
                 root=part.root if number else None,
                 conditions=tuple(self.conditions),
                 bucket_ids=None if packed else tuple(new_ids.tolist()),
@@ -233,7 +234,7 @@ def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart]
     """Return one stream of several; `interleave_datasets` would read rows of each, to give captions one type."""
     iterables = [stream._ex_iterable for stream in streams]
     until = "all_exhausted_without_replacement"
-    shares = given_shares([part.weight for part in parts])
+    shares = given_shares([part.source.weight for part in parts])
     if shares is None:
         return IterableDataset(CyclingMultiSourcesExamplesIterable(iterables, stopping_strategy=until))
     return IterableDataset(
@@ -261,15 +262,13 @@ def _written(part: StreamPart, folder: str | os.PathLike[str]) -> dict[str, Any]
         "source": values,
         "root": part.root and root_from(part.root, Path(folder)),
         "table": json.loads(part.table.to_json()),
-        "rule": asdict(part.rule),
-        "name": part.name,
-        "weight": part.weight,
     }
 
 
 def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> StreamPart:
     """Return what [`_written`] wrote, or what releases wrote whose streams had other names for settings."""
-    values = dict(part["source"])
+    values = {**part.get("rule", {}), **{name: part[name] for name in ("name", "weight") if name in part}}
+    values |= part["source"]
     if "caption_columns" in values:
         values |= {f"{name}_column": column for name, column in values.pop("conditions").items()}
         values |= {
@@ -288,9 +287,6 @@ def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Strea
         source=build(RowsConfig, values | {name: Path(values[name]) for name in _FOLDERS if values.get(name)}),
         root=root,
         table=BucketTable.from_json(json.dumps(part["table"])),
-        rule=AssignmentRule(**part["rule"]),
-        name=part.get("name", ""),
-        weight=part.get("weight"),
     )
 
 
@@ -334,7 +330,8 @@ def prepare_stream(
     with Faults() as faults:
         for name, config in zip(names, configs, strict=True):
             try:
-                checked.append(_check_part(config, name=name, spec=spec, native_sizes=native_sizes, say=say))
+                named = replace(config, name=name) if len(configs) > 1 else config
+                checked.append(_check_part(named, spec=spec, native_sizes=native_sizes, say=say))
             except BucketingError as error:
                 faults.report(error, source=name if len(configs) > 1 else None)
     check_same_conditions({name: config.conditions for name, config in zip(names, configs, strict=True)})
@@ -362,7 +359,6 @@ class _CheckedPart(NamedTuple):
 def _check_part(
     config: SourceConfig,
     *,
-    name: str,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]],
     say: Callable[[str], None],
@@ -383,7 +379,6 @@ def _check_part(
         )
     files = paths_of(dataset, range(len(dataset)), rows.column)
     columns["file"] = np.array([file or "a row without a path" for file in files], object)
-    weight = config.weight
-    part = StreamPart(source=found, root=rows.root, table=table, rule=config.rule, name=name, weight=weight)
+    part = StreamPart(source=found, root=rows.root, table=table)
     row_bytes = sum(map(bytes_in, loaded.first_rows)) // len(loaded.first_rows)
     return _CheckedPart(part, columns, row_bytes, loaded.dataset.num_shards)

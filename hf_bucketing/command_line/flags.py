@@ -71,22 +71,26 @@ class FlagParser(argparse.ArgumentParser):
         for kind in kinds:
             self.add_settings(kind)
 
-    def add_settings(self, kind: type, *, skip: Sequence[str] = (), several: Sequence[str] = ()) -> None:
+    def add_settings(
+        self, kind: type, *, skip: Sequence[str] = (), several: Sequence[str] = (), listed: bool = False
+    ) -> None:
         """Add a flag for each setting of a configuration; [`from_flags`] builds the configuration from them.
 
         Name, type and default are those of the dataclass field, and the help is the field's entry under `Args:` in
         the docstring. A field may have `metadata`: `argument`, another name that the library uses for the same
-        setting, and `parse`, a function that reads the flag's value.
+        setting, `parse`, a function that reads the flag's value, and `flag`, which says that it has none.
 
         Args:
             kind (type): Frozen dataclass, which may be composed of others.
             skip (sequence of `str`): Settings that get no flag.
             several (sequence of `str`): Settings whose flag takes one or several values, of as many configurations;
                 these are None without the flag.
+            listed (`bool`): Whether settings are added that only a list of configurations in a file has.
         """
         groups: dict[type, Any] = {}
         for setting in settings_in(kind):
-            if setting.name in skip:
+            flag = setting.metadata.get("flag", True)
+            if setting.name in skip or flag is False or (flag == "listed" and not listed):
                 continue
             if setting.owner not in groups:
                 title = (inspect.getdoc(setting.owner) or setting.owner.__name__).partition("\n")[0].rstrip(".")

@@ -51,7 +51,7 @@ from ..placement.sharding import (
 )
 from ..placement.shards import SHARDED, averaged
 from ..placement.trust import refuse_code_in_shards
-from ..settings import changed
+from ..settings import changed, marked
 from .agreement import check_shared
 from .card import Run, write_card
 from .checkpoint import (
@@ -65,7 +65,7 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data import UNREADABLE, make_data, make_held_out_data
+from .data import make_data, make_held_out_data, unreadable_log
 from .estimate import describe_memory, fill_max_tokens, out_of_memory
 from .held_out_loss import HeldOutLoss, in_evaluation, unreadable_message
 from .hub import open_repository, result_parts, upload
@@ -81,7 +81,7 @@ from .stopping import StopSignals
 from .streamed import OpenedStream, make_streamed_data, open_stream
 from .validation import Validation, images_of, parse_sizes
 
-_DECIDE_STEPS = ("num_train_epochs", "gradient_accumulation_steps", "num_processes")
+_DECIDE_STEPS = (*marked(TrainingConfig, "decides_steps"), "num_processes")
 """What the number of optimizer steps depends on, beside the plan, which a resumed run must have as it was."""
 
 LOCK = "run.lock"
@@ -181,7 +181,7 @@ class Trainer:
         run, config, tokens = self.opened, self.config, ModelTokens.of(self.recipe)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
-                (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
+                unreadable_log(config).unlink(missing_ok=True)
             self.data: RunData
             if stream is None:
                 self.data = make_data(config, run.spec, tokens, prepared=run.prepared)
@@ -329,7 +329,7 @@ class Trainer:
             accelerator,
             max_tokens=self.config.batches.token_limit,
             degree=self.config.memory.context_parallel_degree,
-            sources=() if self.data.sources is None else self.data.sources.names,
+            sources=self.data.sources,
         )
         self.skipped = SkippedSteps(accelerator, limit=self.config.optimizer.max_skipped_steps, folder=self.folder)
         self._write_status("running")
@@ -455,7 +455,7 @@ class Trainer:
                     index=index[counted].tolist(),
                     loss=loss[counted].tolist(),
                     sources=None if sources is None else sources.tolist(),
-                    planned=batch.get(PLANNED),
+                    planned=np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
                 )
                 if self.accelerator.sync_gradients:
                     metrics = self.metrics.finish(factor, grad_norm=norm, stop=self.signals.number)

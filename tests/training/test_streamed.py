@@ -112,7 +112,7 @@ def test_a_window_has_the_gradient_of_one_mean_whether_its_weights_are_known_bef
     ({"shuffle_buffer": 5, "streaming": False}, "Omit `shuffle_buffer`: no effect without `streaming`"),
     ({"max_train_steps": None}, "no known length: give `max_train_steps`, or `steps_per_epoch`"),
     ({"remainder": "drop"}, r"Omit `remainder` with `streaming=True`: .* smaller batches"),
-    ({"longest_first": True, "on_error": "replace"}, "Omit `longest_first`, `on_error`"),
+    ({"longest_first": True, "remainder": "drop"}, "Omit `remainder`, `longest_first`"),
     ({**PACK, "balance": "cost"}, "Omit `balance`"),
     ({**PACK, "pack_strategy": "sequential"}, "Omit `pack_strategy`"),
     ({**PACK, "random_resize": 32}, "Omit `random_resize`"),
