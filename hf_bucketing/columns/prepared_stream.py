@@ -92,9 +92,12 @@ class StreamPart:
     root: str | None
     table: BucketTable
 
-    def open(self, buckets: BucketColumns, *, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
+    def open(
+        self, buckets: BucketColumns, *, shuffle_buffer: int = 0, seed: int = 0, reject: bool = False
+    ) -> IterableDataset:
         """Return the stream of the rows of the source; arguments as those of [`PreparedStream.open`]."""
         columns = StreamColumns.of(self.source, buckets, root=self.root)
+        columns = columns.rejecting() if reject else columns
         rows = find_rows(SourceRequest.of(self.source, streaming=True)).dataset
         assert isinstance(rows, IterableDataset), "the request is for a stream"
         present = list(rows.column_names or next(iter(rows)))
@@ -152,7 +155,9 @@ class PreparedStream:
         """Strides and patch of the model that the stream was prepared for."""
         return self.open_table.spec
 
-    def open(self, *, packed: bool = False, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
+    def open(
+        self, *, packed: bool = False, shuffle_buffer: int = 0, seed: int = 0, reject: bool = False
+    ) -> IterableDataset:
         """Return the stream of rows with the columns of `StreamColumns`; no row is read yet.
 
         Of several sources, the next row comes from each by its weight, or from all by turns, until a source ends; the
@@ -162,6 +167,8 @@ class PreparedStream:
             packed (`bool`): Whether `bucket_id` and `num_tokens` are those of the open table.
             shuffle_buffer (`int`): Rows, or clips, among which each next one is drawn; 0 keeps the order of the files.
             seed (`int`): Seed of these draws.
+            reject (`bool`): Whether rows whose file, clip or condition is at fault are rejected, also where preparing
+                them would have been an error.
 
         Raises:
             MediaError: If the files are gone, or datasets cannot read them.
@@ -173,7 +180,7 @@ class PreparedStream:
             for part in self.parts
         ]
         if len(self.parts) == 1:
-            return self.parts[0].open(columns[0], shuffle_buffer=shuffle_buffer, seed=seed)
+            return self.parts[0].open(columns[0], shuffle_buffer=shuffle_buffer, seed=seed, reject=reject)
         _, ids = union_of_tables([part.table for part in self.parts])
         streams = []
         for number, (part, buckets, new_ids) in enumerate(zip(self.parts, columns, ids, strict=True)):
@@ -184,7 +191,7 @@ class PreparedStream:
                 conditions=tuple(self.conditions),
                 bucket_ids=None if packed else tuple(new_ids.tolist()),
             )
-            streams.append(part.open(buckets).map(function, batched=True, batch_size=_BATCH_ROWS))
+            streams.append(part.open(buckets, reject=reject).map(function, batched=True, batch_size=_BATCH_ROWS))
         return _shuffled(_interleaved(streams, self.parts, seed), shuffle_buffer, seed)
 
     def save(self, folder: str | os.PathLike[str]) -> None:

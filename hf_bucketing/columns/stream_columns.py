@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..buckets.assignment import REJECTED_BUCKET
@@ -83,6 +83,17 @@ class StreamColumns:
             conditions=ConditionColumns(files, on_error=on_error),
             buckets=buckets,
         )
+
+    def rejecting(self) -> StreamColumns:
+        """Return the function that rejects rows whose files, clips or conditions are at fault, and raises no error."""
+        clips = None if self.clips is None else replace(self.clips, on_error="reject")
+        sizes, conditions = replace(self.sizes, on_error="reject"), replace(self.conditions, on_error="reject")
+        return replace(self, sizes=sizes, clips=clips, conditions=conditions)
+
+    @property
+    def identity(self) -> StreamColumns:
+        """What tells streams apart: not what becomes of rows at fault, which a resumed run may change."""
+        return self.rejecting()
 
     @property
     def input_columns(self) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ from datasets import IterableDataset as Stream
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ..buckets.assignment import Rejection
+from ..columns.faults import path_of
 from ..errors import BucketingError, MediaError
 from ..loaders.bucket_sampler import check_table
 from ..loaders.collators import PLANNED
@@ -54,7 +56,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         faults ([`FaultLog`][hf_bucketing.loaders.FaultLog], *optional*): Log of unreadable rows, for which
             `collate_fn` raises MediaError: the next row of its bucket takes the place of one, or in packs the next
             that has room. A batch then has the list `planned_index`, which holds unreadable rows in the places that
-            others took. Rows need an `index`. By default, an unreadable row is an error.
+            others took. Rows whose `rejection` is `"unreadable"` are logged too. Rows need an `index`. By default, an
+            unreadable row is an error.
         kept (sequence of `str`): Columns that a batch has as lists, beside what `collate_fn` makes.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
@@ -208,7 +211,10 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         for item in read_rows:
             if item is not None and item[0] is not None:
                 row, measure, num_bytes = item
-                if measure is None:
+                if measure is None and self._is_unreadable(row):
+                    unreadable.count += 1
+                    self._report([row], [f"{self._file_of(row)} cannot be read."], unreadable.count, read=read)
+                elif measure is None:
                     rejected += 1
                 else:
                     complete.extend(groups.add(row, ordinal=read, measure=measure, num_bytes=num_bytes))
@@ -242,11 +248,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
             if reasons := self._faults_of(group.rows):
                 if len(reasons) < len(group.rows):
                     self.faults.consecutive = 0
-                indices = unreadable.take_out(group, reasons, slot=groups.slot(group.key), read=read)
-                for index, reason in zip(indices, reasons.values(), strict=True):
-                    self.faults.report(epoch=self.epoch, index=index, reason=reason)
-                if unreadable.count > self.faults.faults.max_errors:
-                    self.faults.check_share(unreadable.count, rows=read, epoch=self.epoch, reason=reason)
+                rows = unreadable.take_out(group, reasons, slot=groups.slot(group.key), read=read)
+                self._report(rows, [*reasons.values()], unreadable.count, read=read)
                 complete.extend(groups.put_back(group) if group.rows else ())
                 return None
             batch = self.collate_fn(group.rows)  # of a server that did not answer at once
@@ -254,6 +257,21 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
             self.faults.consecutive = 0
             batch[PLANNED] = unreadable.planned(group, slot=groups.slot(group.key))
         return {**batch, **{name: [row[name] for row in group.rows] for name in self.kept}}
+
+    def _is_unreadable(self, row: Row) -> bool:
+        """Return whether a row without a measure counts as unreadable, instead of rejected."""
+        return self.faults is not None and row.get("rejection") == Rejection.UNREADABLE.label
+
+    def _file_of(self, row: Row) -> str:
+        return path_of(row.get(getattr(self.collate_fn, "column", ""))) or "A file without a path"
+
+    def _report(self, rows: Sequence[Row], reasons: Sequence[str], count: int, *, read: int) -> None:
+        """Log unreadable rows, the last of so many in this pass."""
+        assert self.faults is not None
+        for row, reason in zip(rows, reasons, strict=True):
+            self.faults.report(epoch=self.epoch, index=int(row["index"]), reason=reason)
+        if count > self.faults.faults.max_errors:
+            self.faults.check_share(count, rows=read, epoch=self.epoch, reason=reasons[-1])
 
     def _faults_of(self, rows: Sequence[Row]) -> dict[int, str]:
         """Return why rows cannot be read, by their positions."""

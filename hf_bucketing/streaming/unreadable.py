@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ColumnError
-from .grouping import Group
+from .grouping import Group, Row
 
 
 @dataclass(slots=True)
@@ -36,21 +36,21 @@ class UnreadableRows:
         unplaced = [[slot, [*indices]] for slot, indices in self.waiting.items()]
         return {"unreadable": self.count, "unplaced": unplaced}
 
-    def take_out(self, group: Group, positions: Collection[int], *, slot: int, read: int) -> list[int]:
-        """Remove rows at some positions from a group, after so many rows were read, and return their indices.
+    def take_out(self, group: Group, positions: Collection[int], *, slot: int, read: int) -> list[Row]:
+        """Remove and return rows at some positions of a group, after so many rows were read.
 
         Raises:
             ColumnError: If the rows have no index.
         """
         if "index" not in group.rows[0]:
             raise ColumnError("Rows that are replaced need an index column; add one to the stream.")
-        indices = [int(group.rows[position]["index"]) for position in positions]
+        unreadable = [group.rows[position] for position in positions]
         readable = [position for position in range(len(group.rows)) if position not in positions]
         group.rows = [group.rows[position] for position in readable]
         group.ordinals = [group.ordinals[position] for position in readable]
-        self.count += len(indices)
-        self.waiting.setdefault(slot, []).extend([index, read] for index in indices)
-        return indices
+        self.count += len(unreadable)
+        self.waiting.setdefault(slot, []).extend([int(row["index"]), read] for row in unreadable)
+        return unreadable
 
     def planned(self, group: Group, *, slot: int) -> list[int]:
         """Return the indices of a group that is sent, with unreadable rows in the places that its rows take."""

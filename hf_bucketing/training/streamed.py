@@ -80,7 +80,8 @@ def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStrea
     num_workers = config.loader.dataloader_num_workers
     if holds_stream(config.dataset_dir):
         prepared = PreparedStream.load(config.dataset_dir)
-        rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed)
+        reject = config.faults.on_error == "replace"
+        rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed, reject=reject)
         for warning in warn_of_shards(
             rows.num_shards, num_processes=accelerator.num_processes, num_workers=num_workers
         ):
