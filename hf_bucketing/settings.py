@@ -23,7 +23,6 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -33,7 +32,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import BucketingError
+from .errors import BucketingError, did_you_mean
 
 Config = TypeVar("Config")
 
@@ -273,8 +272,7 @@ def check_names(kind: type, names: Any) -> None:
     """Raise BucketingError if a name is not that of a setting; the message names the most similar one."""
     known = names_of(kind)
     for name in [name for name in names if name not in known]:
-        similar = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, n=1))
-        raise BucketingError(f"{kind.__name__} has no setting {name}{similar or '.'}")
+        raise BucketingError(f"{kind.__name__} has no setting {name}{did_you_mean(name, known)}")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

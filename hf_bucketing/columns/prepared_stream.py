@@ -6,18 +6,19 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from datasets.iterable_dataset import (
     CyclingMultiSourcesExamplesIterable,
     RandomlyCyclingMultiSourcesExamplesIterable,
 )
 
+from ..buckets.arrays import IntArray
 from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
@@ -27,17 +28,16 @@ from ..errors import BucketingError
 from ..files import complete_folder
 from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
-from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
-from .faults import Faults, paths_of
+from .faults import paths_of
 from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
-from .preparation import check_alike, check_rows, load_described
+from .preparation import CheckedSource, check_sources
 from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table, read_root, root_from
 from .settings import RowsConfig, SourceConfig
-from .shares import given_shares, name_sources
+from .shares import given_shares
 from .sources import bytes_in, find_rows
 from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 
@@ -78,7 +78,7 @@ class StreamSample:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StreamPart:
     """One source of a stream.
 
@@ -315,12 +315,7 @@ def prepare_stream(
 ) -> tuple[PreparedStream, Columns]:
     """Check the first rows of sources as those of a data set of rows, and describe them as one stream.
 
-    Args:
-        sources ([`SourceConfig`][hf_bucketing.columns.preparation.SourceConfig] or several): What to read, and its
-            bucket table.
-        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
-        native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
-        say (callable): Called with each sentence about what was found.
+    The arguments are those of [`check_sources`][hf_bucketing.columns.preparation.check_sources].
 
     Returns:
         The stream, and the size and bucket columns of the first rows, those of the first source first.
@@ -330,62 +325,38 @@ def prepare_stream(
             source is usable; and as `prepare`.
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
-    names = name_sources([(config.dataset, config.name) for config in configs])
-    check_alike(configs)
     given_shares([config.weight for config in configs])
-    checked: list[_CheckedPart] = []
-    with Faults() as faults:
-        for name, config in zip(names, configs, strict=True):
-            try:
-                named = replace(config, name=name) if len(configs) > 1 else config
-                checked.append(_check_part(named, spec=spec, native_sizes=native_sizes, say=say))
-            except BucketingError as error:
-                faults.report(error, source=name if len(configs) > 1 else None)
-    check_same_conditions({name: config.conditions for name, config in zip(names, configs, strict=True)})
-    table, ids = union_of_tables([part.table for part, *_ in checked])
-    for (_, columns, *_), new_ids in zip(checked, ids, strict=True):
-        columns["bucket_id"] = np.append(new_ids, REJECTED_BUCKET)[columns["bucket_id"]]
-    columns = {name: np.concatenate([part.columns[name] for part in checked]) for name in checked[0].columns}
+    checked = check_sources(sources, spec=spec, native_sizes=native_sizes, streaming=True, overwrite=True, say=say)
+    check_same_conditions({name: source.config.conditions for name, source in checked.items()})
+    table, ids = union_of_tables([source.table for source in checked.values()])
+    found = [_columns_of(source, new_ids) for source, new_ids in zip(checked.values(), ids, strict=True)]
+    columns = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    first_rows = [source.loaded.first_rows for source in checked.values()]
     prepared = PreparedStream(
-        parts=tuple(part for part, *_ in checked),
+        parts=tuple(StreamPart(source.config, source.rows.root, source.table) for source in checked.values()),
         table=table,
         open_table=configs[0].table.make_open(spec, table),
-        num_shards=min(part.num_shards for part in checked),
-        sample=StreamSample.of(columns, row_bytes=sum(part.row_bytes for part in checked) // len(checked)),
+        num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
+        sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
     )
     return prepared, columns
 
 
-class _CheckedPart(NamedTuple):
-    part: StreamPart
-    columns: dict[str, npt.NDArray[Any]]
-    row_bytes: int
-    num_shards: int
-
-
-def _check_part(
-    config: SourceConfig,
-    *,
-    spec: LatentSpec,
-    native_sizes: Sequence[tuple[int, int]],
-    say: Callable[[str], None],
-) -> _CheckedPart:
-    """Check the first rows of a source, and return their columns, with the buckets of its own table."""
-    table = config.table.make(spec, native_sizes=native_sizes)
-    loaded = load_described(config, streaming=True, say=say)
-    assert loaded.first_rows is not None, "it is a stream"
-    with Faults() as faults:
-        rows, found = check_rows(config, loaded, faults, clips=config.clip_rule(table.max_frames), say=say)
-    dataset = map_columns(rows.dataset, BucketColumns(table, spec, rule=config.rule), overwrite=True)
+def _columns_of(source: CheckedSource, new_ids: IntArray) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of the first rows of a source, with the buckets of the table of all sources."""
+    dataset = source.rows.dataset
     columns = {name: column_array(dataset, name) for name in _REPORTED}
     if not (columns["bucket_id"] >= 0).any():
         reasons = ", ".join(f"{count} {label}" for label, count in count_rejections(columns["rejection"]).items())
         raise BucketingError(
-            f"None of the first {len(dataset)} rows of {config.dataset} can be trained: {reasons}; choose other "
-            "buckets, or other columns (`media_column`, `caption_column`)."
+            f"None of the first {len(dataset)} rows of {source.config.dataset} can be trained: {reasons}; choose "
+            "other buckets, or other columns (`media_column`, `caption_column`)."
         )
-    files = paths_of(dataset, range(len(dataset)), rows.column)
+    columns["bucket_id"] = np.append(new_ids, REJECTED_BUCKET)[columns["bucket_id"]]
+    files = paths_of(dataset, range(len(dataset)), source.rows.column)
     columns["file"] = np.array([file or "a row without a path" for file in files], object)
-    part = StreamPart(source=found, root=rows.root, table=table)
-    row_bytes = sum(map(bytes_in, loaded.first_rows)) // len(loaded.first_rows)
-    return _CheckedPart(part, columns, row_bytes, loaded.dataset.num_shards)
+    return columns
+
+
+def _row_bytes(rows: Dataset) -> int:
+    return sum(map(bytes_in, rows)) // len(rows)

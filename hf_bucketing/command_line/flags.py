@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
-from ..errors import BucketingError, FlagError
+from ..errors import BucketingError, FlagError, did_you_mean
 from ..settings import Setting, build, choices, names_of, parts_of, settings_in, without_links
 from .config_file import CACHED_DIR, SOURCES, ConfigFile, Entry, read_config_file
 
@@ -237,9 +236,8 @@ class FlagParser(argparse.ArgumentParser):
     def _did_you_mean(self, flag: str) -> str:
         """Return why a flag is refused, with the flag to use instead if there is one."""
         known = [option for option in self._option_string_actions if option.startswith("--")]
-        near = difflib.get_close_matches(flag.replace("-", "_"), [option.replace("-", "_") for option in known], 1)
-        hint = f"; did you mean --{near[0][2:]}?" if near else ""
-        return f"there is no flag {flag}{hint}"
+        hint = did_you_mean("--" + flag[2:].replace("-", "_"), known)
+        return f"there is no flag {flag}{hint.removesuffix('.')}"
 
 
 def from_flags(kind: type[Config], args: argparse.Namespace, **others: Any) -> Config:
@@ -275,8 +273,7 @@ def _options(setting: Setting) -> dict[str, Any]:
 
 def _no_setting(name: str, known: Collection[str]) -> str:
     """Return why a name in a file is refused, with the name to use instead if there is one."""
-    near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
-    return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else ".")
+    return f"there is no setting {name}{did_you_mean(name.replace('-', '_'), known)}"
 
 
 def _value_of(action: argparse.Action, entry: Entry, file: ConfigFile) -> Any:
