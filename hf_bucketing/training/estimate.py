@@ -103,6 +103,7 @@ def config_of_run(opened: OpenedRun) -> PlanConfig:
         memory = dataclasses.replace(memory, gradient_checkpointing=True)
     return PlanConfig(
         batching=config.batches.batching,
+        strip_length=config.batches.strip_length,
         cached="nothing" if "vae" in called else "latents" if "text_encoders" in called else "all",
         mixed_precision=cast("Precision", accelerator.mixed_precision),
         sharding="fsdp2" if accelerator.is_fsdp2 else "ddp",

@@ -29,7 +29,7 @@ from ..losses.reduction import global_mean
 from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
 from ..placement.trust import refuse_code_in_shards
-from ..settings import changed
+from ..settings import changed, marked
 from .agreement import check_shared
 from .card import Run, write_card
 from .checkpoint import (
@@ -41,7 +41,7 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data import UNREADABLE, make_data, make_held_out_data
+from .data import make_data, make_held_out_data, unreadable_log
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .held_out_loss import HeldOutLoss
@@ -58,7 +58,7 @@ from .stopping import StopSignals
 from .streamed import OpenedStream, make_streamed_data, open_stream
 from .trained import TrainedModel, add_trained_parts
 
-_DECIDE_STEPS = ("num_train_epochs", "gradient_accumulation_steps", "num_processes")
+_DECIDE_STEPS = (*marked(TrainingConfig, "decides_steps"), "num_processes")
 """What the number of optimizer steps depends on, beside the plan, which a resumed run must have as it was."""
 
 LOCK = "run.lock"
@@ -160,7 +160,7 @@ class Trainer:
         opened, config, tokens = self.opened, self.config, ModelTokens.of(self.recipe)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
-                (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
+                unreadable_log(config).unlink(missing_ok=True)
             self.data: RunData
             if stream is None:
                 self.data = make_data(config, opened.spec, tokens, prepared=opened.prepared)

@@ -71,6 +71,7 @@ class _Logs(NamedTuple):
     plans: list[dict[str, Any]]
     samples: list[list[dict[str, Any]]]
     skipped: list[dict[str, Any]]
+    unreadable: list[dict[str, Any]]
 
     @property
     def ended(self) -> bool:
@@ -124,13 +125,16 @@ def _read_logs(output_dir: Path) -> _Logs:
         read_log(output_dir, "losses"),
         read_log(output_dir, "plans"),
     )
-    skipped = read_log(output_dir, "skipped") if log_path(output_dir, "skipped").is_file() else []
+    skipped, unreadable = (
+        read_log(output_dir, name) if log_path(output_dir, name).is_file() else []
+        for name in ("skipped", "unreadable")
+    )
     if not losses or not plans or any("busy_batches" not in line for line in losses):
         raise BucketingError(
             f"The logs in {output_dir} cannot be recounted: there is no optimizer step or no plan yet, or an earlier "
             "release wrote them."
         )
-    return _Logs(status, losses, plans, read_sample_logs(output_dir), skipped)
+    return _Logs(status, losses, plans, read_sample_logs(output_dir), skipped, unreadable)
 
 
 def _misnumbered(logs: _Logs) -> Iterator[str]:
@@ -247,19 +251,21 @@ def _unlike_plans(legs: Sequence[Leg]) -> Iterator[str]:
 
 
 def _unlike_passes(logs: _Logs, legs: Sequence[Leg]) -> Iterator[str]:
-    """Yield the passes over a stream that hold a row twice, or other rows than a whole pass before."""
+    """Yield the passes over a stream that hold a row twice, or other readable rows than a whole pass before."""
+    unreadable = {line["index"] for line in logs.unreadable}
     whole: set[int] | None = None
     streamed = [leg for leg in legs if "pass_began" in leg.plan]
     last = streamed[-1].plan["pass_began"] if streamed else None
     for began, group in groupby(streamed, lambda leg: int(leg.plan["pass_began"])):
         spans = [range(leg.start, leg.start + leg.steps) for leg in group]
         batches = range(spans[0].start, spans[-1].stop)
-        rows = Counter(i for log in logs.samples for line in log if line["batch"] in batches for i in _planned(line))
+        rows = Counter(i for log in logs.samples for line in log if line["batch"] in batches for i in line["index"])
         if rows.total() != len(rows):
             yield f"the pass over the stream that began in epoch {began} holds {rows.total() - len(rows)} rows twice"
-        if whole is not None and not (rows.keys() <= whole if began == last else rows.keys() == whole):
+        readable = rows.keys() - unreadable
+        if whole is not None and not (readable <= whole if began == last else readable == whole):
             yield f"the pass over the stream that began in epoch {began} holds other rows than the one before"
-        whole = set(rows) if whole is None else whole
+        whole = readable if whole is None else whole
 
 
 def _place(line: Line) -> tuple[int, int]:

@@ -64,7 +64,7 @@ class RunReport:
             accelerator,
             max_tokens=config.batches.token_limit,
             degree=degree,
-            sources=() if data.sources is None else data.sources.names,
+            sources=data.sources,
         )
         self.skipped = SkippedSteps(accelerator, limit=config.optimizer.max_skipped_steps, folder=self.folder)
 
@@ -147,7 +147,7 @@ class RunReport:
             index=index[counted].tolist(),
             loss=loss[counted].tolist(),
             sources=None if sources is None else sources.tolist(),
-            planned=batch.get(PLANNED),
+            planned=np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
         )
 
     def step(self, global_step: int, entry: Mapping[str, Any]) -> None:

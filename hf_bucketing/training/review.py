@@ -206,7 +206,7 @@ def describe_held_out(output_dir: Path, *, by_bucket: bool = False) -> list[str]
 
 
 def review_sources(output_dir: Path) -> list[str]:
-    """Return a line per source of a run: samples and repeats of its first epoch, and the mean loss of each half.
+    """Return a line per source of a run: its samples, of plans those of the first epoch, and the loss of each half.
 
     Empty if there was one source.
 
@@ -224,7 +224,11 @@ def review_sources(output_dir: Path) -> list[str]:
     said = []
     for (name, own), halves in zip(counts.items(), losses, strict=True):
         first, second = (f"{_mean(values):.4f}" if values else "none" for values in halves)
-        planned = f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {min(plans)}"
+        planned = f"{sum(map(len, halves))} samples"  # of a stream, which has no plan
+        if own:
+            planned = (
+                f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {min(plans)}"
+            )
         said.append(f"source {name}: {planned}; mean loss {first} in the first half, {second} in the second")
     return said
 
@@ -256,8 +260,9 @@ def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
     if "num_steps" not in last.plan:
         passes = len({leg.plan["pass_began"] for leg in legs})
         rows = sum(leg.samples for leg in legs)
+        said = f"{rows} rows of the stream in {passes} passes over it, none twice in a pass"
         return [
-            Check(True, f"{rows} rows of the stream in {passes} passes over it, none twice in a pass"),
+            Check(True, said + _said_of_replaced(run)),
             Check(True, f"equal steps on all processes in {total} of {total} epochs, {steps} in all"),
         ]
     once = sum(map(_as_planned, epochs.values()))
@@ -265,9 +270,7 @@ def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
     said = f"every planned sample seen {often} in {once} of {total} epochs"
     if not last.whole:
         said += f", as far as they go: {last.steps} of {last.plan['num_steps']} steps in the last"
-    if run.replaced:
-        said += f"; {run.replaced} unreadable samples were replaced"
-    checks = [Check(once == total, said)]
+    checks = [Check(once == total, said + _said_of_replaced(run))]
     dropped = [leg.plan["dropped"].get("remainder", 0) for leg in legs]
     few = all(count < leg.plan["num_processes"] for count, leg in zip(dropped, legs, strict=True))
     reason = 'as `remainder="drop"` asks for' if drops else "fewer than the processes"
@@ -282,6 +285,10 @@ def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
             )
         )
     return checks
+
+
+def _said_of_replaced(run: Recount) -> str:
+    return f"; {run.replaced} unreadable samples were replaced" if run.replaced else ""
 
 
 def _planned_as_mixed(leg: Leg) -> int:

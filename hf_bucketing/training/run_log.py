@@ -323,7 +323,13 @@ def read_status(output_dir: Path) -> dict[str, Any] | None:
 
 
 def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
-    """Return the path of a log: `"plans"`, `"losses"`, `"validation"`, `"resumes"`, `"skipped"` or `"samples"`."""
+    """Return the path of a log.
+
+    Args:
+        output_dir (`Path`): Output folder of a run.
+        name (`str`): `"plans"`, `"losses"`, `"validation"`, `"resumes"`, `"skipped"`, `"unreadable"` or `"samples"`.
+        process_index (`int`): Process whose samples are logged.
+    """
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 

@@ -73,15 +73,15 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
 
     # Every source is drawn as often as planned, and its loss is logged.
     prepared = PreparedDataset.load(run_file.parent / "prepared")
-    assert prepared.sources is not None
+    assert prepared.sources
     for epoch, plan in plans_of(first).items():
         lines = [line for log in read_sample_logs(first) for line in log if line["epoch"] == epoch]
         drawn = Counter(index for line in lines for index in line["index"])
         assert [source for line in lines for source in line["sources"]] == [
-            prepared.sources.ids[index] for line in lines for index in line["index"]
+            prepared.source_ids[index] for line in lines for index in line["index"]
         ]
         for source, (name, counts) in enumerate(plan["sources"].items()):
-            rows = np.flatnonzero(prepared.sources.ids == source)
+            rows = np.flatnonzero(prepared.source_ids == source)
             own_counts = [drawn[int(row)] for row in rows if drawn[int(row)]]
             assert counts["kept"] == len(own_counts)
             assert counts["repeated"] == sum(own_counts) - len(own_counts)
@@ -126,16 +126,14 @@ def test_preparing_repeats_from_the_settings_in_its_folder(run_file: Path, tmp_p
     run_script_here("prepare_dataset.py", "--config", first / "config.yaml", "--output_dir", tmp_path / "again")
     one, two = PreparedDataset.load(first), PreparedDataset.load(tmp_path / "again")
     assert one.dataset[:] == two.dataset[:]
-    assert (one.table, one.open_table, one.sources.names) == (two.table, two.open_table, two.sources.names)
+    assert (one.table, one.open_table, one.sources) == (two.table, two.open_table, two.sources)
     assert two.settings["sources"] == one.settings["sources"]
 
 
 def test_flags_name_several_sources_in_place_of_the_file(run_file: Path, media_dir: Path, tmp_path: Path) -> None:
     several = ("--dataset", run_file.parent / "clips", media_dir)
     run_script_here("prepare_dataset.py", "--config", run_file, *several, "--output_dir", tmp_path / "out")
-    assert (
-        PreparedDataset.load(tmp_path / "out").sources.names == ("clips", media_dir.name) or media_dir.name == "clips"
-    )
+    assert PreparedDataset.load(tmp_path / "out").sources == ("clips", media_dir.name) or media_dir.name == "clips"
 
 
 @pytest.mark.parametrize(
