@@ -5,7 +5,7 @@ CogVideoX attends to the padding of its text (226 tokens) as encoded: pass the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +51,11 @@ class CogVideoXFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def check_grids(self, transformer: Transformer, grids: Sequence[Grid]) -> None:
-        """Refuse samples that exceed the positions of CogVideoX 1.5, or do not have the size of learned positions."""
-        super().check_grids(transformer, grids)
+    def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
+        """Refuse also samples that do not have the size of learned positions."""
+        super().check_layout(transformer, layout, stretched=stretched)
         height, width = base_grid(transformer)
-        for sample, grid in enumerate(grids):
+        for sample, grid in enumerate(layout.grids):
             if transformer.config.use_learned_positional_embeddings and grid[1:] != (height, width):
                 raise PackingError(
                     f"Sample {sample} has a token grid of {grid}, but the learned positions of this model are for "
@@ -86,16 +86,6 @@ class CogVideoXFamily(JointFamily):
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""
         return {"ofs": lambda grids: torch.full((len(grids),), 2.0)} if transformer.config.ofs_embed_dim else {}
-
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse also texts that do not have the length of the table of positions."""
-        super().check_layout(transformer, layout)
-        length = self.text_length(transformer)
-        if length is not None and set(layout.text_lengths) != {length}:
-            raise PackingError(
-                f"This CogVideoX transformer takes texts of {length} tokens, padding included "
-                f"(max_text_seq_length); got {layout.text_lengths}."
-            )
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables that its pipeline would pass."""

@@ -7,14 +7,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError, PackingError
 from ...packing.strips import token_grid
 from ..control import ControlRecipe
 from ..first_frame import ENDS, shown_ends
-from ..loading import read_configs
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
+from ..loading import read_config
+from ..recipe import Conditions, Recipe, Samples, Shown
 from .packing import FAMILY, has_table
 
 OFFSET = 2.0
@@ -45,7 +46,7 @@ class CogVideoXRecipe(Recipe):
         Raises:
             BucketingError: If the pipeline cannot be loaded, or has a table of positions for texts of another length.
         """
-        _, config = read_configs(name_or_path)
+        config = read_config(name_or_path, "transformer")
         length = config.get("max_text_seq_length", cls.default_sequence_length)
         if max_sequence_length not in (None, length) and has_table(config):
             raise BucketingError(
@@ -56,20 +57,9 @@ class CogVideoXRecipe(Recipe):
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        side, frames = transformer["patch_size"], transformer.get("patch_size_t")
-        return LatentSpec(
-            temporal_stride=int(vae["temporal_compression_ratio"]),
-            spatial_stride=2 ** (len(vae["block_out_channels"]) - 1),
-            patch=(frames or 1, side, side),
-            repeats_first=frames is not None,
-        )
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.config["out_channels"])
+        """Read the strides of the VAE and the patch of the transformer, and whether the first frame is repeated."""
+        repeats_first = read_config(name_or_path, "transformer").get("patch_size_t") is not None
+        return replace(super().read_spec(name_or_path), repeats_first=repeats_first)
 
     @property
     def media_rule(self) -> str:
@@ -96,7 +86,7 @@ class CogVideoXRecipe(Recipe):
         """Refuse sizes for which the model has no positions."""
         grid = token_grid(samples.noised.latents[0], self.family.patch(self.transformer), sample=0)
         try:
-            self.family.check_grids(self.transformer, [grid])
+            self.family.check_grid(self.transformer, grid)
         except PackingError as error:
             return str(error)
         return None
@@ -135,18 +125,10 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         """Return the latent of a blank first frame, `(C, 1, h, w)`."""
         return {"image_latents": torch.zeros_like(latent[:, :1])}
 
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Put the first frame's latent beside the noisy ones, as further channels."""
-        inputs = super().model_inputs(samples)
-        pairs = zip(inputs.latents, samples.conditions["image_latents"], strict=True)
-        return replace(inputs, latents=[_with_image(noisy, image) for noisy, image in pairs])
-
-
-def _with_image(noisy: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Return `(2·C, f, h, w)`: a noisy latent, and the image as the first frame, zeros in the others."""
-    condition = torch.zeros_like(noisy)
-    condition[:, :1] = image
-    return torch.cat([noisy, condition])
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
+        """Return the first frame's latent, and zeros for the other frames."""
+        pairs = zip(samples.noised.latents, samples.conditions["image_latents"], strict=True)
+        return [F.pad(image, (0, 0, 0, 0, 0, noisy.shape[1] - 1)) for noisy, image in pairs]
 
 
 class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):

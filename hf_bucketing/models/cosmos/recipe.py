@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from diffusers.utils import is_torchvision_available
 
-from ...buckets.sizes import LatentSpec, Size
+from ...buckets.sizes import Size
 from ...devices import to_device
 from ...errors import BucketingError
-from ..first_frame import FirstFrameRecipe, with_clean_first_frame
-from ..loading import video_spec
+from ..first_frame import FirstFrameRecipe
 from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
 from ..recipe import ModelInputs, Recipe, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
@@ -93,11 +92,6 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
     pipeline_class = "CosmosTextToWorldPipeline"
     native_sizes = ((704, 1280),)
 
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        return video_spec(name_or_path)
-
     def objective(
         self,
         *,
@@ -155,24 +149,13 @@ class CosmosVideoToWorldRecipe(FirstFrameRecipe, CosmosTextToWorldRecipe):
 
     pipeline_class = "CosmosVideoToWorldPipeline"
 
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.config["out_channels"])
-
     def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Put the clean first frame into the noisy latents."""
-        inputs = _with_first_frame(samples, conditioning=self.conditioning(samples))
-        return replace(inputs, timesteps=samples.noised.timesteps)
+        """Put the clean first frame into the noisy latents, marked by a channel."""
+        return replace(_mark_first_frame(super().model_inputs(samples)), timesteps=samples.noised.timesteps)
 
 
 class Cosmos2Recipe(CosmosRecipe):
     """What the recipes of Cosmos Predict 2 share: the VAE of Wan, and timesteps σ/(1 + σ) of flow matching."""
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        return video_spec(name_or_path)
 
     def objective(self, *, shift: float | str | ShiftLaw | None = None, **options: Any) -> Objective:
         """Return flow matching with timesteps from 0 to 1; see [`Recipe.objective`]."""
@@ -216,23 +199,17 @@ class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
     pipeline_class = "Cosmos2VideoToWorldPipeline"
     native_sizes = ((704, 1280), (480, 832))
 
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.config["out_channels"])
-
     def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Put the clean first frame into the noisy latents, at its own timestep."""
-        inputs = _with_first_frame(samples, conditioning=self.conditioning(samples))
+        """Put the clean first frame into the noisy latents, at its own timestep, marked by a channel."""
+        inputs = _mark_first_frame(super().model_inputs(samples))
         conditioned = CONDITION_SIGMA / (CONDITION_SIGMA + 1)
         pairs = zip(inputs.timesteps, inputs.weights or (), strict=True)
         timesteps = [torch.where(weight[0, :, 0, 0] > 0, timestep, conditioned) for timestep, weight in pairs]
         return replace(inputs, timesteps=timesteps)
 
 
-def _with_first_frame(samples: Samples, *, conditioning: Mapping[str, Any]) -> ModelInputs:
-    """Let videos begin with their clean first frame, of no weight; add a channel that is 1 there, else 0."""
-    inputs = with_clean_first_frame(samples, conditioning=conditioning)
+def _mark_first_frame(inputs: ModelInputs) -> ModelInputs:
+    """Add a channel that is 1 at the clean first frames of videos, which have no weight in the loss, else 0."""
     pairs = zip(inputs.latents, inputs.weights or (), strict=True)
     return replace(inputs, latents=[torch.cat([latent, 1 - weight]) for latent, weight in pairs])
 

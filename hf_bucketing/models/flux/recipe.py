@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-
-import torch
+from typing import ClassVar
 
 from ..control import ControlRecipe
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
 from .packing import BLOCK, FAMILY
 
 
@@ -21,12 +20,7 @@ class FluxRecipe(Recipe):
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
     guidance_factor = 1.0
-
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions by T5, and by CLIP to one pooled embedding each."""
-        values, pooled, _ = self._encode_prompt(captions)
-        return TextEmbeddings(values, others={"pooled_projections": pooled})
+    prompt_outputs: ClassVar[tuple[str, ...]] = ("values", "pooled_projections")
 
 
 class FluxControlRecipe(ControlRecipe, FluxRecipe):

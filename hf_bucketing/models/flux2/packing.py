@@ -27,7 +27,7 @@ from ..joint import JointFamily, of_text
 class PackedFlux2AttnProcessor(PackedJointAttnProcessor):
     """Attention of `Flux2Attention` over the strips of a pack."""
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         attn: Any,
         hidden_states: torch.Tensor,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...buckets.sizes import LatentSpec, Size
+from ...buckets.sizes import Size
 from ..first_frame import ENDS, pictures, shown_ends
-from ..loading import Loading, video_spec
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, TextEmbeddings
+from ..loading import Loading
+from ..recipe import Conditions, Recipe, Samples, Shown
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
@@ -30,6 +30,7 @@ class HunyuanVideo15Recipe(Recipe):
     default_sequence_length = 1000
     added_text_tokens = 256 + 729
     """Those of glyphs, and of an image: where there is none, the pipeline passes as many zeros."""
+    prompt_outputs = ("values", "mask", GLYPHS, GLYPH_MASK)
     native_sizes = ((480, 848), (720, 1280))
 
     @classmethod
@@ -39,41 +40,16 @@ class HunyuanVideo15Recipe(Recipe):
         loading = replace(loading, parts={*loading.parts, "vae"})
         return super().load(name_or_path, loading=loading, **options)
 
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        return video_spec(name_or_path, spatial_stride=16)
-
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode sample by sample: the attention mask of diffusers' VAE fits one sample only."""
         encode = super().encode_latents
         return torch.cat([encode(sample) for sample in pixel_values.split(1)])
 
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the model's output; it takes a condition of as many and its mask besides."""
-        return int(self.transformer.config.out_channels)
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return also the image tokens."""
+        return {**super().conditioning(samples), IMAGE: self.image_tokens(samples)}
 
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions inside the pipeline's chat template, and what they quote by ByT5."""
-        self.pipeline.tokenizer_max_length = self.max_sequence_length
-        values, mask, glyphs, glyph_mask = self.pipeline.encode_prompt(
-            captions, device=self.pipeline.text_encoder.device, batch_size=len(captions)
-        )
-        return TextEmbeddings(values, mask, {GLYPHS: glyphs, GLYPH_MASK: glyph_mask})
-
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Return latents with those of the condition and its mask as further channels."""
-        conditions = self.condition_latents(samples)
-        pairs = zip(samples.noised.latents, conditions, strict=True)
-        return ModelInputs(
-            latents=[torch.cat([latent, condition]) for latent, condition in pairs],
-            timesteps=samples.noised.timesteps,
-            conditioning={**samples.text.others, IMAGE: self.image_tokens(samples)},
-        )
-
-    def condition_latents(self, samples: Samples) -> list[torch.Tensor]:
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
         """Return what the model is shown of each sample and a mask of it, `(C + 1, f, h, w)`: here nothing."""
         return [latent.new_zeros(len(latent) + 1, *latent.shape[1:]) for latent in samples.noised.latents]
 
@@ -121,9 +97,9 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
         shape = self.pipeline.vision_num_semantic_tokens, self.pipeline.vision_states_dim
         return {IMAGE_LATENTS: torch.zeros_like(latent[:, :1]), IMAGE: latent.new_zeros(shape)}
 
-    def condition_latents(self, samples: Samples) -> list[torch.Tensor]:
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
         """Return the latents of the first frame, zeros for the others, and a mask that is 1 at the first."""
-        conditions = super().condition_latents(samples)
+        conditions = super().added_channels(samples)
         for condition, first in zip(conditions, samples.conditions[IMAGE_LATENTS], strict=True):
             condition[:, :1] = torch.cat([first, torch.ones_like(first[:1])])
         return conditions

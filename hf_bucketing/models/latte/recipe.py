@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...devices import to_device
-from ..recipe import Recipe, Samples, TextEmbeddings
+from ..recipe import Recipe, Samples, TextEmbeddings, cleans_captions
 from .packing import FAMILY
 
 _TOKENS = 120
@@ -31,9 +30,8 @@ class LatteRecipe(Recipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions with a mask; the pipeline, which encodes one caption, cuts its padding off instead."""
-        clean = is_bs4_available() and is_ftfy_available()  # as the pipeline decides
         tokens = self.pipeline.tokenizer(
-            self.pipeline._text_preprocessing(captions, clean_caption=clean),
+            self.pipeline._text_preprocessing(captions, clean_caption=cleans_captions()),
             padding="max_length",
             max_length=self.max_sequence_length,
             truncation=True,

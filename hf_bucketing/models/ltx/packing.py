@@ -45,7 +45,7 @@ class LTXFamily(Family):
     interpolates = True
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
-    timestep_per_token = True
+    timesteps_per = "token"
     context_parallel = True
     text = TextTokens(rows="per_strip")
 

@@ -102,11 +102,6 @@ class WanImageToVideoRecipe(WanRecipe):
         return 1 if self._keeps_first_frame else 1 + self.num_images(self.config)
 
     @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents, which the model predicts; it takes more where it takes a condition."""
-        return int(self.config["out_channels"])
-
-    @property
     def _keeps_first_frame(self) -> bool:
         return bool(self.pipeline.config.get("expand_timesteps"))
 
@@ -158,12 +153,12 @@ class WanImageToVideoRecipe(WanRecipe):
         """Return latents with the condition as further channels, or with a clean first frame."""
         if self._keeps_first_frame:
             return with_clean_first_frame(samples, conditioning={})
+        return super().model_inputs(samples)
+
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
+        """Return the mask of the given frames, and their latents."""
         pairs = zip(samples.noised.latents, samples.conditions[IMAGE_LATENTS], strict=True)
-        return ModelInputs(
-            latents=[torch.cat([latent, self._mask(latent), image.to(latent)]) for latent, image in pairs],
-            timesteps=samples.noised.timesteps,
-            conditioning=self.conditioning(samples),
-        )
+        return [torch.cat([self._mask(latent), image.to(latent)]) for latent, image in pairs]
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the image tokens, where the model takes some."""

@@ -41,20 +41,6 @@ class PackedZSingleStreamAttnProcessor(PackedRowAttnProcessor):
 
     text_first = False
 
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        freqs_cis: Any = None,
-    ) -> torch.Tensor:
-        """Attend inside each sample; see [`PackedRowAttnProcessor.attend_to_rows`].
-
-        The mask is unused; `freqs_cis` are complex rotations `(strips, length, D/2)`.
-        """
-        return self.attend_to_rows(attn, hidden_states, (freqs_cis,))
-
 
 class ZImageFamily(RefinedFamily):
     """Packing of `ZImageTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
