@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,7 @@ class ControlRecipe(Recipe):
         return 1
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the controls as samples are encoded."""
         return {CONTROL_LATENTS: self.encode_latents(torch.stack(list(shown["control"])).to(pixel_values))}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,9 +52,7 @@ class FirstFrameRecipe(Recipe):
     shown = ENDS[:1]
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the first frames that the data set shows; the samples' own are the first of their latents."""
         return first_latents(self, pixel_values, shown)
 

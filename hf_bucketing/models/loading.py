@@ -181,19 +181,6 @@ def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
     return temporal or 4, spatial or 2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1)
 
 
-def patch_of(transformer: Mapping[str, Any], *, side: int | None = None) -> tuple[int, int, int]:
-    """Return the latent frames, rows and columns per token by the config of a transformer.
-
-    Args:
-        transformer (mapping): The configuration.
-        side (`int`, *optional*): Latent rows and columns per token; by default, the transformer's `patch_size`.
-    """
-    patch = side or transformer["patch_size"]
-    sides = [patch, patch] if isinstance(patch, int) else list(patch)
-    t, h, w = sides if len(sides) == 3 else [transformer.get("patch_size_t") or 1, *sides]
-    return t, h, w
-
-
 def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configurations of a pipeline's VAE and transformer, without loading their classes.
 

@@ -27,11 +27,6 @@ Shift: TypeAlias = "float | Callable[[tuple[int, ...]], float]"
 """Shift of noise levels: one for all samples, or a function of a latent's `(F, H, W)`."""
 
 
-def _shift_of(latent: torch.Tensor, shift: Shift) -> float:
-    """Return the shift of a latent `(C, F, H, W)`."""
-    return shift(tuple(latent.shape[1:])) if callable(shift) else shift
-
-
 class Noised(NamedTuple):
     """Noisy latents, their targets and their timesteps.
 
@@ -295,13 +290,13 @@ class FlowMatching(Objective):
         return timesteps / self.num_train_timesteps
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
-        sigma = self._draw_sigma(draws, shift=_shift_of(latent, self.shift))
+        sigma = self._draw_sigma(draws.generator, tuple(latent.shape[1:]), draws.quantile)
         noise = _noise_like(latent, draws.generator)
         timestep = torch.tensor([sigma], dtype=torch.float32) * self.num_train_timesteps
         return (1 - sigma) * latent + sigma * noise, noise - latent, timestep
 
-    def _draw_sigma(self, draws: _Draws, *, shift: float) -> float:
-        generator, quantile = draws
+    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None) -> float:
+        shift = self.shift(size) if callable(self.shift) else self.shift
         if quantile is not None:
             return float(self._sigmas_at(torch.tensor(quantile, dtype=torch.float64), shift))
         while True:
@@ -361,17 +356,19 @@ class DiffusionForcing(FlowMatching):
         return Noised(noised, targets, torch.stack([steps.mean() for steps in by_frame]), list(latents), by_frame)
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
-        sigmas = self._draw_sigmas(draws, frames=latent.shape[1], shift=_shift_of(latent, self.shift)).float()
+        sigmas = self._draw_sigmas(draws.generator, tuple(latent.shape[1:]), draws.quantile).float()
         noise = _noise_like(latent, draws.generator)
         share = to_device(sigmas, latent.device).view(-1, 1, 1)
         noised = ((1 - share) * latent + share * noise).to(latent.dtype)
         return noised, noise - latent, sigmas * self.num_train_timesteps
 
-    def _draw_sigmas(self, draws: _Draws, *, frames: int, shift: float) -> torch.Tensor:
+    def _draw_sigmas(
+        self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None
+    ) -> torch.Tensor:
         """Return σ of each frame, `(F,)`; a quantile is that of the chosen frame."""
-        generator, quantile = draws
-        chosen = int(torch.randint(frames, (1,), generator=generator))
-        drawn = torch.rand(frames, generator=generator, dtype=torch.float64)
+        shift = self.shift(size) if callable(self.shift) else self.shift
+        chosen = int(torch.randint(size[0], (1,), generator=generator))
+        drawn = torch.rand(size[0], generator=generator, dtype=torch.float64)
         level = drawn[chosen] if quantile is None else torch.tensor(quantile, dtype=torch.float64)
         before, after = level * drawn[:chosen], level + (1 - level) * drawn[chosen + 1 :]
         levels = torch.cat([before.sort().values, level[None], after.sort().values])
@@ -416,7 +413,7 @@ class EDM(Objective):
         return sigmas / (sigmas + self.sigma_data)
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
-        sigma = self._draw_sigma(draws, shift=_shift_of(latent, self.shift))
+        sigma = self._draw_sigma(draws.generator, tuple(latent.shape[1:]), draws.quantile)
         noise = _noise_like(latent, draws.generator)
         length = math.hypot(sigma, self.sigma_data)
         signal, spread = self.sigma_data / length, sigma / length
@@ -424,8 +421,8 @@ class EDM(Objective):
         target = velocity if self.prediction_type == "v_prediction" else -velocity
         return signal * latent + spread * noise, target, torch.tensor([math.log(sigma) / 4], dtype=torch.float32)
 
-    def _draw_sigma(self, draws: _Draws, *, shift: float) -> float:
-        generator, quantile = draws
+    def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None) -> float:
+        shift = self.shift(size) if callable(self.shift) else self.shift
         if quantile is None:
             drawn = torch.randn((), generator=generator, dtype=torch.float64)
         else:

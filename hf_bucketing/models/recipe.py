@@ -26,7 +26,7 @@ from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
-from .loading import Loading, Part, load_pipeline, part_of, patch_of, read_config, read_configs, strides_of
+from .loading import Loading, Part, load_pipeline, part_of, read_config, read_configs, strides_of
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
@@ -190,8 +190,6 @@ class Recipe:
     """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
-    token_side: ClassVar[int | None] = None
-    """Latent rows and columns per token of such a model; by default, the transformer's `patch_size`."""
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
     shown: ClassVar[tuple[str, ...]] = ()
@@ -229,8 +227,15 @@ class Recipe:
         """Load a pipeline from the hub or a folder, by default whole and in float32; freeze all but what is trained.
 
         Raises:
-            BucketingError: If the pipeline has no such transformer, or cannot be loaded.
+            BucketingError: If the pipeline has no such transformer, cannot be loaded, or takes captions of another
+                length.
         """
+        config, length = read_config(name_or_path, trained), max_sequence_length or cls.default_sequence_length
+        if (fixed := cls.family.text_length(config)) not in (None, length):
+            raise BucketingError(
+                f"The {trained} of {name_or_path} takes captions of {fixed} tokens, and `max_sequence_length` is "
+                f"{length}; omit it."
+            )
         pipeline = load_pipeline(
             cls.pipeline_type(),
             name_or_path,
@@ -243,9 +248,9 @@ class Recipe:
         return cls(
             pipeline=pipeline,
             spec=cls.read_spec(name_or_path),
-            max_sequence_length=max_sequence_length or cls.default_sequence_length,
+            max_sequence_length=length,
             trained=trained,
-            config=read_config(name_or_path, trained),
+            config=config,
             vae_config=read_config(name_or_path, "vae"),
         )
 
@@ -269,7 +274,7 @@ class Recipe:
         return LatentSpec(
             temporal_stride=1 if cls.image_vae else temporal,
             spatial_stride=spatial,
-            patch=patch_of(transformer, side=cls.token_side),
+            patch=cls.family.patch(transformer),
         )
 
     @classmethod
@@ -407,9 +412,7 @@ class Recipe:
         return (latents - mean) * vae.config.get("scaling_factor", 1.0) / std
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode what the model is shown of a stack beside its text, such as the first frame; by default nothing.
 
         Args:
@@ -572,7 +575,8 @@ class Recipe:
 
         By default it is what comes from its caption and, where the model embeds one, the guidance scale, `(n,)`.
         """
-        inputs: dict[str, Any] = dict(samples.text.others)
+        taken = self.family.conditioning(self.transformer)
+        inputs: dict[str, Any] = {name: values for name, values in samples.text.others.items() if name in taken}
         if self.embeds_guidance:
             assert self.guidance_factor is not None, "else the model embeds none"
             inputs["guidance"] = torch.full_like(samples.fps, self.guidance * self.guidance_factor)
@@ -599,7 +603,7 @@ class Recipe:
         if reason := self.refusal(samples):
             raise BucketingError(reason)
         text = samples.text.trimmed() if self.trims_text else samples.text
-        patch, timesteps = self.family.patch(self.transformer), inputs.timesteps
+        patch, timesteps = self.family.patch(self.transformer.config), inputs.timesteps
         if not isinstance(timesteps, torch.Tensor):
             grid = token_grid(inputs.latents[0], patch, sample=0)
             timesteps = torch.stack(
@@ -635,10 +639,13 @@ class Recipe:
         """
         pairs = zip(IMAGES, (image, last_image), strict=True)
         images = {name: frame for name, frame in pairs if frame is not None}
-        call = {**images, **self.duration(size.frames), **options}
-        result = self.pipeline(prompt=prompt, height=size.height, width=size.width, output_type="np", **call)
+        call = {**images, **self.size_arguments(size), **options}
+        result = self.pipeline(prompt=prompt, output_type="np", **call)
         return np.asarray(result.images if "images" in result else result.frames[0])
 
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return the argument of the pipeline's call that sets the number of frames; none for images."""
-        return {} if self.family.images_only else {"num_frames": frames}
+    @classmethod
+    def size_arguments(cls, size: Size) -> dict[str, int]:
+        """Return the size as arguments of the pipeline's call, which need not take all: some render one frame."""
+        sides = {"height": size.height, "width": size.width, "num_frames": size.frames, "video_length": size.frames}
+        taken = signature(cls.pipeline_type().__call__).parameters
+        return {name: side for name, side in sides.items() if name in taken}

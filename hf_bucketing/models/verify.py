@@ -154,7 +154,7 @@ def verify_packing(
 def _draw_conditioning(model: Any, latents: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Draw what the model needs of samples beside their texts, the same each time."""
     family = family_of(model)
-    grids = [token_grid(latent, family.patch(model), sample=sample) for sample, latent in enumerate(latents)]
+    grids = [token_grid(latent, family.patch(model.config), sample=sample) for sample, latent in enumerate(latents)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drawn = family.draw_conditioning(model, grids)

@@ -17,7 +17,7 @@ from .batch import PackedBatch, Rows, has_latent_size, token_timesteps
 from .context import exact_inputs, keep_inputs_exact, keeps_inputs_exact
 from .layout import PackedLayout
 from .names import Backend, Grid
-from .positions import hook_output, hook_rotary
+from .positions import PackTables, Tables, hook_tables, strip_tables
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
 from .strips import patchify, token_grid, unpatchify
 from .texts import TextTokens
@@ -62,10 +62,13 @@ class Family:
         latents_as (`"videos"`, `"images"`, `"frames_first"` or `"tokens"`): How the model takes latents: as
             `(rows, channels, frames, height, width)`, without frames, with frames before channels, or as
             `(rows, tokens, channels)`, where a token holds the channels of a patch.
+        strips_have_positions (`bool`): Whether the stock model looks up positions for the columns of strips, which
+            hooks then replace, so that strips are no longer than there are positions; else it sees those of samples.
         position_module (`str`, *optional*): Module of the transformer that makes the rotary tables. By default, its
             pipeline makes them.
         lora_targets (`tuple` of `str`): Ends of the names of the projections that get adapters by default.
         channels (`str`): Setting of the transformer's configuration that holds the channels of its input.
+        width_settings (`tuple` of `str`): Settings whose product is the channels of a token between the blocks.
         timesteps_per (`"row"`, `"frame"` or `"token"`): Whether the model takes one timestep for each row alone, or
             also one for each frame, `(rows, frames)`, or each token of a row, `(rows, tokens)`. For timesteps of
             frames, the strips of a pack lie along frames instead of columns, so that each token is a frame of its own.
@@ -92,9 +95,11 @@ class Family:
     interpolates: ClassVar[bool] = False
     images_only: ClassVar[bool] = False
     latents_as: ClassVar[LatentsAs] = "videos"
+    strips_have_positions: ClassVar[bool] = True
     position_module: ClassVar[str | None] = None
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     channels: ClassVar[str] = "in_channels"
+    width_settings: ClassVar[tuple[str, ...]] = ("num_attention_heads", "attention_head_dim")
     timesteps_per: ClassVar[TimestepsPer] = "row"
     cast_inputs: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")
     attention_kwargs: ClassVar[str | None] = None
@@ -111,7 +116,7 @@ class Family:
 
         Positions that are `stretched` over those of a base size fit every grid.
         """
-        name, fixed = type(transformer).__name__, self.text_length(transformer)
+        name, fixed = type(transformer).__name__, self.text_length(transformer.config)
         limits = (UNLIMITED,) * 3 if stretched else self.limits(transformer)
         for sample, (grid, words) in enumerate(zip(layout.grids, layout.text_lengths, strict=True)):
             if self.images_only and grid[0] > 1:
@@ -136,7 +141,7 @@ class Family:
 
         `kept` are the indices of the tokens that are not dropped, if some are.
         """
-        words, tokens = self.text_length(transformer) or self.text.shortest, None if kept is None else (kept,)
+        words, tokens = self.text_length(transformer.config) or self.text.shortest, None if kept is None else (kept,)
         layout = PackedLayout(grids=(grid,), text_lengths=(words,), strip_length=1, kept=tokens)
         self.check_layout(transformer, layout)
 
@@ -146,24 +151,23 @@ class Family:
 
     def longest_strip(self, transformer: Transformer) -> int:
         """Return the longest strip that the model's positions allow; a strip counts as one row of columns."""
-        return self.limits(transformer)[2]
+        return self.limits(transformer)[2] if self.strips_have_positions else UNLIMITED
 
-    def patch(self, transformer: Transformer) -> Grid:
-        """Return latent frames, rows and columns per token."""
-        size = transformer.config.patch_size
-        if isinstance(size, int):
-            return getattr(transformer.config, "patch_size_t", None) or 1, size, size
-        t, h, w = size
+    def patch(self, config: Mapping[str, Any]) -> Grid:
+        """Return latent frames, rows and columns per token, by the configuration of the transformer."""
+        size = config["patch_size"]
+        sides = [size, size] if isinstance(size, int) else list(size)
+        t, h, w = sides if len(sides) == 3 else [config.get("patch_size_t") or 1, *sides]
         return t, h, w
 
     def in_channels(self, transformer: Transformer) -> int:
         """Return the channels of a latent; where latents are taken as tokens, the model counts those of a patch."""
-        per_patch = math.prod(self.patch(transformer)) if self.latents_as == "tokens" else 1
+        per_patch = math.prod(self.patch(transformer.config)) if self.latents_as == "tokens" else 1
         return int(getattr(transformer.config, self.channels)) // per_patch
 
     def width(self, transformer: Transformer) -> int:
         """Return the channels of a token between the blocks."""
-        return int(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
+        return math.prod(int(getattr(transformer.config, name)) for name in self.width_settings)
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding."""
@@ -182,7 +186,7 @@ class Family:
 
     def draw_latents(self, transformer: Transformer, grids: Sequence[Grid], *, channels: int) -> list[torch.Tensor]:
         """Return random tensors of the sizes of latents, `(channels, frames, height, width)` each."""
-        p_t, p_h, p_w = self.patch(transformer)
+        p_t, p_h, p_w = self.patch(transformer.config)
         return [torch.randn(channels, t * p_t, h * p_h, w * p_w) for t, h, w in grids]
 
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, Any]:
@@ -206,8 +210,11 @@ class Family:
         ]
         return list(zip(*sides, strict=True))
 
-    def text_length(self, transformer: Transformer) -> int | None:
-        """Return the one length that texts must have, padding included; None where each has its own."""
+    def text_length(self, config: Mapping[str, Any]) -> int | None:
+        """Return the one length that texts must have, padding included; None where each has its own.
+
+        It follows from the configuration of the transformer.
+        """
         return None
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
@@ -225,10 +232,11 @@ class Family:
         transformer where there is none. Hooks are copied and pickled with the transformer: functions of a module, or
         a `partial` of one.
         """
-        table = partial(self.positions, base_size=base_size)
-        if self.position_module is None:
-            return [hook_rotary(transformer, table)]
-        return [hook_output(getattr(transformer, self.position_module), table)]
+        return [hook_tables(transformer, self.position_module, self.pack_tables(base_size))]
+
+    def pack_tables(self, base_size: Grid | None) -> PackTables:
+        """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
+        return partial(strip_tables, Tables(partial(self.positions, base_size=base_size)))
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
@@ -317,12 +325,14 @@ class Family:
         The timestep is that of the sample, `()`, or of its tokens or frames, as in a pack.
         """
         if timestep.ndim:
-            timestep = token_timesteps(timestep, token_grid(latent, self.patch(transformer), sample=0), sample=0)
+            timestep = token_timesteps(
+                timestep, token_grid(latent, self.patch(transformer.config), sample=0), sample=0
+            )
         rows = Rows(
             latents=latent[None],
             timesteps=timestep[None],
             text=text[None],
-            patch=self.patch(transformer),
+            patch=self.patch(transformer.config),
             conditioning={name: values[None] for name, values in conditioning.items()},
         )
         return self.run(transformer, rows)[0]

@@ -41,7 +41,7 @@ def packed_forward(
     batch.layout.prepare(
         packing.backend, (segments for processor in processors for segments in processor.segments(batch.layout))
     )
-    patch = family.patch(packing.transformer)
+    patch = family.patch(packing.transformer.config)
     if batch.patch != patch:
         raise PackingError(
             f"This pack was made for a model with patches of {batch.patch}; this {packing.model_name} has patches of "

@@ -14,7 +14,7 @@ from ..devices import to_device
 from ..errors import PackingError
 from .batch import PackedBatch, has_latent_size, token_timesteps
 from .context import exact_timesteps
-from .family import Family
+from .family import Family, Transformer
 from .layout import PackedLayout
 from .names import Backend, Grid
 from .strips import by_strip, to_strips, token_grid
@@ -26,7 +26,7 @@ from .token_drop import Seed, TokenDrop
 class Packing:
     """A transformer's packing, as [`enable_packing`][hf_bucketing.models.enable_packing] returns it."""
 
-    transformer: torch.nn.Module
+    transformer: Transformer
     family: Family
     strip_length: int
     backend: Backend
@@ -85,7 +85,7 @@ class Packing:
                 sample exceeds the model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
         conditions = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
-        patch = self.family.patch(self.transformer)
+        patch = self.family.patch(self.transformer.config)
         texts = apply_text_mask(self.family.text.padding, text, mask=text_mask)
         self._check_timesteps(timesteps, count=len(latents))
         if not len(latents) == len(texts) == len(timesteps) or not len(latents):

@@ -263,7 +263,7 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
     These are masks and other conditioning, which are all ones: the most that a sample can have of text and images.
     """
     family = families()[type(model).__name__]
-    patch, count = family.patch(model), len(step.latent_sizes)
+    patch, count = family.patch(model.config), len(step.latent_sizes)
     (size,) = set(step.latent_sizes)
     t, h, w = (side // per_token for side, per_token in zip(size, patch, strict=True))
     family.check_grid(model, (t, h, w))
@@ -272,7 +272,7 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
         values = drawn if isinstance(drawn, torch.Tensor) else torch.stack(drawn)
         conditioning[name] = values.to("meta") if has_latent_size(values) else torch.ones_like(values)
     added = max(family.added_lengths(conditioning) or (0,))
-    length = family.text_length(model) or max(1, step.text_length - added)
+    length = family.text_length(model.config) or max(1, step.text_length - added)
     rows = Rows(
         latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
         timesteps=torch.empty(count, device="meta"),

@@ -18,6 +18,7 @@ from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forwa
 from hf_bucketing.packing.attention import dispatch, grouped
 from tests.models.cases import CASES, Samples, largest_difference
 from tests.models.cross_models import make_cosmos
+from tests.models.families import wan_vace
 
 
 @pytest.mark.parametrize("name", ["pixart", "wan", "wan image", "sd3", "cogvideox", "flux"])
@@ -161,3 +162,21 @@ def test_the_attention_of_latte_over_frames_stays_on_segments_where_auto_is_varl
     assert len(over_frames.queries) == 8 * 9 + 10 * 8
     assert {name for name, segments in calls if segments is over_frames} == {"segments"}
     assert {name for name, segments in calls if segments is not over_frames} == {"varlen"}
+
+
+@torch.no_grad()
+def test_conditioning_of_the_size_of_latents_may_come_as_a_list_or_as_a_stack() -> None:
+    case = wan_vace.CASES["wan-vace"]
+    model, samples = case.model(), Samples(case=case, order=(0, 4))
+    packing, control = enable_packing(model, strip_length=4), samples.conditioning["control_hidden_states"]
+    assert isinstance(control, (list, tuple))
+    outputs = packed_forward(model, samples.pack(packing))
+    samples.conditioning["control_hidden_states"] = torch.stack(list(control))
+    assert torch.equal(packed_forward(model, samples.pack(packing)), outputs)
+    samples.conditioning["control_hidden_states"] = [values.mean((1, 2, 3)) for values in control]
+    with pytest.raises(PackingError, match=r"has shape .*; expected \(channels, frames, height, width\)"):
+        samples.pack(packing)
+    samples.conditioning["control_hidden_states"] = list(control)[::-1]
+    samples.conditioning["control_hidden_states"][0] = control[0][:, :, :2]
+    with pytest.raises(PackingError, match="Expected tensors with the token grids"):
+        samples.pack(packing)

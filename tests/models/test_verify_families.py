@@ -23,8 +23,8 @@ def verify(model: torch.nn.Module, *samples: int) -> VerificationReport:
     verified, model = model, unwrap(model)
     family = family_of(model)
     grids = [family.trial_grids(model)[sample] for sample in samples]
-    sides = [[side * part for side, part in zip(grid, family.patch(model), strict=True)] for grid in grids]
-    lengths = [family.text_length(model) or (5 if sample == 0 else 1) for sample in samples]
+    sides = [[side * part for side, part in zip(grid, family.patch(model.config), strict=True)] for grid in grids]
+    lengths = [family.text_length(model.config) or (5 if sample == 0 else 1) for sample in samples]
     torch.manual_seed(0)  # Kandinsky 5 rounds to bfloat16 inside, at which rare differences in rounding grow
     return verify_packing(
         verified,

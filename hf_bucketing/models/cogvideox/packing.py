@@ -40,6 +40,7 @@ class CogVideoXFamily(JointFamily):
     stock_processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
     text = TextTokens(rows="slots", channels="text_embed_dim", padding="encoded_padding")
     interpolates = True
+    strips_have_positions = False
     latents_as = "frames_first"
     attention_kwargs = "attention_kwargs"
 
@@ -68,10 +69,6 @@ class CogVideoXFamily(JointFamily):
             return UNLIMITED, UNLIMITED, UNLIMITED
         return UNLIMITED, *base_grid(transformer)
 
-    def longest_strip(self, transformer: Transformer) -> int:
-        """Return no limit, because no positions are looked up for a strip."""
-        return UNLIMITED
-
     def trial_grids(self, transformer: Transformer) -> list[Grid]:
         """Return grids of the one size of learned positions, where the model has these."""
         grids = super().trial_grids(transformer)
@@ -79,9 +76,9 @@ class CogVideoXFamily(JointFamily):
             return grids
         return [(frames, *base_grid(transformer)) for frames, _, _ in grids]
 
-    def text_length(self, transformer: Transformer) -> int | None:
+    def text_length(self, config: Mapping[str, Any]) -> int | None:
         """Return the length of the table of positions, where text is part of it."""
-        return int(transformer.config.max_text_seq_length) if has_table(transformer.config) else None
+        return int(config.get("max_text_seq_length", 226)) if has_table(config) else None
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""

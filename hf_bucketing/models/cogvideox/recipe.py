@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ...errors import BucketingError, PackingError
+from ...errors import PackingError
 from ...packing.strips import token_grid
 from ..control import ControlRecipe
 from ..first_frame import ENDS, shown_ends
 from ..loading import read_config
 from ..recipe import Conditions, Recipe, Samples, Shown
-from .packing import FAMILY, has_table
+from .packing import FAMILY
 
 OFFSET = 2.0
 """The `ofs` that the image-to-video pipeline always passes."""
@@ -41,19 +41,9 @@ class CogVideoXRecipe(Recipe):
 
     @classmethod
     def load(cls, name_or_path: str, *, max_sequence_length: int | None = None, **options: Any) -> Recipe:
-        """Load a pipeline, see [`Recipe.load`], with texts of the length in its transformer's configuration.
-
-        Raises:
-            BucketingError: If the pipeline cannot be loaded, or has a table of positions for texts of another length.
-        """
-        config = read_config(name_or_path, "transformer")
-        length = config.get("max_text_seq_length", cls.default_sequence_length)
-        if max_sequence_length not in (None, length) and has_table(config):
-            raise BucketingError(
-                f"The positions of {name_or_path} are for texts of {length} tokens, got "
-                f"`max_sequence_length={max_sequence_length}`; omit it."
-            )
-        return super().load(name_or_path, max_sequence_length=max_sequence_length or length, **options)
+        """Load a pipeline, see [`Recipe.load`], by default with texts of the length that its transformer names."""
+        default = read_config(name_or_path, "transformer").get("max_text_seq_length")
+        return super().load(name_or_path, max_sequence_length=max_sequence_length or default, **options)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -84,7 +74,7 @@ class CogVideoXRecipe(Recipe):
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse sizes for which the model has no positions."""
-        grid = token_grid(samples.noised.latents[0], self.family.patch(self.transformer), sample=0)
+        grid = token_grid(samples.noised.latents[0], self.family.patch(self.transformer.config), sample=0)
         try:
             self.family.check_grid(self.transformer, grid)
         except PackingError as error:
@@ -110,9 +100,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         return f"{super().media_rule}, conditions of 1 frame"
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the first frame of videos, the data set's or their own: `image_latents`, zeros for images."""
         if pixel_values.shape[2] == 1:
             return {"image_latents": torch.zeros_like(latents[:, :, :1])}
@@ -144,10 +132,6 @@ class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
         return replace(super().read_spec(name_or_path), repeats_first=False)
-
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return nothing, as the control has the number of frames."""
-        return {}
 
 
 RECIPES = (CogVideoXRecipe, CogVideoXImageToVideoRecipe, CogVideoXFunControlRecipe)

@@ -16,7 +16,7 @@ from ...buckets.sizes import Size
 from ...devices import to_device
 from ...errors import BucketingError
 from ..first_frame import FirstFrameRecipe
-from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
+from ..objectives import EDM, FlowMatching, Objective, Shift
 from ..recipe import ModelInputs, Recipe, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from .packing import FAMILY
@@ -92,20 +92,13 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
     pipeline_class = "CosmosTextToWorldPipeline"
     native_sizes = ((704, 1280),)
 
-    def objective(
-        self,
-        *,
-        weighting_scheme: WeightingScheme | None,
-        snr_gamma: float | None,
-        seed: int,
-        shift: float | str | ShiftLaw | None = None,
-    ) -> Objective:
+    def objective(self, *, seed: int, shift: float | str | ShiftLaw | None = None, **others: Any) -> Objective:
         """Return EDM's objective with the deviation and the sign of the pipeline's scheduler.
 
         Raises:
             BucketingError: If a setting is given that does not apply to EDM.
         """
-        for name, value in (("weighting_scheme", weighting_scheme), ("snr_gamma", snr_gamma)):
+        for name, value in others.items():
             if value is not None:
                 raise BucketingError(
                     f"A {self.pipeline_class} is trained by EDM, which fixes noise levels and weights; omit `{name}`."
@@ -183,10 +176,6 @@ class Cosmos2TextToImageRecipe(Cosmos2Recipe):
                 "set with --bucket_frames 1."
             )
         return super().model_inputs(samples)
-
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return no argument, because the pipeline's call renders one frame."""
-        return {}
 
 
 class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):

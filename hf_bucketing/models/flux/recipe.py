@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..control import ControlRecipe
 from ..recipe import Recipe
-from .packing import BLOCK, FAMILY
+from .packing import FAMILY
 
 
 class FluxRecipe(Recipe):
@@ -16,7 +16,6 @@ class FluxRecipe(Recipe):
     pipeline_class = "FluxPipeline"
     family = FAMILY
     image_vae = True
-    token_side = BLOCK  # whatever the patch_size of the transformer
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
     guidance_factor = 1.0

@@ -56,11 +56,6 @@ class HunyuanImageFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def patch(self, transformer: Transformer) -> Grid:
-        """Return one frame, and the patch's rows and columns."""
-        rows, columns = transformer.config.patch_size
-        return 1, rows, columns
-
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return glyphs and their mask, any distilled guidance, and the end of a mean flow's step."""
         config, length = transformer.config, 4

@@ -40,11 +40,6 @@ class HunyuanImageRecipe(Recipe):
             )
         return super().objective(**settings)
 
-    def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the glyphs and the guidance of models that embed them."""
-        unread = () if self.transformer.config.text_embed_2_dim is not None else (GLYPHS, GLYPH_MASK)
-        return {name: values for name, values in super().conditioning(samples).items() if name not in unread}
-
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
         """Run a stack, with gradient checkpoints that take the keywords which the model passes to them."""
         bind_checkpoints(self.transformer)

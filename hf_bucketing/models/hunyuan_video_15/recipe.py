@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -58,17 +57,11 @@ class HunyuanVideo15Recipe(Recipe):
         text = samples.text.values
         return text.new_zeros(len(text), 0, self.transformer.config.image_embed_dim)
 
-    def render(
-        self, prompt: str, size: Size, *, image: Any = None, guidance_scale: float | None = None, **options: Any
-    ) -> np.ndarray:
+    def render(self, prompt: str, size: Size, *, guidance_scale: float | None = None, **options: Any) -> np.ndarray:
         """Call the pipeline, whose guider holds the scale of guidance; see [`Recipe.render`]."""
         if guidance_scale is not None:
             self.pipeline.guider.guidance_scale = guidance_scale
         self.pipeline.tokenizer_max_length = self.max_sequence_length
-        return self.call(prompt, size, image, **options)
-
-    def call(self, prompt: str, size: Size, image: Any, **options: Any) -> np.ndarray:
-        """Call the pipeline with a size."""
         return super().render(prompt, size, **options)
 
 
@@ -83,9 +76,7 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
     shown = ENDS[:1]
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the first frame, the sample's own or the data set's, by the VAE and by the image encoder."""
         first, encoder = shown_ends(pixel_values, shown), self.pipeline.image_encoder
         images = pictures(first[:, :, 0])
@@ -108,15 +99,14 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
         """Return the image encoder's tokens of the first frames."""
         return torch.stack(list(samples.conditions[IMAGE])).to(samples.text.values)
 
-    def call(self, prompt: str, size: Size, image: Any, **options: Any) -> np.ndarray:
+    def render(self, prompt: str, size: Size, **options: Any) -> np.ndarray:
         """Call the pipeline with a size, where it would choose one by the image's ratio, rounded to five digits."""
-        processor, call = self.pipeline.video_processor, {**self.duration(size.frames), **options}
+        processor = self.pipeline.video_processor
         processor.calculate_default_height_width = lambda **image_size: (size.height, size.width)
         try:
-            result = self.pipeline(image=image, prompt=prompt, output_type="np", **call)
+            return super().render(prompt, size, **options)
         finally:
             del processor.calculate_default_height_width  # the method of its class is back
-        return np.asarray(result.frames[0])
 
 
 RECIPES = (HunyuanVideo15Recipe, HunyuanVideo15ImageToVideoRecipe)

@@ -19,7 +19,7 @@ import torch
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
-from ...packing.family import UNLIMITED, Draw, Transformer
+from ...packing.family import Draw, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.processors import Processor, attend
@@ -103,6 +103,8 @@ class Kandinsky5Family(JointFamily):
     tested_forwards = ("6e07c4013e40",)
     stock_processors = ("Kandinsky5AttnProcessor",)
     channels = "in_visual_dim"
+    strips_have_positions = False
+    width_settings = ("model_dim",)
     text = TextTokens(rows="slots", channels="in_text_dim")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -119,14 +121,6 @@ class Kandinsky5Family(JointFamily):
         """Return the positions that the module of the tables holds."""
         frames, rows, columns = transformer.visual_rope_embeddings.max_pos
         return frames, rows, columns
-
-    def longest_strip(self, transformer: Transformer) -> int:
-        """Return no limit: the model sees the positions of samples, never those of strips."""
-        return UNLIMITED
-
-    def width(self, transformer: Transformer) -> int:
-        """Return the channels of a token."""
-        return int(transformer.config.model_dim)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the pooled text embeddings, the scale of positions, drawn as for 480p, and any visual condition."""

@@ -42,10 +42,6 @@ class LatteRecipe(Recipe):
         moved = (to_device(values, encoder.device) for values in (tokens.input_ids, tokens.attention_mask))
         return TextEmbeddings(encoder(*moved)[0], tokens.attention_mask)
 
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return the argument of the pipeline's call, which is named `video_length` in Latte."""
-        return {"video_length": frames}
-
     def refusal(self, samples: Samples) -> str | None:
         """Refuse samples that do not have the one duration that the model can stack."""
         frames, only = samples.noised.latents[0].shape[1], self.transformer.config.video_length

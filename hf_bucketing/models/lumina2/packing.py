@@ -30,11 +30,8 @@ class Lumina2Family(RefinedFamily):
     stock_processors = ("Lumina2AttnProcessor2_0",)
     text = replace(RefinedFamily.text, shortest=1)
     latents_as = "images"
+    width_settings = ("hidden_size",)
     attention_kwargs = "attention_kwargs"
-
-    def width(self, transformer: Transformer) -> int:
-        """Return the channels of a token."""
-        return int(transformer.config.hidden_size)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions, and the norms, to modulate text by its own sample's timestep."""

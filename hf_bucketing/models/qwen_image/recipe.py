@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..recipe import Recipe, TextEmbeddings
-from .packing import BLOCK, FAMILY
+from .packing import FAMILY
 
 
 class QwenImageRecipe(Recipe):
@@ -14,7 +14,6 @@ class QwenImageRecipe(Recipe):
 
     pipeline_class = "QwenImagePipeline"
     family = FAMILY
-    token_side = BLOCK
     default_sequence_length = 512
     trims_text = True
     native_sizes = ((1328, 1328), (928, 1664), (1664, 928), (1104, 1472), (1472, 1104), (1056, 1584), (1584, 1056))

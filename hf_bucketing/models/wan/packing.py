@@ -86,9 +86,9 @@ class WanFamily(Family):
         longest = int(transformer.rope.max_seq_len)
         return longest, longest, longest
 
-    def text_length(self, transformer: Transformer) -> int | None:
+    def text_length(self, config: Mapping[str, Any]) -> int | None:
         """Return the length at which image-to-video models divide text from image tokens."""
-        return None if transformer.condition_embedder.image_embedder is None else TEXT_LENGTH
+        return None if config.get("image_dim") is None else TEXT_LENGTH
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the image tokens of image-to-video models."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from ...errors import BucketingError
 from ..first_frame import ENDS, first_latents, pictures, shown_ends, with_clean_first_frame
 from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
-from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS, TEXT_LENGTH
+from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS
 
 IMAGE_LATENTS = "image_latents"
 """Condition of a sample: latents of the clip whose frames are grey but for the first (and the last)."""
@@ -62,22 +61,6 @@ class WanImageToVideoRecipe(WanRecipe):
     shown: ClassVar[tuple[str, ...]] = ENDS
 
     @classmethod
-    def load(cls, name_or_path: str, **options: Any) -> Recipe:
-        """Load a pipeline, see [`Recipe.load`].
-
-        Raises:
-            BucketingError: Also if captions have another length than the one at which the model divides text from
-                image tokens.
-        """
-        recipe = super().load(name_or_path, **options)
-        if recipe.config.get("image_dim") is not None and recipe.max_sequence_length != TEXT_LENGTH:
-            raise BucketingError(
-                f"Wan's image-to-video models with image embeddings take captions of {TEXT_LENGTH} tokens; set "
-                f"`max_sequence_length` to {TEXT_LENGTH} or omit it."
-            )
-        return recipe
-
-    @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:
         """Return 2 for models of a first and a last frame, else 1."""
         return 1 if config.get("pos_embed_seq_len") is None else 2
@@ -110,9 +93,7 @@ class WanImageToVideoRecipe(WanRecipe):
         return self.config.get("image_dim") is not None
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the frames that the model is shown, as its pipeline does; nothing where they are latents' own.
 
         Raises:

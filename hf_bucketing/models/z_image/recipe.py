@@ -6,7 +6,7 @@ import torch
 
 from ...packing.texts import pad_texts
 from ..recipe import Recipe, TextEmbeddings
-from .packing import FAMILY, PATCH
+from .packing import FAMILY
 
 
 class ZImageRecipe(Recipe):
@@ -15,7 +15,6 @@ class ZImageRecipe(Recipe):
     pipeline_class = "ZImagePipeline"
     family = FAMILY
     image_vae = True
-    token_side = PATCH  # with which the pipeline calls the transformer
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
 
