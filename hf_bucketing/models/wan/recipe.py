@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import BucketingError
-from ..first_frame import ENDS, first_latents, pictures, shown_ends, with_clean_first_frame
+from ..first_frame import ENDS, FirstFrameRecipe, pictures, shown_ends
 from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
 from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS
 
@@ -41,7 +41,7 @@ class WanRecipe(Recipe):
         return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
 
 
-class WanImageToVideoRecipe(WanRecipe):
+class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
     """Recipe of `WanImageToVideoPipeline`, whose models continue the first frame of a sample; see [`Recipe`].
 
     That frame (and the last) is the sample's own, or the `first_frame` (and the `last_frame`) of the data set.
@@ -57,7 +57,6 @@ class WanImageToVideoRecipe(WanRecipe):
     """
 
     pipeline_class = "WanImageToVideoPipeline"
-    takes_image = True
     shown: ClassVar[tuple[str, ...]] = ENDS
 
     @classmethod
@@ -100,7 +99,7 @@ class WanImageToVideoRecipe(WanRecipe):
             BucketingError: If samples have too few frames.
         """
         if self._keeps_first_frame:
-            return first_latents(self, pixel_values, shown)
+            return super().encode_conditions(pixel_values, latents, shown)
         if pixel_values.shape[2] < self.fewest_frames:
             raise BucketingError(
                 f"A sample of {pixel_values.shape[2]} frames leaves an image-to-video model nothing to predict, which "
@@ -132,9 +131,7 @@ class WanImageToVideoRecipe(WanRecipe):
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return latents with the condition as further channels, or with a clean first frame."""
-        if self._keeps_first_frame:
-            return with_clean_first_frame(samples, conditioning={})
-        return super().model_inputs(samples)
+        return super().model_inputs(samples) if self._keeps_first_frame else WanRecipe.model_inputs(self, samples)
 
     def added_channels(self, samples: Samples) -> list[torch.Tensor]:
         """Return the mask of the given frames, and their latents."""
