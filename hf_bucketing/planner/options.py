@@ -169,8 +169,6 @@ _FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "train
 AS_GIVEN = "as given"
 """Name of the row of the settings as they are."""
 
-_COLUMNS = ("weights", "gradients", "optimizer", "averages", "activations", "text_encoder", "vae", "context")
-
 
 def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict[str, str | float | int]]:
     """Return rows of a table: GiB by kind at the highest moment of a step, and the tokens that would fit.
@@ -183,7 +181,7 @@ def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict
         `list` of `dict`: Cells by column title. Kinds of less than 64 MiB in all rows have no column.
     """
     peaks = [asdict(row.plan.peak) for row in rows]
-    columns = [name for name in _COLUMNS if any(peak[name] >= 2**26 for peak in peaks)]
+    columns = [name for name in peaks[0] if any(peak[name] >= 2**26 for peak in peaks)]
     titles = [name.replace("_", " ").replace("vae", "VAE") for name in columns]
     return [
         {
