@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,12 +152,9 @@ def _code(run: Run, *, name: str, base: str) -> str:
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),
         **{image: f'load_image("{image}.png")' for image in images},
-        "height": size.height,
-        "width": size.width,
-        **recipe.duration(size.frames),
+        **recipe.size_arguments(size),
     }
-    taken = inspect.signature(recipe.pipeline_type().__call__).parameters  # some take their size from the image
-    arguments = ", ".join(f"{argument}={value}" for argument, value in call.items() if argument in taken)
+    arguments = ", ".join(f"{argument}={value}" for argument, value in call.items())
     lines += ['pipeline.to("cuda")', f"result = pipeline({arguments})"]
     if _makes_images(recipe):
         return "\n".join([*lines, 'result.images[0].save("image.png")'])
