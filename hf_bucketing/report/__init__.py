@@ -1,4 +1,4 @@
-"""Reports about tables, columns and plans: text, JSON, pages, and figures, for which alone matplotlib is needed."""
+"""Reports about tables, columns and plans: text, JSON, pages, and figures; matplotlib draws the charts of both."""
 
 from .bucket_page import Beside, MemoryRow, bucket_page
 from .compare import LadderChoice, Report, count_kept, make_report, measure_ladder

@@ -304,7 +304,6 @@ class Trainer:
             process_index=accelerator.process_index,
             num_processes=accelerator.num_processes,
             degree=self.config.memory.context_parallel_degree,
-            held_out=self.held_out is not None,
             keep=keep,
         )
         if accelerator.is_main_process:
@@ -376,7 +375,7 @@ class Trainer:
         if self.checkpoint is not None:
             changes = applied_changes(self.checkpoint.progress.settings, self.config, self.accelerator)
             entry = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes, "changes": changes}
-            self.log.write_resume(self.global_step, entry)
+            self.log.write_step("resumes", self.global_step, entry)
 
     def _settings_to_repeat(self) -> str:
         """Return the settings of the run as YAML by which a run in another folder does the same from its start."""
@@ -494,7 +493,7 @@ class Trainer:
                 if self.ema is not None:
                     self.ema.step(self.trained)
         else:
-            self.log.write_skipped(self.global_step + 1, skipped)
+            self.log.write_step("skipped", self.global_step + 1, skipped)
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.update()  # which lowers the scale, and may unscale again
         entry = {**metrics, "lr": self.lr_scheduler.get_last_lr()[0], "epoch": epoch}
@@ -505,7 +504,7 @@ class Trainer:
         stop = int(entry.pop("stop", 0))
         self._track(entry)
         with writing(self.folder / "logs"):
-            self.log.write_loss(self.global_step, entry)
+            self.log.write_step("losses", self.global_step, entry)
         self.bar.update()
         shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
         self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
@@ -582,7 +581,7 @@ class Trainer:
             if message := unreadable_message(entry["unreadable"], *before or [None]):
                 logger.warning(message)
             logger.info(f"Held-out loss {entry['validation_loss']:.4f} after optimizer step {self.global_step}")
-        self.log.write_validation(self.global_step, entry)
+        self.log.write_step("validation", self.global_step, entry)
 
     @contextmanager
     def _averages(self) -> Iterator[None]:
