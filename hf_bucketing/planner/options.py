@@ -169,7 +169,17 @@ _FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "train
 AS_GIVEN = "as given"
 """Name of the row of the settings as they are."""
 
-_COLUMNS = ("weights", "gradients", "optimizer", "averages", "activations", "text_encoder", "vae", "context")
+MEMORY_KINDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "averages": "averages",
+    "activations": "activations",
+    "text_encoder": "text encoder",
+    "vae": "VAE",
+    "context": "context",
+}
+"""Kinds of memory and their titles."""
 
 
 def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict[str, str | float | int]]:
@@ -183,12 +193,11 @@ def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict
         `list` of `dict`: Cells by column title. Kinds of less than 64 MiB in all rows have no column.
     """
     peaks = [asdict(row.plan.peak) for row in rows]
-    columns = [name for name in _COLUMNS if any(peak[name] >= 2**26 for peak in peaks)]
-    titles = [name.replace("_", " ").replace("vae", "VAE") for name in columns]
+    columns = {kind: title for kind, title in MEMORY_KINDS.items() if any(peak[kind] >= 2**26 for peak in peaks)}
     return [
         {
             "each with those above": row.name,
-            **{title: _gib(peak[name]) for title, name in zip(titles, columns, strict=True)},
+            **{title: _gib(peak[kind]) for kind, title in columns.items()},
             "total": _gib(row.plan.total),
             "saves": _gib(row.saved) if row.saved else "",
             f"in {gpu_memory:g} GiB": verdict_on(row.plan.total, gpu_memory * 2**30),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure, SubFigure
 
-COLOURS = ("#0072b2", "#d97000", "#009e73", "#b8518f", "#666666", "#56b4e9")
+COLOURS = ("#0072b2", "#d97000", "#009e73", "#b8518f", "#666666", "#56b4e9", "#a6611a", "#c22f4e")
 """Colours of series on white paper, after Okabe and Ito; pages have others where the browser is dark."""
 _QUIET, _RULE = "#59636e", "#d5dae0"
 _VARIABLES = {colour: f"--c{number}" for number, colour in enumerate(COLOURS)} | {_QUIET: "--quiet", _RULE: "--rule"}
@@ -224,6 +224,7 @@ def bar_chart(
     note: str = "",
     parts: Sequence[str] = (),
     colours: Sequence[int] = (),
+    limit: tuple[float, str] | None = None,
 ) -> Chart:
     """Draw a horizontal bar per label, each of one or several parts, with its text behind it.
 
@@ -236,10 +237,13 @@ def bar_chart(
         note (`str`): How to read the chart.
         parts (sequence of `str`, *optional*): Names of the parts, for the legend; those that no bar has are omitted.
         colours (sequence of `int`, *optional*): Colour of each bar of one part.
+        limit (`tuple` of `(value, text)`, *optional*): Value that a dashed line marks; bars are cut at three times it.
     """
     labels, texts = [label for label, _, _ in bars], [text for _, _, text in bars]
     lengths = np.array([values for _, values, _ in bars], np.float64).reshape(len(bars), len(parts) or 1)
     lengths = np.where(np.isfinite(lengths), lengths, 0.0)
+    if limit is not None:
+        lengths = np.diff(np.minimum(lengths.cumsum(1), 3 * limit[0]), prepend=0, axis=1)
     named = {part: name for part, name in enumerate(parts) if lengths[:, part].any()}
 
     def draw(axes: Axes) -> None:
@@ -252,9 +256,13 @@ def bar_chart(
         for place, end, text in zip(places, starts, texts, strict=True):
             axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center_baseline")
         axes.set_yticks(places, labels)
-        axes.set(ylim=(max(len(bars), 1) - 0.5, -0.5), xlim=(0, max(starts, default=0) or 1), xlabel=x_label)
+        longest = max([*starts.tolist(), 0 if limit is None else limit[0]], default=0) or 1
+        if limit is not None:
+            axes.axvline(limit[0], color=_QUIET, linewidth=1, linestyle="--")
+            axes.annotate(limit[1], (limit[0], 1), (0, 2), ("data", "axes fraction"), "offset points", ha="center")
+        axes.set(ylim=(max(len(bars), 1) - 0.5, -0.5), xlim=(0, longest), xlabel=x_label)
         axes.grid(visible=False, axis="y")
-        _put_ticks(axes.xaxis, most=3)
+        _put_ticks(axes.xaxis, most=4)
 
     return Chart(
         title=title,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .charts import Chart, bar_chart, histogram_chart, save_charts
 from .compare import Report
-from .text import percent, short_number, size_label
+from .text import measures_of, size_label
 
 MAX_BARS = 40
 """Buckets that the occupancy figure names; more labels would not be readable."""
@@ -105,25 +105,12 @@ def occupancy(report: Report) -> Chart:
 
 
 def strategies(report: Report) -> list[Chart]:
-    """Return charts of padding, bucketing and packing side by side, one per measure."""
-    units = report.config.units
-    measures = (
-        ("Real ÷ computed tokens", "% of computed tokens", "token_use", "The rest is padding."),
-        ("Step-time balance", "% of the slowest process", "step_balance", "The rest is waiting for it."),
-        ("Useful work", "% of all processes' time", "efficiency", "Neither padding nor waiting."),
-        ("Area cropped, mean", "% of the frame", "cropped_area", "Cut off by cover-resize and crop."),
-        ("Cost of an epoch", units.epoch, "epoch_cost", f"Sum over steps of the slowest process, {units.counts}."),
-        ("Samples kept", "samples", "kept", "Of one epoch."),
-        ("Tokens per sample, mean", "tokens", "tokens_per_sample", "Without padding."),
-        ("Steps of an epoch", "steps", "num_steps", "Of each process."),
-    )
+    """Return charts of padding, bucketing and packing side by side, one per measure that has a note."""
     charts = []
-    for title, unit, name, note in measures:
-        factor = units.epoch_factor if name == "epoch_cost" else 1.0
-        values = {strategy.name: getattr(strategy, name) * factor for strategy in report.strategies}
-        if unit.startswith("%"):
-            bars = [(strategy, (100 * value,), percent(value)) for strategy, value in values.items()]
-        else:
-            bars = [(strategy, (value,), short_number(value)) for strategy, value in values.items()]
-        charts.append(bar_chart(bars, title=title, x_label=unit, note=note, colours=(1, 0, 2)))
+    for measure in measures_of(report):
+        if measure.note:
+            ways = zip(report.strategies, measure.values(report), measure.cells(report), strict=True)
+            bars = [(strategy.name, (value,), cell) for strategy, value, cell in ways]
+            title = measure.title[0].upper() + measure.title[1:]
+            charts.append(bar_chart(bars, title=title, x_label=measure.unit, note=measure.note, colours=(1, 0, 2)))
     return charts

@@ -1,10 +1,11 @@
-"""Reports as text: about a table and its data, about assigned and rejected rows, about ladders."""
+"""Reports as text: about a table and its data, about assigned and rejected rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from .compare import LadderReport, Report, StrategyReport
+from .compare import Report
 from .measure import (
     BucketReport,
     BucketUse,
@@ -160,24 +161,67 @@ def _own_sizes(report: Report) -> str:
     return f"at up to {pixels} pixels per frame (those of the largest bucket of as many frames)"
 
 
-def strategy_cells(report: Report) -> list[Line]:
-    """Return what compares the strategies, one measure after another: its name and a cell for each strategy."""
+class Measure(NamedTuple):
+    """What compares strategies: an attribute of [`StrategyReport`], its title, its unit, and how to read it."""
+
+    name: str
+    title: str
+    unit: str
+    note: str = ""
+
+    def values(self, report: Report) -> list[float]:
+        """Return the measure of each strategy in its unit, shares in per cent."""
+        factor = 100.0 if self.unit.startswith("%") else 1.0
+        if self.name == "epoch_cost":
+            factor = report.config.units.epoch_factor
+        return [factor * getattr(strategy, self.name) for strategy in report.strategies]
+
+    def cells(self, report: Report) -> list[str]:
+        """Return the measure of each strategy as text."""
+        values = self.values(report)
+        return [percent(value / 100) if self.unit.startswith("%") else short_number(value) for value in values]
+
+
+def measures_of(report: Report) -> list[Measure]:
+    """Return what compares the strategies of a report; some counts need no note."""
     units = report.config.units
-    measures: dict[str, Callable[[StrategyReport], str]] = {
-        "way": lambda way: way.name,
-        "samples kept": lambda way: f"{way.kept:,}",
-        "samples dropped": lambda way: f"{sum(way.dropped.values()):,}",
-        "steps per epoch": lambda way: f"{way.num_steps:,}",
-        "mixed steps": lambda way: f"{way.mixed_steps:,}",
-        "tokens per sample, mean": lambda way: short_number(way.tokens_per_sample),
-        "real ÷ computed tokens": lambda way: percent(way.token_use),
-        "cropped area, mean": lambda way: percent(way.cropped_area),
-        "cut-off frames, mean": lambda way: percent(way.cropped_frames),
-        "step-time balance": lambda way: percent(way.step_balance),
-        f"epoch cost, {units.epoch}": lambda way: short_number(way.epoch_cost * units.epoch_factor),
-        "useful work": lambda way: percent(way.efficiency),
-    }
-    return [(name, *map(write, report.strategies)) for name, write in measures.items()]
+    return [
+        Measure("kept", "samples kept", "samples", "Of one epoch."),
+        Measure("num_dropped", "samples dropped", "samples"),
+        Measure("num_steps", "steps per epoch", "steps", "Of each process."),
+        Measure("mixed_steps", "mixed steps", "steps"),
+        Measure("tokens_per_sample", "tokens per sample, mean", "tokens", "Without padding."),
+        Measure("token_use", "real ÷ computed tokens", "% of computed tokens", "The rest is padding."),
+        Measure("cropped_area", "cropped area, mean", "% of the frame", "Cut off by cover-resize and crop."),
+        Measure("cropped_frames", "cut-off frames, mean", "% of the frames"),
+        Measure(
+            "step_balance",
+            "step-time balance",
+            "% of the slowest process",
+            "Mean over steps of mean ÷ largest cost over processes; the rest is waiting.",
+        ),
+        Measure(
+            "epoch_cost",
+            "epoch cost",
+            units.epoch,
+            f"Sum over steps of the largest cost over processes, {units.counts}.",
+        ),
+        Measure(
+            "efficiency",
+            "useful work",
+            "% of all processes' time",
+            "Cost of the samples alone, without padding and waiting, ÷ (epoch cost × processes).",
+        ),
+    ]
+
+
+def strategy_cells(report: Report) -> list[Line]:
+    """Return what compares the strategies, one measure after another: its title and a cell for each strategy."""
+    lines = [("way", *(strategy.name for strategy in report.strategies))]
+    for measure in measures_of(report):
+        title = measure.title if measure.name != "epoch_cost" else f"{measure.title}, {measure.unit}"
+        lines.append((title, *measure.cells(report)))
+    return lines
 
 
 def describe_strategies(report: Report) -> list[str]:
@@ -199,9 +243,7 @@ def _strategy_lines(report: Report) -> str:
         f"Strategies on {config.num_processes} processes, from the plan of one epoch",
         align(strategy_cells(report)),
         *(fill(text, 118) for text in describe_strategies(report)),
-        "step-time balance: mean over steps of mean cost over processes ÷ largest cost over processes",
-        f"epoch cost: sum over steps of the largest cost over processes, {config.units.counts}",
-        "useful work: cost of the samples alone, without padding and waiting, ÷ (epoch cost × processes)",
+        *(f"{measure.title}: {measure.note}" for measure in measures_of(report) if measure.note),
     ])  # fmt: skip
 
 
@@ -280,17 +322,3 @@ def describe_packed_frames(frames: npt.ArrayLike, table: OpenTable) -> str:
         f"In packs, samples keep at most {table.max_frames:,} frames (--max_frames); {longer:,} of "
         f"{np.size(frames):,} rows have more."
     )
-
-
-def format_ladders(reports: Sequence[LadderReport]) -> str:
-    """Return the reports as a table in markdown."""
-    lines = [
-        "| own sizes | aspect_step | buckets | common ratios | worst ratio | mix | too small | short batches |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for report in reports:
-        own = ", ".join(f"{height}×{width}" for height, width in report.choice.sizes) or "none"
-        shares = (report.common, report.worst, report.mix, report.too_small, report.short_batches)
-        cells = [own, f"{report.choice.aspect_step:g}", f"{report.num_buckets:,}", *map(percent, shares)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -193,6 +193,15 @@ def test_values_below_zero_lie_inside_a_chart_and_infinite_ones_have_no_bar() ->
     assert max(x for x, _ in bar) - min(x for x, _ in bar) > 100
 
 
+def test_bars_beyond_three_times_a_limit_are_cut() -> None:
+    bars = [("a", (5.0, 100.0), "105"), ("b", (1.0, 2.0), "3")]
+    svg = str(bar_chart(bars, title="t", x_label="x", parts=("p", "q"), limit=(2.0, "2 GiB")).svg)
+    of_p, of_p_too, of_q, of_q_too = [[x for x, _ in bar] for bar in paths_of(svg)]
+    assert (max(of_q) - min(of_p)) == pytest.approx(2 * (max(of_q_too) - min(of_p_too)), abs=0.2), "6 and 3"
+    assert ">105</text>" in svg
+    assert ">2 GiB</text>" in svg
+
+
 def save_images(folder: Path) -> Path:
     """Prepare three images: a wide one, one that is no image, and one that every bucket would enlarge."""
     folder.mkdir()
