@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from .text import (
     describe_cut_samples,
     describe_strategies,
     percent,
+    short_number,
     size_label,
     strategy_cells,
 )
@@ -113,12 +113,9 @@ def _overview(report: Report, beside: Beside) -> list[Block]:
 
 
 def _sources(sources: Sequence[SourceUse]) -> Table:
-    return Table(
-        title="What each source adds to an epoch",
-        head=("source", "rows", "rejected", "buckets", "samples per epoch", "share of samples", "share of tokens"),
-        rows=source_cells(sources),
-        note="Samples per epoch count the weights and repeats that the rows were prepared with.",
-    )
+    head, *rows = source_cells(sources)
+    note = "Samples per epoch count the weights and repeats that the rows were prepared with."
+    return Table(title="What each source adds to an epoch", head=head, rows=rows, note=note)
 
 
 def _buckets(report: Report) -> list[Block]:
@@ -243,7 +240,7 @@ def _plan(report: Report, beside: Beside) -> list[Block]:
 
 def _memory(beside: Beside) -> list[Block]:
     kinds = [name for name in beside.memory[0].parts if any(row.parts[name] for row in beside.memory)]
-    totals = [_gib(sum(row.parts.values())) for row in beside.memory]
+    totals = [short_number(sum(row.parts.values()) / 2**30) for row in beside.memory]
     bars = [
         (row.settings, [row.parts[name] / 2**30 for name in kinds], f"{total} GiB")
         for row, total in zip(beside.memory, totals, strict=True)
@@ -251,7 +248,7 @@ def _memory(beside: Beside) -> list[Block]:
     names = [name.replace("_", " ") for name in kinds]
     chart = bar_chart(bars, title="Memory of the most expensive step", x_label="GiB", note=beside.model, parts=names)
     rows = [
-        (row.settings, *(_gib(row.parts[name]) for name in kinds), total)
+        (row.settings, *(short_number(row.parts[name] / 2**30) for name in kinds), total)
         for row, total in zip(beside.memory, totals, strict=True)
     ]
     return [
@@ -263,8 +260,3 @@ def _memory(beside: Beside) -> list[Block]:
             note="scripts/plan_memory.py adds one saving option after another, until a step fits a GPU.",
         ),
     ]
-
-
-def _gib(count: float) -> str:
-    gib = count / 2**30
-    return f"{gib:.1f}" if gib >= 1 or not count else f"{gib:.{min(4, 1 - math.floor(math.log10(gib)))}f}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -295,17 +295,15 @@ def _short_tag(tag: re.Match[str]) -> str:
     return text
 
 
-@contextmanager
-def _style(letters: float) -> Iterator[None]:
+def _style(letters: float) -> AbstractContextManager[None]:
     from matplotlib import rc_context
 
-    with rc_context({
-        "font.family": "DejaVu Sans", "font.size": letters, "axes.titlesize": letters + 1,
+    return rc_context({
+        "font.family": "DejaVu Sans", "font.size": letters,
         "axes.labelsize": letters, "xtick.labelsize": letters, "ytick.labelsize": letters,
         "axes.labelcolor": _QUIET, "axes.grid": True, "grid.color": _RULE, "axes.axisbelow": True,
         "svg.fonttype": "none", "text.parse_math": False,
-    }):  # fmt: skip
-        yield
+    })  # fmt: skip
 
 
 def _axes(figure: Figure | SubFigure) -> Axes:

@@ -26,7 +26,7 @@ from ..settings import names_of, settings_in
 from .config import TrainingConfig
 from .logs import Logs
 from .recount import count_replaced
-from .review import loss_charts
+from .review import FEWEST_STEPS, loss_charts
 from .run_data import RunData
 from .settings.hub import HubConfig
 
@@ -35,8 +35,6 @@ LOSSES = "loss.png"
 
 _OURS = "<!-- Written by hf_bucketing; the next run in this folder replaces it, unless this line is removed. -->"
 _SHOWN_BUCKETS = 30
-_FEWEST_STEPS = 10
-"""Fewest optimizer steps whose losses are drawn."""
 
 _VERSIONS = ("hf_bucketing", "diffusers", "torch", "accelerate")
 
@@ -78,7 +76,7 @@ def write_card(folder: Path, run: Run) -> tuple[list[str], str]:
     if path.is_file() and _OURS.encode() not in path.read_bytes():
         return [REPOCARD_NAME], f"Kept {path}, which is not a card of hf_bucketing"
     logs, figure = Logs(folder), None
-    if len(logs.losses) >= _FEWEST_STEPS:
+    if len(logs.losses) >= FEWEST_STEPS:
         save_charts(folder / LOSSES, loss_charts([logs]), columns=2)
         figure = LOSSES
     with complete_file(path) as partial:

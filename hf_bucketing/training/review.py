@@ -16,7 +16,7 @@ from .logs import Logs, StepLog
 from .recount import Leg, Recount, recount
 from .run_log import read_log
 
-_FEWEST_STEPS = 10
+FEWEST_STEPS = 10
 """Fewest optimizer steps that have tenths."""
 
 _NAMED_STEPS = 10
@@ -40,7 +40,7 @@ def summarise_losses(losses: Sequence[float]) -> tuple[float, float]:
     Raises:
         BucketingError: If there are fewer than ten losses.
     """
-    if len(losses) < _FEWEST_STEPS:
+    if len(losses) < FEWEST_STEPS:
         raise BucketingError(f"Comparing tenths of a run needs at least ten optimizer steps, got {len(losses)}.")
     tenth = len(losses) // 10
     return _mean(losses[:tenth]), _mean(losses[-tenth:])
@@ -98,7 +98,7 @@ def review_run(logs: Logs, *, min_fall: float = 1 / 3) -> RunReview:
             f", and {run.unfinished} after the last optimizer step that are not counted" if run.unfinished else ""
         )
         checks += [Check(True, whole + ignored), *_check_epochs(run, drops=logs.settings.get("remainder") == "drop")]
-    if len(losses) < _FEWEST_STEPS:
+    if len(losses) < FEWEST_STEPS:
         checks.append(Check(True, f"{len(losses)} optimizer steps, too few to compare tenths of the loss"))
         return RunReview(logs.name, tuple(checks))
     first, last = summarise_losses(losses)

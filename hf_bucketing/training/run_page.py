@@ -20,6 +20,7 @@ from ..report.page import Block, Charts, Gallery, Page, Paragraphs, Picture, Sec
 from ..report.text import short_number, size_label
 from .logs import Logs, StepLog
 from .review import (
+    FEWEST_STEPS,
     loss_charts,
     losses_by_bucket,
     review_run,
@@ -72,7 +73,7 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
 def _overview(runs: Sequence[Logs], min_fall: float) -> list[Block]:
     rows, checks = [], []
     for run in runs:
-        enough = len(run.steps.loss) >= 10
+        enough = len(run.steps.loss) >= FEWEST_STEPS
         first, last = summarise_losses(run.steps.loss.tolist()) if enough else (math.nan, math.nan)
         held_out = [float(entry["validation_loss"]) for entry in run.held_out]
         rows.append(

@@ -109,7 +109,7 @@ def test_the_page_says_what_the_report_says() -> None:
         assert ways[strategy.name][-1] == f"{strategy.efficiency:.1%}"
     head, row = page.tables["GiB by kind at the highest moment of that step"]
     assert head == ["settings", "weights", "context", "total"]
-    assert row == ["LoRA", "3.0", "1.0", "4.0"]
+    assert row == ["LoRA", "3", "1", "4"]
     assert "tiny, 2 × 64×64" in page.text
 
 
