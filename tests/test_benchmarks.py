@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, run_script, run_script_here
+from tests.conftest import ROOT, run_script_here
 
 RESULTS = ROOT / "scripts" / "benchmark_results"
 
@@ -56,7 +56,7 @@ def test_drawn_clips_last_as_long_as_documented(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmarks_measure(name: str, tmp_path: Path) -> None:
-    run_script(f"benchmark_{name}.py", *SMALL[name], "--runs", 1, "--output", tmp_path / "figures.json")
+    run_script_here(f"benchmark_{name}.py", *SMALL[name], "--runs", 1, "--output", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     results = RESULTS / f"{name}.json"
     measured = {key for key in json.loads(results.read_text()) if not key.startswith(("lhotse", "scale"))}

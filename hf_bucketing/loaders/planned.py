@@ -40,6 +40,9 @@ class StepCount(NamedTuple):
     steps: int
     exact: bool
 
+    def __str__(self) -> str:
+        return str(self.steps) if self.exact else f"about {self.steps}"
+
 
 class PlannedBatchSampler(Sampler[list[int]]):
     """Yield the batches of an epoch plan, in the form that accelerate shards.

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from ..buckets.open_table import OpenTable
@@ -179,6 +180,18 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
         base_size=None if batches.base_size is None else cast("Grid", tuple(batches.base_size)),
     )
     return PackStep(packing=packing, token_drop=batches.token_drop, **common)
+
+
+def check_data(step: Step, data: RunData) -> None:
+    """Raise BucketingError if the model cannot take samples of the data, or their cache lacks what it is shown."""
+
+    def check(counts: Mapping[int, int]) -> None:
+        check_positions(step, data.table, counts, data.spec)
+        step.recipe.check_frames(data.table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
+
+    data.check_buckets(check)
+    step.recipe.check_conditions(data.conditions)
+    check_cached(step.recipe, data)
 
 
 def check_positions(step: Step, table: BucketTable | OpenTable, counts: Mapping[int, int], spec: LatentSpec) -> None:

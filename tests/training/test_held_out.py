@@ -128,7 +128,7 @@ def computed(config: TrainingConfig, *, check: Callable[[Trainer, dict], None] |
     AcceleratorState._reset_state(reset_partial_state=True)
     trainer = Trainer(config)
     before = torch.get_rng_state()
-    entry = trainer.held_out.compute(trainer.step, trainer.transformer, trainer.accelerator)
+    entry = trainer.evaluation.held_out.compute(trainer.step, trainer.trained.transformer, trainer.accelerator)
     assert torch.equal(before, torch.get_rng_state())
     if check is not None:
         check(trainer, entry)
@@ -143,7 +143,7 @@ def without_times(entry: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def by_hand(trainer: Trainer, *, levels: int) -> dict[int, list[float]]:
     """Return the loss of each held-out row at each noise level, one sample at a time, in the stock model."""
-    data, recipe = trainer.held_out.data, trainer.recipe
+    data, recipe = trainer.evaluation.held_out.data, trainer.recipe
     if trainer.config.batches.batching == "pack":
         disable_packing(recipe.transformer)
     root, losses = data.loader.collate_fn.root, {}
@@ -170,9 +170,9 @@ def by_hand(trainer: Trainer, *, levels: int) -> dict[int, list[float]]:
 
 
 def check_by_hand(trainer: Trainer, entry: dict[str, Any]) -> None:
-    again = trainer.held_out.compute(trainer.step, trainer.transformer, trainer.accelerator)
+    again = trainer.evaluation.held_out.compute(trainer.step, trainer.trained.transformer, trainer.accelerator)
     assert without_times(again) == without_times(entry), "the same twice in a row"
-    data, levels = trainer.held_out.data, len(entry["by_noise"])
+    data, levels = trainer.evaluation.held_out.data, len(entry["by_noise"])
     training = trainer.data.loader.dataset["index"][:]
     losses = by_hand(trainer, levels=levels)
     assert sorted([*losses, *training]) == list(range(20))

@@ -65,7 +65,7 @@ def test_a_run_whose_steps_are_estimated_ends_with_its_last_epoch_and_resumes_it
     settings |= {"max_train_steps": None, "num_train_epochs": 3, "lr_scheduler": "linear", "checkpointing_steps": 3}
     trainer = Trainer(in_process(pipeline_dir, prepared_dir, out, **settings))
     steps = [trainer.data.sampler.plan(epoch).num_steps for epoch in range(3)]
-    assert trainer._planned_steps == f"about {steps[0] + 2 * steps[1]}"
+    assert str(trainer.planned) == f"about {steps[0] + 2 * steps[1]}"
     trainer.run()
     whole = read_log(out, "losses")
     assert len(whole) == sum(steps)

@@ -62,7 +62,7 @@ def _components(scheduler: type[Any], snr_shift_scale: float, **config: Any) -> 
 
 def _vae() -> AutoencoderKLCogVideoX:
     vae = AutoencoderKLCogVideoX(
-        block_out_channels=(32,) * 4, latent_channels=CHANNELS, layers_per_block=1, norm_num_groups=4
+        block_out_channels=(8,) * 4, latent_channels=CHANNELS, layers_per_block=0, norm_num_groups=4
     ).eval()
     vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
     return vae

@@ -98,7 +98,7 @@ def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
 
 def wan_vae(**config: Any) -> AutoencoderKLWan:
     """Return a VAE of Wan, by default of 2.1, whose latents have mean 0 and deviation 1, as those of a trained one."""
-    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
     statistics = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
     vae = AutoencoderKLWan(**settings, **statistics, **config).eval()
     latents = latents_of_smooth_clips(vae)
@@ -109,7 +109,7 @@ def wan_vae(**config: Any) -> AutoencoderKLWan:
 def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
     """Return a VAE of HunyuanVideo whose latents have deviation 1, once scaled."""
     vae = AutoencoderKLHunyuanVideo(
-        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=4
     ).eval()
     vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
     return vae

@@ -88,9 +88,7 @@ def _qwen_components() -> dict[str, Any]:
 
 
 def _vae() -> AutoencoderKLHunyuanVideo15:
-    vae = AutoencoderKLHunyuanVideo15(
-        latent_channels=CHANNELS, block_out_channels=(16,) * 5, layers_per_block=1
-    ).eval()
+    vae = AutoencoderKLHunyuanVideo15(latent_channels=CHANNELS, block_out_channels=(8,) * 5, layers_per_block=0).eval()
     vae.enable_slicing()  # its attention mask fits one sample only
     vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
     return vae

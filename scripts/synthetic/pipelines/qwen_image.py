@@ -35,7 +35,7 @@ def _text_to_image() -> DiffusionPipeline:
 
 
 def _vae() -> AutoencoderKLQwenImage:
-    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
     vae = AutoencoderKLQwenImage(**settings).eval()
     latents = latents_of_smooth_clips(vae)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
