@@ -30,7 +30,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import BucketingError
+from .errors import BucketingError, quoted
 
 Config = TypeVar("Config")
 
@@ -111,6 +111,24 @@ def build(kind: type[Config], values: Mapping[str, Any]) -> Config:
         elif field.name in values:
             arguments[field.name] = values[field.name]
     return kind(**arguments)
+
+
+def chosen_config(
+    kind: type[Config], config: Config | None, *, error: type[BucketingError], **given: object
+) -> Config:
+    """Return a value that was given whole, as `config`, or by keywords of which those that are None are not given.
+
+    Raises:
+        BucketingError: As `error`, if both are given, or `config` is of another kind.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if config is None:
+        return kind(**chosen)
+    if not isinstance(config, kind):
+        raise error(f"`config` must be a {kind.__name__}, got {config!r}.")
+    if chosen:
+        raise error(f"`config` holds {quoted([*chosen])} already: set them there, or omit `config`.")
+    return config
 
 
 def changed(config: Config, **values: Any) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -169,18 +169,6 @@ _FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "train
 AS_GIVEN = "as given"
 """Name of the row of the settings as they are."""
 
-MEMORY_KINDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "averages": "averages",
-    "activations": "activations",
-    "text_encoder": "text encoder",
-    "vae": "VAE",
-    "context": "context",
-}
-"""Kinds of memory and their titles."""
-
 
 def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict[str, str | float | int]]:
     """Return rows of a table: GiB by kind at the highest moment of a step, and the tokens that would fit.
@@ -193,7 +181,7 @@ def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict
         `list` of `dict`: Cells by column title. Kinds of less than 64 MiB in all rows have no column.
     """
     peaks = [asdict(row.plan.peak) for row in rows]
-    columns = {kind: title for kind, title in MEMORY_KINDS.items() if any(peak[kind] >= 2**26 for peak in peaks)}
+    columns = titles_of([kind for kind in peaks[0] if any(peak[kind] >= 2**26 for peak in peaks)])
     return [
         {
             "each with those above": row.name,
@@ -205,6 +193,11 @@ def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict
         }
         for row, peak in zip(rows, peaks, strict=True)
     ]
+
+
+def titles_of(kinds: Iterable[str]) -> dict[str, str]:
+    """Return the titles of kinds of memory."""
+    return {kind: kind.replace("_", " ").replace("vae", "VAE") for kind in kinds}
 
 
 def format_options(rows: Sequence[MemoryOption], *, gpu_memory: float) -> str:

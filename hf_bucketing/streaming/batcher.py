@@ -13,15 +13,17 @@ from datasets import IterableDataset as Stream
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..errors import BucketingError
+from ..errors import BucketingError, explains_arguments
 from ..loaders.bucket_sampler import check_table
 from ..loaders.state import describe
-from .config import StreamConfig
+from ..settings import check_at_least, chosen_config, names_of
+from .config import StreamLimits
 from .definition import define
 from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row, bytes_of
 from .resume import Place, ResumableStream, StreamBatch
 
 
+@explains_arguments()
 class StreamingBucketBatcher(IterableDataset[StreamBatch]):
     """Gather the rows of a stream into batches of one bucket, or into packs.
 
@@ -42,12 +44,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
             Split among the processes, unless `split_dataset_by_node` did that already.
         grouping ([`BucketGrouping`] or [`PackGrouping`]): The rule by which rows become batches.
         collate_fn (callable): Makes a `dict` from a list of rows, in the worker.
-        max_buffered (`int`): Largest number of rows that wait in a worker; above it, the group of the oldest row is
-            sent incomplete.
-        max_buffered_bytes (`int`): Largest number of bytes of those rows, likewise. A worker reads up to 1,024 rows
-            ahead, of a quarter as many bytes and one row more.
-        steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; earlier if no process has a row left. The
-            next epoch continues where it ended.
+        steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; see [`StreamLimits`].
+        config ([`StreamLimits`], *optional*): Rows that wait for a batch, and `steps_per_epoch`, in one value.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
             from the start.
@@ -66,23 +64,17 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         grouping: Grouping,
         *,
         collate_fn: Callable[[Sequence[Row]], dict[str, Any]],
-        max_buffered: int = StreamConfig.max_buffered,
-        max_buffered_bytes: int = StreamConfig.max_buffered_bytes,
         steps_per_epoch: int | None = None,
+        config: StreamLimits | None = None,
         snapshot_every: int = 256,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
         if not isinstance(dataset, Stream):
             raise BucketingError(f"Expected a datasets.IterableDataset, got {type(dataset).__name__}; use a sampler.")
-        smallest = min(
-            max_buffered, max_buffered_bytes, snapshot_every, 1 if steps_per_epoch is None else steps_per_epoch
-        )
-        if smallest < 1:
-            raise BucketingError(
-                f"Expected values of 1 or more, got max_buffered={max_buffered}, max_buffered_bytes="
-                f"{max_buffered_bytes}, snapshot_every={snapshot_every} and steps_per_epoch={steps_per_epoch}."
-            )
+        self.config = chosen_config(StreamLimits, config, error=BucketingError, steps_per_epoch=steps_per_epoch)
+        self.snapshot_every = snapshot_every
+        check_at_least(1, self, "snapshot_every")
         if isinstance(grouping, BucketGrouping):
             check_table(dataset.features, grouping.table, column="bucket_id")
         state = PartialState() if PartialState._shared_state else None
@@ -92,10 +84,6 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         self.dataset = _split(dataset, self.process_index, self.num_processes)
         self.grouping = grouping
         self.collate_fn = collate_fn
-        self.max_buffered = max_buffered
-        self.max_buffered_bytes = max_buffered_bytes
-        self.steps_per_epoch = steps_per_epoch
-        self.snapshot_every = snapshot_every
         self._definition = define(dataset)
         self._rereads = any("buffer_size" in step for step in self._definition)
         self.epoch = 0
@@ -142,11 +130,9 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         parts = {
             **self.grouping.settings(),
             "stream": self._definition,
-            "max_buffered": self.max_buffered,
-            "max_buffered_bytes": self.max_buffered_bytes,
+            **{name: getattr(self.config, name) for name in names_of(StreamLimits)},
             "num_shards": self.num_shards,
             "num_processes": self.num_processes,
-            "steps_per_epoch": self.steps_per_epoch,
         }
         return {name: describe(part) for name, part in parts.items()}
 
@@ -193,6 +179,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         rows = iter(self.dataset)
         groups = self.grouping.start()
         complete = deque(_read_again(rows, place, self.grouping, groups))
+        most, most_bytes = self.config.max_buffered, self.config.max_buffered_bytes
         nothing: tuple[None, None, int] = (None, None, 0)  # before the first row, for groups that were complete
         for row, measure, num_bytes in itertools.chain([nothing], self._measured(rows, snapshots, read=read)):
             if row is not None:
@@ -201,7 +188,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
                 else:
                     complete.extend(groups.add(row, ordinal=read, measure=measure, num_bytes=num_bytes))
                 read += 1
-            while complete or groups.num_rows > self.max_buffered or groups.num_bytes > self.max_buffered_bytes:
+            while complete or groups.num_rows > most or groups.num_bytes > most_bytes:
                 if not complete:
                     complete.append(groups.flush(next(iter(groups)).key))
                 group = complete.popleft()
@@ -225,7 +212,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
                 chunk.append(row)
                 sizes.append(bytes_of(row))
                 num_bytes += sizes[-1]
-                if num_bytes > self.max_buffered_bytes // 4:
+                if num_bytes > self.config.max_buffered_bytes // 4:
                     break
             if not chunk:
                 return

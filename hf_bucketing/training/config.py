@@ -19,9 +19,9 @@ from ..packing.names import Backend
 from ..packing.token_drop import Mode as TokenDropMode, TokenDrop
 from ..placement.settings import MemoryConfig
 from ..plans.bin_packing import PackStrategy
-from ..plans.buckets import BucketPlanConfig
+from ..plans.buckets import BucketLimits, BucketPlanConfig
 from ..plans.deal import Remainder
-from ..plans.packs import Balance, PackPlanConfig
+from ..plans.packs import Balance, PackLimits, PackPlanConfig
 from ..settings import (
     build,
     check_at_least,
@@ -155,6 +155,18 @@ class BatchConfig:
         """Tokens per process and step, or None."""
         assert self.max_tokens != "auto", "fill_max_tokens replaces it by a number"
         return self.max_tokens
+
+    @property
+    def bucket_limits(self) -> BucketLimits:
+        """Limits of a batch of one bucket."""
+        batch_size = self.train_batch_size if self.max_tokens is None else None
+        return BucketLimits(batch_size=batch_size, max_tokens=self.token_limit)
+
+    @property
+    def pack_limits(self) -> PackLimits:
+        """Limits of a pack."""
+        assert self.token_limit is not None, "BatchConfig checks it"
+        return PackLimits(max_tokens=self.token_limit, strip_length=self.strip_length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ from ..losses.reduction import reduction_weights
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
+from ..plans.buckets import BucketPlanConfig
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, sample_spans
 from ..settings import changed, flatten, marked, not_default
@@ -282,23 +283,13 @@ def _data_of(
     }
     order: dict[str, Any] = {"seed": config.seed, "evaluation": evaluation, "shuffle": not evaluation}
     if batches.batching == "bucket":
-        sampler = BucketBatchSampler(
-            bucket_ids,
-            table=table,
-            batch_size=batches.train_batch_size if batches.max_tokens is None else None,
-            max_tokens=batches.token_limit,
-            spec=spec,
-            remainder=batches.remainder,
-            **order,
-            **common,
-        )
+        buckets = BucketPlanConfig(**vars(batches.bucket_limits), remainder=batches.remainder, **order)
+        sampler = BucketBatchSampler(bucket_ids, table=table, config=buckets, spec=spec, **common)
     else:
-        assert batches.token_limit is not None, "BatchConfig checks it"
         sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
         packs = PackPlanConfig(
-            max_tokens=batches.token_limit,
-            strip_length=batches.strip_length,
+            **vars(batches.pack_limits),
             strategy=batches.pack_strategy,
             balance=batches.balance,
             cost_model=cost_model if batches.balance == "cost" else None,

@@ -262,20 +262,13 @@ def make_streamed_data(
     grouping: Grouping
     if batches.batching == "pack":
         table = prepared.open_table
-        assert batches.token_limit is not None, "BatchConfig checks it"
         if batches.token_drop is not None or spec.added_frames:
             counted = _CountedTokens(drop=batches.token_drop, table=table, spec=spec)
             rows = rows.map(counted, batched=True, batch_size=_MAPPED_ROWS)
-        grouping = PackGrouping(
-            max_tokens=batches.token_limit, strip_length=batches.strip_length, text_tokens=tokens.text_tokens
-        )
+        grouping = PackGrouping(**vars(batches.pack_limits), text_tokens=tokens.text_tokens)
     else:
         grouping = BucketGrouping(
-            table=prepared.table,
-            batch_size=batches.train_batch_size if batches.max_tokens is None else None,
-            max_tokens=batches.token_limit,
-            spec=spec,
-            text_tokens=tokens.text_tokens,
+            **vars(batches.bucket_limits), table=prepared.table, spec=spec, text_tokens=tokens.text_tokens
         )
         for bucket in sample.buckets:
             grouping.size_of(bucket)
@@ -283,9 +276,7 @@ def make_streamed_data(
         rows,
         grouping,
         collate_fn=media_collator(config, prepared, table=table),
-        max_buffered=stream.max_buffered,
-        max_buffered_bytes=stream.max_buffered_bytes,
-        steps_per_epoch=stream.steps_per_epoch,
+        config=stream,
     )
     workers = config.loader.dataloader_num_workers
     timeout = config.loader.dataloader_timeout if workers else 0

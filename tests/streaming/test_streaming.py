@@ -19,7 +19,8 @@ from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, Pla
 from hf_bucketing.loaders import resume
 from hf_bucketing.plans import PackPlanConfig
 from hf_bucketing.plans.packs import packs_of
-from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
+from hf_bucketing.settings import names_of
+from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher, StreamLimits
 from tests.loaders.loader_worker import collate_rows, stream_rows
 from tests.loaders.test_resume_launch import launch
 
@@ -38,6 +39,10 @@ def make_stream(rows: int = ROWS, shards: int = SHARDS) -> IterableDataset:
 
 
 def batcher(grouping=BUCKET, *, dataset=None, **options) -> StreamingBucketBatcher:
+    """Make a stream of batches, by `config` where there are limits that lack a keyword."""
+    if {"max_buffered", "max_buffered_bytes"} & options.keys():
+        limits = {name: options.pop(name) for name in names_of(StreamLimits) if name in options}
+        options["config"] = StreamLimits(**limits)
     return StreamingBucketBatcher(dataset or make_stream(), grouping, collate_fn=collate_rows, **options)
 
 
@@ -353,8 +358,12 @@ def test_what_cannot_work_is_an_error() -> None:
     with pytest.raises(BucketingError, match=r"Expected a datasets\.IterableDataset"):
         batcher(dataset=Dataset.from_dict({"a": [1]}))
     for wrong in ({"max_buffered": 0}, {"max_buffered_bytes": 0}, {"steps_per_epoch": 0}, {"snapshot_every": 0}):
-        with pytest.raises(BucketingError, match="values of 1 or more"):
+        with pytest.raises(BucketingError, match=f"`{next(iter(wrong))}` must be at least 1, got 0"):
             batcher(**wrong)
+    with pytest.raises(BucketingError, match="`config` holds `steps_per_epoch` already"):
+        batcher(config=StreamLimits(), steps_per_epoch=3)
+    with pytest.raises(BucketingError, match=r"takes max_buffered in its configuration: config=StreamLimits\(…\)"):
+        StreamingBucketBatcher(make_stream(), BUCKET, collate_fn=collate_rows, max_buffered=9)
     with pytest.raises(PlanError, match="`batch_size` must be a whole number, got '4'"):
         BucketGrouping(table=TABLE, batch_size="4")
     with pytest.raises(PlanError, match="without preparing"):
