@@ -235,8 +235,7 @@ class Trainer:
     def _start(self) -> None:
         """Load the checkpoint to resume, if any, and begin the logs."""
         keep, changes = self._resume()
-        held_out = self.evaluation.held_out is not None
-        self.report = RunReport(self.config, self.data, self.accelerator, held_out=held_out, keep=keep)
+        self.report = RunReport(self.config, self.data, self.accelerator, keep=keep)
         resumed = None
         if self.checkpoint is not None:
             place = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes}
@@ -331,7 +330,7 @@ class Trainer:
         if skipped is None:
             self.trained.update()
         else:
-            self.report.log.write_skipped(self.global_step + 1, skipped)
+            self.report.log.write_step("skipped", self.global_step + 1, skipped)
             self.trained.leave()
         entry = {**metrics, "lr": self.trained.lr_scheduler.get_last_lr()[0], "epoch": epoch}
         return entry if skipped is None else {**entry, "skipped": True}

@@ -179,10 +179,8 @@ def test_later_rows_take_the_places_of_unreadable_ones_and_every_state_yields_ex
     def fresh():
         log = FaultLog(log=tmp_path / "unreadable.jsonl")
         dataset = make_stream().shuffle(seed=3, buffer_size=20) if "dataset" in options else make_stream()
-        stream = StreamingBucketBatcher(
-            dataset, grouping, collate_fn=partial(collate_readable, broken=broken), faults=log, kept=["height"],
-            **{name: value for name, value in options.items() if name != "dataset"},
-        )  # fmt: skip
+        collate = partial(collate_readable, broken=broken)
+        stream = batcher(grouping, **{**options, "dataset": dataset}, collate_fn=collate, faults=log, kept=["height"])
         return resume(Accelerator(cpu=True), stream.make_loader(num_workers=num_workers))
 
     whole = fresh()

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.config_file import read_config_file, write_config
-from hf_bucketing.training.review import losses_of, plans_of, read_sample_logs
+from hf_bucketing.training.logs import Logs
+from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.run_log import read_sample_logs
 from tests.columns.test_several_sources import folder_with_texts, parquet_with_bytes
 from tests.conftest import launch_training, run_script_here
 
@@ -61,7 +63,7 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
     assert losses_of(first) == losses_of(second)
     assert len(losses_of(first)) > 4
     assert read_sample_logs(first) == read_sample_logs(second)
-    assert plans_of(first) == plans_of(second)
+    assert Logs(first).first_plans == Logs(second).first_plans
     weights = [load_file(folder / "pytorch_lora_weights.safetensors") for folder in (first, second)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -74,7 +76,7 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
     # Every source is drawn as often as planned, and its loss is logged.
     prepared = PreparedDataset.load(run_file.parent / "prepared")
     assert prepared.sources
-    for epoch, plan in plans_of(first).items():
+    for epoch, plan in Logs(first).first_plans.items():
         lines = [line for log in read_sample_logs(first) for line in log if line["epoch"] == epoch]
         drawn = Counter(index for line in lines for index in line["index"])
         assert [source for line in lines for source in line["sources"]] == [

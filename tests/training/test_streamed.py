@@ -27,6 +27,7 @@ from hf_bucketing.settings import changed
 from hf_bucketing.streaming.shards import warn_of_shards
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.loss_window import LossWindow
 from hf_bucketing.training.review import losses_of, review_run, review_sources
@@ -219,7 +220,7 @@ def test_two_processes_see_each_row_of_a_stream_once_per_epoch(
     logged = [json.loads(line) for line in (out / "logs" / "losses.jsonl").read_text().splitlines()]
     counted = Counter(line["batch"] for lines in by_process for line in lines for _ in line["index"])
     assert [entry["samples"] for entry in logged] == [counted[batch] for batch in range(10)]
-    review = review_run(out, min_fall=-1)
+    review = review_run(Logs(out), min_fall=-1)
     assert review.passed, str(review)
     assert "10 of 10 optimizer steps, finished" in str(review)
     assert "none twice in a pass" in str(review)
