@@ -181,6 +181,19 @@ def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
     return temporal or 4, spatial or 2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1)
 
 
+def read_trained_config(name_or_path: str, trained: str) -> dict[str, Any]:
+    """Return the configuration of a transformer of a pipeline.
+
+    Raises:
+        BucketingError: If the pipeline has no such transformer.
+    """
+    import diffusers
+
+    with from_hub(name_or_path):
+        check_has(diffusers.DiffusionPipeline.load_config(name_or_path), trained, name_or_path=name_or_path)
+    return read_config(name_or_path, trained)
+
+
 def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configurations of a pipeline's VAE and transformer, without loading their classes.
 

@@ -26,7 +26,7 @@ from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
-from .loading import Loading, Part, load_pipeline, part_of, read_config, read_configs, strides_of
+from .loading import Loading, Part, load_pipeline, part_of, read_config, read_configs, read_trained_config, strides_of
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
@@ -230,7 +230,7 @@ class Recipe:
             BucketingError: If the pipeline has no such transformer, cannot be loaded, or takes captions of another
                 length.
         """
-        config, length = read_config(name_or_path, trained), max_sequence_length or cls.default_sequence_length
+        config, length = read_trained_config(name_or_path, trained), max_sequence_length or cls.default_sequence_length
         if (fixed := cls.family.text_length(config)) not in (None, length):
             raise BucketingError(
                 f"The {trained} of {name_or_path} takes captions of {fixed} tokens, and `max_sequence_length` is "
