@@ -36,6 +36,7 @@ def main(args: argparse.Namespace) -> None:
         describe_held_out,
         loss_charts,
         losses_by_bucket,
+        review_experts,
         review_run,
         review_sources,
     )
@@ -55,7 +56,8 @@ def main(args: argparse.Namespace) -> None:
     for review in reviews:
         print(review)
     for run in runs:
-        for line in [*describe_held_out(run, by_bucket=args.by_bucket), *review_sources(run)]:
+        said = (*describe_held_out(run, by_bucket=args.by_bucket), *review_experts(run), *review_sources(run))
+        for line in said:
             print(line)
     for run in runs if args.by_bucket else []:
         for bucket, (count, loss) in losses_by_bucket(run).items():

@@ -9,7 +9,7 @@ python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.
 import argparse
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from hf_bucketing.buckets import Size
 from hf_bucketing.command_line.flags import FlagParser
@@ -17,6 +17,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_writable
 from hf_bucketing.hub import from_hub
+from hf_bucketing.models.experts import TrainedComponent, loading_options
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,6 +29,12 @@ def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="Pipeline, on the hub or in a folder.")
     parser.add_argument("--lora_weights", help="Folder of LoRA weights trained on this pipeline (default: none).")
+    parser.add_argument(
+        "--trained_component",
+        choices=get_args(TrainedComponent),
+        default="transformer",
+        help="Transformers that the LoRA weights are for, where the pipeline has two.",
+    )
     parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
     parser.add_argument(
         "--image",
@@ -100,7 +107,8 @@ def main(args: argparse.Namespace) -> None:
         pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(getattr(torch, DTYPES[args.dtype])))
     if args.lora_weights:
         with from_hub(args.lora_weights):
-            pipeline.load_lora_weights(args.lora_weights)
+            for options in loading_options(args.trained_component):
+                pipeline.load_lora_weights(args.lora_weights, **options)
     if args.vae_tiling:
         tile(pipeline.vae, args.pipeline)
     if args.offload == "model":

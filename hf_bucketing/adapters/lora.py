@@ -127,8 +127,12 @@ def check_component(path: str, *, component: str) -> None:
     run do, which lie beside its weights and above its checkpoints.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    settings = (folder.parent if folder.name.startswith("checkpoint-") else folder) / SETTINGS
+    second = folder.name == "transformer_2"  # of a run that trained both
+    run = folder.parent if second else folder
+    settings = (run.parent if run.name.startswith("checkpoint-") else run) / SETTINGS
     trained = json.loads(settings.read_text())["trained_component"] if settings.is_file() else component
+    if trained == "both":
+        trained = "transformer_2" if second else "transformer"
     if trained != component:
         raise BucketingError(
             f"{path} holds adapters of {trained}, as {settings} says, and this run trains {component}; give "
@@ -278,16 +282,18 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
         copy_whole(value, adapters.weights[name])
 
 
-def checkpoint_adapters_only(accelerator: Accelerator, pipeline: Any, *, component: str = "transformer") -> None:
-    """Make accelerate's checkpoints hold the only model's adapters, in diffusers' own file, not all its weights."""
+def checkpoint_adapters_only(
+    accelerator: Accelerator, pipeline: Any, *, component: str = "transformer", subfolder: str = ""
+) -> None:
+    """Make accelerate's checkpoints hold a model's adapters in diffusers' own file, and not its other weights."""
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         weights.clear()  # accelerate saves what is left here
-        save_lora(pipeline, folder, component=component)
+        save_lora(pipeline, os.path.join(folder, subfolder), component=component)
 
     def load(models: list[Any], folder: str) -> None:
         models.clear()
-        load_lora(pipeline, read_lora(pipeline, folder), component=component)
+        load_lora(pipeline, read_lora(pipeline, os.path.join(folder, subfolder)), component=component)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -15,7 +15,7 @@ from ..errors import BucketingError
 from ..hub import from_hub
 
 Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
-"""A part of a pipeline: the transformer to train, its other transformers, its text encoders, or what encodes media.
+"""A part of a pipeline: the transformers to train, its other transformers, its text encoders, or what encodes media.
 
 The text encoders include whatever else reads text, such as the connectors of LTX-2; what encodes media is the VAE, an
 image encoder where there is one, and what makes sound.
@@ -29,13 +29,13 @@ class Loading:
     """What of a pipeline is loaded, and how. VAE and image encoder always have float32, which many VAEs need.
 
     Attributes:
-        parts (collection of `str`): Parts to load: `"trained"`, the transformer to train, `"transformers"`, the
+        parts (collection of `str`): Parts to load: `"trained"`, the transformers to train, `"transformers"`, the
             others, `"text_encoders"` and `"vae"`. The weights of other parts are not opened.
         dtype (`torch.dtype`): Precision of text encoders and of transformers that are not trained, except for the
             modules that a model keeps in float32.
-        trained_dtype (`torch.dtype`): Precision of the transformer to train, with the same exception.
-        quantization (any, *optional*): Quantisation of that transformer, one of diffusers' configurations.
-        empty (`bool`): Whether the transformer to train is built without weights, on the meta device, because another
+        trained_dtype (`torch.dtype`): Precision of the transformers to train, with the same exception.
+        quantization (any, *optional*): Quantisation of these transformers, one of diffusers' configurations.
+        empty (`bool`): Whether the transformers to train are built without weights, on the meta device, as another
             process sends them.
         vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
             changes results slightly: tiles do not see each other.
@@ -50,14 +50,14 @@ class Loading:
 
 
 def load_pipeline(
-    pipeline_class: Any, name_or_path: str, *, trained: str, loading: Loading, replaced: Mapping[str, Any]
+    pipeline_class: Any, name_or_path: str, *, trained: Sequence[str], loading: Loading, replaced: Mapping[str, Any]
 ) -> Any:
-    """Load a pipeline from the hub or a folder, and freeze all but the component to train.
+    """Load a pipeline from the hub or a folder, and freeze all but the components to train.
 
     Args:
         pipeline_class (`type`): Class of the pipeline.
         name_or_path (`str`): Pipeline on the hub or in a folder.
-        trained (`str`): Name of the component to train.
+        trained (sequence of `str`): Names of the components to train.
         loading ([`Loading`]): What is loaded, and how.
         replaced (mapping of `str` to any): Components that replace those of the pipeline.
 
@@ -65,32 +65,34 @@ def load_pipeline(
         `DiffusionPipeline`: The pipeline; components of parts that are not loaded are None.
 
     Raises:
-        BucketingError: If the pipeline has no such component, or cannot be loaded.
+        BucketingError: If the pipeline lacks one of these components, or cannot be loaded.
     """
     import diffusers
 
     with from_hub(name_or_path):
         index = pipeline_class.load_config(name_or_path)
-        check_has(index, trained, name_or_path=name_or_path)
+        for name in trained:
+            check_has(index, name, name_or_path=name_or_path)
         options: dict[str, Any] = dict.fromkeys(_omitted_components(index, trained, loading))
         if loading.quantization is not None:
-            mapping = {trained: loading.quantization}
+            mapping = dict.fromkeys(trained, loading.quantization)
             options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
         if loading.empty:
-            options[trained] = empty_transformer(name_or_path, trained)
-        options |= {**replaced, **dtypes(loading.dtype, **{trained: loading.trained_dtype})}
+            options |= {name: empty_transformer(name_or_path, name) for name in trained}
+        options |= {**replaced, **dtypes(loading.dtype, **dict.fromkeys(trained, loading.trained_dtype))}
         pipeline = pipeline_class.from_pretrained(name_or_path, **options)
     for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
-            component.requires_grad_(name == trained and loading.quantization is None)
+            component.requires_grad_(name in trained and loading.quantization is None)
     if loading.quantization is not None:
-        _release_mapped_files(getattr(pipeline, trained))
+        for name in trained:
+            _release_mapped_files(getattr(pipeline, name))
     if loading.vae_tiling and pipeline.vae is not None:
         tile(pipeline.vae, name_or_path)
     return pipeline
 
 
-def _omitted_components(index: Mapping[str, Any], trained: str, loading: Loading) -> list[str]:
+def _omitted_components(index: Mapping[str, Any], trained: Sequence[str], loading: Loading) -> list[str]:
     """Return the components of a pipeline that are not loaded, or with which it does not come."""
     absent = [name for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is None]
     parts = {name: part_of(name, trained=trained) for name in index}
@@ -127,9 +129,12 @@ def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> N
         raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
 
 
-def part_of(name: str, *, trained: str) -> Part | None:
-    """Return the part to which a component of a pipeline belongs; None for those without weights."""
-    if name == trained:
+def part_of(name: str, *, trained: Sequence[str]) -> Part | None:
+    """Return the part to which a component of a pipeline belongs; None for those without weights.
+
+    `trained` are the names of the transformers to train.
+    """
+    if name in trained:
         return "trained"
     if name.startswith("transformer"):
         return "transformers"

@@ -100,6 +100,10 @@ class Objective(ABC):
 
     seed: int = 0
 
+    def share(self, size: tuple[int, ...]) -> float:
+        """Return the share of all noise levels, as they are drawn for latents `(F, H, W)`, that are trained."""
+        return 1.0
+
     @abstractmethod
     def noise_levels(self, timesteps: torch.Tensor) -> torch.Tensor:
         """Return how noisy latents are at the model's timesteps, from 0 to 1 (pure noise)."""
@@ -307,6 +311,18 @@ class FlowMatching(Objective):
             sigma = float(shift * drawn / (1 + (shift - 1) * drawn))
             if self.sigmas[0] <= sigma <= self.sigmas[1]:
                 return sigma
+
+    def share(self, size: tuple[int, ...]) -> float:
+        """Return the share of the draws that lie within `sigmas`, before those outside are drawn again.
+
+        Example:
+            >>> high = FlowMatching(sigmas=(0.875, 1.0), shift=3.0, weighting_scheme="uniform")
+            >>> round(high.share((21, 60, 104)), 3)
+            0.3
+        """
+        shift = self.shift(size) if callable(self.shift) else self.shift
+        low, high = self._quantiles(torch.tensor(self.sigmas, dtype=torch.float64), shift).tolist()
+        return float(high - low)
 
     def _sigmas_at(self, levels: torch.Tensor, shift: float) -> torch.Tensor:
         """Return σ below which a share of the draws lies, for each share in [0, 1)."""

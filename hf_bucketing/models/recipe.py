@@ -26,6 +26,7 @@ from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
+from .experts import TrainedComponent, transformers_of
 from .loading import Loading, Part, load_pipeline, part_of, read_config, read_configs, read_trained_config, strides_of
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
@@ -161,6 +162,7 @@ class Recipe:
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides of the VAE and patch of the transformer.
         max_sequence_length (`int`): Text tokens per caption.
         trained (`str`): Name of the component to train.
+        beside (tuple of `str`): Names of other transformers that are trained in the same run, see [`experts`].
         config (mapping): Configuration of that component, which is known even where its weights are not loaded.
         vae_config (mapping): Configuration of the VAE, likewise.
         guidance (`float`): Guidance scale that a model which embeds one is given in training, not negative.
@@ -172,6 +174,7 @@ class Recipe:
     spec: LatentSpec
     max_sequence_length: int
     trained: str = "transformer"
+    beside: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     vae_config: Mapping[str, Any] = field(default_factory=dict)
     guidance: float = 1.0
@@ -221,7 +224,7 @@ class Recipe:
         name_or_path: str,
         *,
         max_sequence_length: int | None = None,
-        trained: str = "transformer",
+        trained: TrainedComponent = "transformer",
         loading: Loading | None = None,
     ) -> Recipe:
         """Load a pipeline from the hub or a folder, by default whole and in float32; freeze all but what is trained.
@@ -230,26 +233,29 @@ class Recipe:
             BucketingError: If the pipeline has no such transformer, cannot be loaded, or takes captions of another
                 length.
         """
-        config, length = read_trained_config(name_or_path, trained), max_sequence_length or cls.default_sequence_length
+        names, length = transformers_of(trained), max_sequence_length or cls.default_sequence_length
+        config = read_trained_config(name_or_path, names[0])
         if (fixed := cls.family.text_length(config)) not in (None, length):
             raise BucketingError(
-                f"The {trained} of {name_or_path} takes captions of {fixed} tokens, and `max_sequence_length` is "
+                f"The {names[0]} of {name_or_path} takes captions of {fixed} tokens, and `max_sequence_length` is "
                 f"{length}; omit it."
             )
         pipeline = load_pipeline(
             cls.pipeline_type(),
             name_or_path,
-            trained=trained,
+            trained=names,
             loading=loading or Loading(),
             replaced=cls.replaced_components(),
         )
-        if (transformer := getattr(pipeline, trained)) is not None:
-            freeze_unused(cls.family, transformer)
+        for name in names:
+            if (transformer := getattr(pipeline, name)) is not None:
+                freeze_unused(cls.family, transformer)
         return cls(
             pipeline=pipeline,
             spec=cls.read_spec(name_or_path),
             max_sequence_length=length,
-            trained=trained,
+            trained=names[0],
+            beside=names[1:],
             config=config,
             vae_config=read_config(name_or_path, "vae"),
         )
@@ -299,6 +305,20 @@ class Recipe:
         return getattr(self.pipeline, self.trained)
 
     @property
+    def experts(self) -> tuple[Recipe, ...]:
+        """This recipe, and another for each transformer of the pipeline that is trained beside its own."""
+        names = (self.trained, *self.beside)
+        return self, *(
+            replace(
+                self,
+                trained=name,
+                beside=tuple(other for other in names if other != name),
+                config=getattr(self.pipeline, name).config,
+            )
+            for name in self.beside
+        )
+
+    @property
     def embeds_guidance(self) -> bool:
         """Whether the transformer is distilled to guided predictions, and takes the scale of the guidance."""
         return self.guidance_factor is not None and bool(self.transformer.config.get("guidance_embeds"))
@@ -324,7 +344,7 @@ class Recipe:
         return [
             component
             for name, component in named
-            if isinstance(component, torch.nn.Module) and part_of(name, trained=self.trained) in parts
+            if isinstance(component, torch.nn.Module) and part_of(name, trained=(self.trained, *self.beside)) in parts
         ]
 
     def to(self, device: torch.device | str, *parts: Part) -> None:

@@ -26,6 +26,7 @@ class Combination:
         sharding ([`Sharding`]): How processes share the weights.
         num_processes (`int`): Processes of the run.
         on_cpu (`bool`): Whether the run computes on a CPU; a plan for one is made for GPUs all the same.
+        experts (`bool`): Whether both transformers of a pipeline are trained.
         joined (tuple of `str`): Settings that are given and that read whole weights: of adapters, averages, rendering.
         searches (`bool`): Whether the run searches the largest `max_tokens`.
         loads_once (`bool`): Whether one process loads the weights and sends the others their shares.
@@ -40,6 +41,7 @@ class Combination:
     sharding: Sharding = "ddp"
     num_processes: int = 1
     on_cpu: bool = False
+    experts: bool = False
     joined: tuple[str, ...] = ()
     searches: bool = False
     loads_once: bool = False
@@ -63,6 +65,7 @@ def conflicts(combination: Combination) -> Iterator[str]:
     yield from _of_frozen_weights(combination)
     if combination.memory.context_parallel_degree > 1:
         yield from _of_context_parallelism(combination)
+    yield from _of_experts(combination)
 
 
 def _of_sharding(combination: Combination) -> Iterator[str]:
@@ -156,4 +159,31 @@ def _of_context_parallelism(combination: Combination) -> Iterator[str]:
         yield (
             f"{option} splits strips of `strip_length={combination.strip_length}` tokens into unequal parts; use "
             f"`strip_length={-(-combination.strip_length // degree) * degree}`."
+        )
+
+
+def _of_experts(combination: Combination) -> Iterator[str]:
+    memory, kind = combination.memory, combination.sharding.partition(" ")[0].rstrip("2")
+    waits, apart = memory.offload_idle_expert, 'train one transformer (`trained_component="transformer_2"`)'
+    if waits and not combination.experts:
+        yield 'Omit `offload_idle_expert`: it needs `trained_component="both"`, as a single transformer is never idle.'
+    if combination.experts and combination.sharding != "ddp":
+        yield (
+            f"Use DDP, or {apart}: under {kind} accelerate prepares one model together with its optimizer, and two "
+            "transformers have one."
+        )
+    if combination.experts and memory.context_parallel_degree > 1:
+        yield (
+            f"Omit `context_parallel_degree={memory.context_parallel_degree}`, or {apart}: groups of processes share "
+            "the samples of one model."
+        )
+    if waits and not combination.adapters:
+        yield (
+            "`offload_idle_expert` needs frozen weights, as trained ones stay with their optimizer; train adapters "
+            "(`lora_rank=16`), or omit it."
+        )
+    if waits and memory.quantize_base == "nf4":
+        yield (
+            'Omit `offload_idle_expert`, or use `quantize_base="int8"` or `"float8"`: weights of bitsandbytes '
+            '(`quantize_base="nf4"`) cannot be moved, as their scales stay on one device.'
         )

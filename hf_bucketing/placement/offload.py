@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,13 +49,29 @@ def offload_blocks(transformer: torch.nn.Module, count: int, *, device: torch.de
         block.register_forward_hook(weights.release, always_call=True)
 
 
-class _Waiting:
-    """The frozen weights of one block on the CPU, in page-locked memory where the device is a GPU."""
+def offload_idle(transformers: Sequence[torch.nn.Module], *, device: torch.device) -> None:
+    """Make the frozen weights of all transformers wait on the CPU but those of the one that was called last.
 
-    def __init__(self, block: torch.nn.Module, device: torch.device) -> None:
+    Its forward brings its weights to the device, after those of the others have left it; so the pipeline's own call
+    exchanges them too. Adapters stay where they are.
+
+    Args:
+        transformers (sequence of `torch.nn.Module`): Transformers on the CPU, with frozen weights and adapters.
+        device (`torch.device`): Device that computes.
+    """
+    experts = [_WaitingExpert(transformer, device) for transformer in transformers]
+    for transformer, expert in zip(transformers, experts, strict=True):
+        expert.others = [other for other in experts if other is not expert]
+        transformer.register_forward_pre_hook(expert.exchange, prepend=True)
+
+
+class _Waiting:
+    """The frozen weights of a module on the CPU, in page-locked memory where the device is a GPU."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.device = device
         self.weights: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
-        for module in block.modules():
+        for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:
                     weight = parameter.detach().cpu()
@@ -73,6 +90,36 @@ class _Waiting:
         """Leave only shapes and dtypes in the modules."""
         for module, name, _weight, shape in self.weights:
             setattr(module, name, shape)
+
+
+class _WaitingExpert(_Waiting):
+    """The frozen weights of a transformer, which are parameters while they are on the device: models look for them."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self.others: list[_WaitingExpert] = []
+        self.here = False
+        super().__init__(model, device)
+
+    def exchange(self, *_: Any) -> None:
+        """Release the weights of the others, and bring these, unless they are on the device already."""
+        if not self.here:
+            for other in self.others:
+                other.release()
+            self.bring()
+
+    def bring(self, *_: Any) -> None:
+        """Copy the weights to the device, as parameters."""
+        super().bring()
+        for module, name, _weight, _shape in self.weights:
+            setattr(module, name, torch.nn.Parameter(getattr(module, name), requires_grad=False))
+        self.here = True
+
+    def release(self, *_: Any) -> None:
+        """Leave only shapes and dtypes in the modules."""
+        for module, name, _weight, _shape in self.weights:
+            module._parameters.pop(name, None)
+        super().release()
+        self.here = False
 
 
 def activations_on_cpu() -> AbstractContextManager[Any]:

@@ -28,6 +28,8 @@ class MemoryConfig:
             name of scripts/cache_latents.py.
         offload_blocks (`int`): Blocks of the frozen transformer that wait on the CPU and come to the device when they
             are computed; they need LoRA and gradient checkpointing.
+        offload_idle_expert (`bool`): Whether the frozen weights of the transformer that a step does not train wait on
+            the CPU, with `trained_component="both"` and LoRA. By default both transformers stay on the device.
         offload_activations (`bool`): Whether activations that the backward pass needs wait on the CPU.
         context_parallel_degree (`int`): Processes that share each sample, with a part of its tokens each (Ulysses),
             for samples that one device cannot hold. Batches are those of such a group, in place of a process.
@@ -41,6 +43,7 @@ class MemoryConfig:
     quantize_base: Quantization | None = setting(None, on_resume="equal")
     vae_tiling: bool = False
     offload_blocks: int = 0
+    offload_idle_expert: bool = False
     offload_activations: bool = False
     context_parallel_degree: int = setting(
         1, on_resume="plan", needs_rows="processes that share their samples read them from a plan"

@@ -13,6 +13,7 @@ import torch
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
+from ..models.experts import TrainedComponent, transformers_of
 from ..models.loading import check_has, part_of
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
@@ -59,10 +60,11 @@ class Components:
     Attributes:
         recipe (type): Recipe that trains it.
         spec ([`LatentSpec`]): Strides of the VAE and patch of the transformer.
-        transformer ([`Component`]): Transformer to train.
+        transformer ([`Component`]): Transformer to train, or the first of two.
         vae ([`Component`]): VAE.
         text_encoders (`tuple` of [`Component`]): Text encoders.
         others (`tuple` of `(name, Component)`): What else encodes texts and media, such as an image encoder.
+        second ([`Component`], *optional*): Transformer that is trained in the same run.
     """
 
     recipe: type[Recipe]
@@ -71,9 +73,10 @@ class Components:
     vae: Component
     text_encoders: tuple[Component, ...]
     others: tuple[tuple[str, Component], ...] = ()
+    second: Component | None = None
 
 
-def read_components(name_or_path: str, *, trained: str = "transformer") -> Components:
+def read_components(name_or_path: str, *, trained: TrainedComponent = "transformer") -> Components:
     """Read the configurations of a pipeline on the hub or in a folder, never its weights.
 
     Raises:
@@ -84,15 +87,18 @@ def read_components(name_or_path: str, *, trained: str = "transformer") -> Compo
     recipe = recipe_of(name_or_path)
     with from_hub(name_or_path):
         index = DiffusionPipeline.load_config(name_or_path)
-        check_has(index, trained, name_or_path=name_or_path)
+        names = transformers_of(trained)
+        for name in names:
+            check_has(index, name, name_or_path=name_or_path)
         present = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0]}
-        encoding = [name for name in present if part_of(name, trained=trained) in ("text_encoders", "vae")]
-        read = {name: _read_component(name_or_path, name, *present[name]) for name in (trained, *encoding)}
+        encoding = [name for name in present if part_of(name, trained=names) in ("text_encoders", "vae")]
+        read = {name: _read_component(name_or_path, name, *present[name]) for name in (*names, *encoding)}
         of_text = tuple(name for name in encoding if name.startswith("text_encoder"))
         return Components(
             recipe=recipe,
             spec=recipe.read_spec(name_or_path),
-            transformer=read[trained],
+            transformer=read[names[0]],
+            second=read[names[1]] if len(names) > 1 else None,
             vae=read["vae"],
             text_encoders=tuple(read[name] for name in of_text),
             others=tuple((name, read[name]) for name in encoding if name not in ("vae", *of_text)),

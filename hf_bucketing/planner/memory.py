@@ -13,6 +13,7 @@ import torch
 
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
+from ..models.experts import transformers_of
 from ..models.loading import Part, part_of, tile
 from ..placement.offload import check_blocks
 from ..placement.sharding import HALF
@@ -48,7 +49,7 @@ class MemoryParts:
     """Bytes that one process needs on its device at one time, by kind.
 
     Attributes:
-        weights (`int`): Weights of the transformer; where they are sharded, its share and what is gathered.
+        weights (`int`): Weights of the transformer, or of both; where they are sharded, a share and what is gathered.
         gradients (`int`): Gradients of the trained weights, and the buckets in which DDP sends them.
         optimizer (`int`): Moments of the trained weights, and what a step of the optimizer makes.
         averages (`int`): Averaged weights (`ema_decay`).
@@ -71,6 +72,11 @@ class MemoryParts:
     def total(self) -> int:
         """Sum of all kinds."""
         return sum(asdict(self).values())
+
+    def plus(self, other: MemoryParts) -> MemoryParts:
+        """Return this and the other."""
+        added = asdict(other)
+        return MemoryParts(**{name: count + added[name] for name, count in asdict(self).items()})
 
     def __str__(self) -> str:
         parts = {name.replace("_", " "): count for name, count in asdict(self).items() if count}
@@ -195,9 +201,17 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     if config.adapters.lora_rank is not None:
         check_loads_lora(components.recipe.pipeline_type())
     shape = shape or _shape(components, config)
-    traced = trace(_step(components, config, shape))
+    step = _step(components, config, shape)
+    experts = [trace(step)]
+    if components.second is not None:
+        experts.append(trace(replace(step, transformer=components.second)))
+    traced, *idle = sorted(experts, key=lambda expert: -expert.weights)
     check_blocks(config.memory.offload_blocks, blocks=round(traced.blocks))
-    return MemoryPlan(phases=_phases(components, config, traced, shape), shape=shape, blocks=round(traced.blocks))
+    phases = _phases(components, config, traced, shape)
+    for expert in idle:
+        held = _held_by_idle(expert, config)
+        phases = {name: parts.plus(held) for name, parts in phases.items()}
+    return MemoryPlan(phases=phases, shape=shape, blocks=round(traced.blocks))
 
 
 def _shape(components: Components, config: PlanConfig) -> StepShape:
@@ -251,9 +265,6 @@ def _grid_of(tokens: int, spec: LatentSpec, *, frames: int) -> tuple[int, int, i
 def _phases(components: Components, config: PlanConfig, traced: Traced, shape: StepShape) -> dict[str, MemoryParts]:
     shards = config.num_processes if config.sharding == "fsdp2" else 1
     trained_bytes = traced.trained_bytes / shards
-    moment = _QUANTISED_MOMENT if config.optimizer.optimizer == "adamw_8bit" else traced.trained_bytes / traced.trained
-    # DDP copies gradients into buckets, which it keeps.
-    buckets = trained_bytes if shards == 1 and config.num_processes > 1 else 0
     accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
     text, vae, pixels = Kinds(), Kinds(), 0
     if config.cached != "all":
@@ -264,11 +275,9 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
         vae = _encode_media(components, shape.size, together, config.memory.vae_tiling)
         vae = vae.plus(_others(components, config, "vae"))
         pixels = 3 * 4 * shape.pixels
-    resident = MemoryParts(
+    resident = replace(
+        _kept_of_trained(traced, config),
         weights=_offloaded(traced, config),
-        gradients=round(buckets),
-        optimizer=round(2 * moment * traced.trained / shards),
-        averages=round(4 * traced.trained / shards) if config.ema_decay is not None else 0,
         activations=pixels,
         text_encoder=round(text.weights),
         vae=round(vae.weights),
@@ -297,6 +306,26 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     if config.cached == "nothing":
         phases["media encoding"] = replace(encoding, vae=round(vae.total))
     return phases
+
+
+def _kept_of_trained(traced: Traced, config: PlanConfig) -> MemoryParts:
+    """Return what stays between steps beside the weights: moments, averages, and DDP's buckets."""
+    shards = config.num_processes if config.sharding == "fsdp2" else 1
+    moment = _QUANTISED_MOMENT if config.optimizer.optimizer == "adamw_8bit" else traced.trained_bytes / traced.trained
+    # DDP copies gradients into buckets, which it keeps.
+    buckets = traced.trained_bytes if shards == 1 and config.num_processes > 1 else 0
+    return MemoryParts(
+        gradients=round(buckets),
+        optimizer=round(2 * moment * traced.trained / shards),
+        averages=round(4 * traced.trained / shards) if config.ema_decay is not None else 0,
+    )
+
+
+def _held_by_idle(traced: Traced, config: PlanConfig) -> MemoryParts:
+    """Return what a transformer takes that a step does not train: its weights, those alone that do not wait."""
+    waiting = config.memory.offload_blocks * traced.frozen_bytes / traced.blocks
+    weights = traced.trained_bytes if config.memory.offload_idle_expert else traced.weights - waiting
+    return replace(_kept_of_trained(traced, config), weights=round(weights))
 
 
 def _offloaded(traced: Traced, config: PlanConfig) -> int:
@@ -370,7 +399,7 @@ def _others(components: Components, config: PlanConfig, part: Part) -> Kinds:
     half = HALF.get(config.mixed_precision, torch.float32)
     weights = 0
     for name, component in components.others:
-        if part_of(name, trained=config.trained_component) == part:
+        if part_of(name, trained=transformers_of(config.trained_component)) == part:
             size = torch.float32.itemsize if name == "image_encoder" else half.itemsize
             weights += size * sum(parameter.numel() for parameter in component.build().parameters())
     return Kinds(weights=weights)

@@ -144,7 +144,7 @@ def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]
         ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.mixed_precision == "no" else {}),
         ("--gradient_checkpointing", {"gradient_checkpointing": True}),
     ]
-    if config.num_processes > 1:
+    if config.num_processes > 1 and config.trained_component != "both":
         steps.append((f"FSDP2 over {config.num_processes} processes (fsdp2.yaml)", _FSDP))
     if config.adapters.lora_rank is None:
         steps += [("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"})]
@@ -152,14 +152,18 @@ def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]
             steps += [("--trained_dtype bf16", {"trained_dtype": "bf16"})]
         return [*steps, ("--offload_activations", {"offload_activations": True})]
     quantized = {"sharding": "ddp", "gradient_checkpointing": True}
+    waits, stays = (
+        {"offload_idle_expert": waits} if config.trained_component == "both" else {} for waits in (True, False)
+    )
     return [
         *steps,
+        ("--offload_idle_expert", waits),
         ("--quantize_base int8", {"quantize_base": "int8", **quantized}),
         ("--offload_activations", {"offload_activations": True}),
-        ("--quantize_base nf4 instead", {"quantize_base": "nf4", **quantized}),
+        ("--quantize_base nf4 instead", {"quantize_base": "nf4", **quantized, **stays}),
         (
             f"--quantize_base int8 --offload_blocks {blocks} instead",
-            {"quantize_base": "int8", "offload_blocks": blocks, **quantized},
+            {"quantize_base": "int8", "offload_blocks": blocks, **quantized, **waits},
         ),
     ]
 

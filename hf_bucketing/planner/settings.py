@@ -7,6 +7,7 @@ from typing import Literal
 
 from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError
+from ..models.experts import TrainedComponent
 from ..optimizers.settings import OptimizerConfig
 from ..placement.conflicts import Combination, check_combination
 from ..placement.settings import MemoryConfig, Precision
@@ -33,7 +34,7 @@ class PlanConfig:
         num_processes (`int`): Processes, one per GPU.
         gradient_accumulation_steps (`int`): Batches per optimizer step.
         ema_decay (`float`, *optional*): Decay of averaged weights, which are kept beside the others.
-        trained_component (`"transformer"` or `"transformer_2"`): Transformer to train.
+        trained_component (`"transformer"`, `"transformer_2"` or `"both"`): Transformers to train.
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         device (`"cuda"` or `"cpu"`): Device of the run. On a GPU, a constant of 1 GiB stands for the CUDA context,
             and AdamW works on all weights at once.
@@ -56,7 +57,7 @@ class PlanConfig:
     num_processes: int = 1
     gradient_accumulation_steps: int = 1
     ema_decay: float | None = None
-    trained_component: Literal["transformer", "transformer_2"] = "transformer"
+    trained_component: TrainedComponent = "transformer"
     max_sequence_length: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -82,5 +83,6 @@ class PlanConfig:
                 mixed_precision=self.mixed_precision,
                 sharding="FSDP2" if self.sharding == "fsdp2" else "ddp",
                 num_processes=self.num_processes,
+                experts=self.trained_component == "both",
             )
         )

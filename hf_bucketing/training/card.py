@@ -18,6 +18,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
+from ..models.experts import loading_options
 from ..models.loading import dtypes
 from ..models.recipe import IMAGES, Recipe
 from ..report.charts import save_charts
@@ -145,8 +146,11 @@ def _code(run: Run, *, name: str, base: str) -> str:
     (dtype,) = dtypes(torch.bfloat16)
     lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {dtype}=torch.bfloat16)']
     if adapted:
-        second = ", load_into_transformer_2=True" if config.trained_component == "transformer_2" else ""
-        lines.append(f'pipeline.load_lora_weights("{name}"{second})')
+        for options in loading_options(config.trained_component):
+            given = [
+                f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in options.items()
+            ]
+            lines.append(f"pipeline.load_lora_weights({', '.join([json.dumps(name), *given])})")
     prompt = next(iter(run.samples.values()), "what it shows")
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),

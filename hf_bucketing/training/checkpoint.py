@@ -181,14 +181,16 @@ def save_pipeline(
     What was not trained is copied from `source`, the folder that the pipeline was loaded from: it may be in memory in
     less precision, or not at all. Weights of a sharded transformer come from [`gather_weights`].
     """
-    transformer = recipe.transformer
+    trained = {expert.trained: expert.transformer for expert in recipe.experts}
     if weights is not None:
-        transformer = type(transformer).from_config(transformer.config)
+        transformer = type(recipe.transformer).from_config(recipe.transformer.config)
         transformer.load_state_dict(weights)
+        trained = {recipe.trained: transformer}
     names = json.loads((source / PIPELINE_INDEX).read_text())
     with complete_parts(folder, last=PIPELINE_INDEX) as partial:
-        transformer.save_pretrained(str(partial / recipe.trained))
+        for name, transformer in trained.items():
+            transformer.save_pretrained(str(partial / name))
         for name in names:
-            if (source / name).is_dir() and name != recipe.trained:
+            if (source / name).is_dir() and name not in trained:
                 shutil.copytree(source / name, partial / name)
         shutil.copy(source / PIPELINE_INDEX, partial)

@@ -13,6 +13,7 @@ from ..loaders.captions import CaptionRule
 from ..loaders.faults import FaultRule
 from ..losses.names import Reduction
 from ..media.views import ViewRule
+from ..models.experts import TrainedComponent
 from ..models.shift import read_shift
 from ..optimizers.settings import OptimizerConfig
 from ..packing.names import Backend
@@ -250,8 +251,9 @@ class TrainingConfig:
         gradient_accumulation_steps (`int`): Batches per optimizer step.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`, *optional*): Precision of activations and of the frozen text
             encoder; by default accelerate's own setting.
-        trained_component (`"transformer"` or `"transformer_2"`): Transformer to train, where a pipeline has two: the
-            second one of Wan 2.2 A14B serves low noise levels.
+        trained_component (`"transformer"`, `"transformer_2"` or `"both"`): Transformer to train, where a pipeline has
+            two: the second one of Wan 2.2 A14B serves low noise levels. With `"both"`, each optimizer step trains one
+            of them at its noise levels; they take turns as often as these are drawn.
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         ema_decay (`float`, *optional*): Decay of the exponential moving average of the weights, such as 0.999. The
             average is saved in place of the last weights; by default there is none.
@@ -286,7 +288,7 @@ class TrainingConfig:
         1, argument="accumulation_steps", on_resume="applied", decides_steps=True
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal")
-    trained_component: Literal["transformer", "transformer_2"] = setting("transformer", on_resume="equal")
+    trained_component: TrainedComponent = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal")
     ema_decay: float | None = setting(None, on_resume="equal")
     report_to: str = setting("tensorboard", on_resume="free")

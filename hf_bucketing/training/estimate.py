@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -30,9 +31,9 @@ from ..settings import changed
 from ..units import format_bytes
 from .config import TrainingConfig
 from .data import TrainingData, make_data
+from .experts import Experts
 from .opened import OpenedRun
 from .run_data import ModelTokens, RunData
-from .steps import Step
 
 logger = get_logger(__name__)
 
@@ -43,14 +44,14 @@ _MARGIN = 1.25
 """Memory for which `max_tokens="auto"` is planned, relative to what there is: the search goes down only."""
 
 
-def describe_memory(opened: OpenedRun, data: RunData, *, transformer: torch.nn.Module) -> list[str]:
+def describe_memory(opened: OpenedRun, data: RunData, *, recipe: Recipe) -> list[str]:
     """Return the memory that the most expensive step of the first epoch needs, by kind, as lines of text.
 
     At the start of a run, the main process alone plans, and not for models whose weights take less than 1 % of the
     device's memory. A model that cannot be traced gets a line that says why.
     """
     config, accelerator = opened.config, opened.accelerator
-    held, has = sum(parameter.nbytes for parameter in transformer.parameters()), _device_bytes(accelerator)
+    held, has = _held_bytes(recipe), _device_bytes(accelerator)
     if not accelerator.is_main_process or (not config.dry_run and held < _SMALL * has):
         return []
     try:
@@ -147,11 +148,11 @@ def find_max_tokens(try_step: Callable[[int], None], *, largest: int, smallest: 
     return found
 
 
-def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
+def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     """Return the settings with `max_tokens="auto"` replaced by the largest number of tokens that fits in memory.
 
     The most expensive step of the plan is run forward and backward on random media, with an optimizer that changes
-    nothing, on each process; the smallest result counts.
+    nothing, on each process and by each expert; the smallest result counts.
 
     Raises:
         BucketingError: If not even the largest sample fits.
@@ -160,29 +161,32 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
     if config.batches.max_tokens != "auto":
         return config
     searched = changed(config, random_resize=None)  # samples at their own size are the largest that are drawn
-    transformer = step.recipe.transformer
-    counting = ModelTokens.of(step.recipe)
-    transformer.to(accelerator.device)
+    recipe = experts.steps[0].recipe
+    counting = ModelTokens.of(recipe)
+    for expert in recipe.experts:
+        expert.transformer.to(accelerator.device)
     whole = make_data(changed(searched, max_tokens=2**40), spec, counting, prepared=opened.prepared)
     tokens = whole.num_tokens
     smallest = strip_tokens(int(tokens.max()), config.batches.strip_length) + counting.text_tokens
     share = -(-int(tokens.sum() + counting.text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     (size,) = whole.sizes(np.array([tokens.argmax()]))
-    largest = _planned_tokens(opened, size, at_most=share, transformer=transformer)
+    largest = _planned_tokens(opened, size, at_most=share, recipe=recipe)
 
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         sizes = data.sizes(plan.batch(int(costs.argmax())))
-        trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.0)
-        step.empty_text = data.empty_text
-        with accelerator.autocast():
-            losses = step(transformer, _random_batch(sizes, step.recipe, accelerator.device, data=data), epoch=0)
-        losses.values.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        parameters = chain.from_iterable(expert.transformer.parameters() for expert in recipe.experts)
+        optimizer = torch.optim.AdamW([parameter for parameter in parameters if parameter.requires_grad], lr=0.0)
+        for step in experts.steps:
+            step.empty_text = data.empty_text
+            batch = _random_batch(sizes, step.recipe, accelerator.device, data=data)
+            with accelerator.autocast():
+                losses = step(step.recipe.transformer, batch, epoch=0)
+            losses.values.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     found = torch.tensor(find_max_tokens(try_step, largest=max(largest, smallest), smallest=smallest))
     max_tokens = int(accelerator.gather(found.to(accelerator.device)[None]).min())
@@ -190,9 +194,9 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
     return changed(config, max_tokens=max_tokens)
 
 
-def _planned_tokens(opened: OpenedRun, size: Size, *, at_most: int, transformer: torch.nn.Module) -> int:
+def _planned_tokens(opened: OpenedRun, size: Size, *, at_most: int, recipe: Recipe) -> int:
     """Return somewhat more tokens than a plan says that fit, from which to search down, for samples of a size."""
-    held = sum(parameter.nbytes for parameter in transformer.parameters())
+    held = _held_bytes(recipe)
     try:
         planned = dataclasses.replace(config_of_run(opened), sample_size=list(size))
         memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
@@ -200,6 +204,11 @@ def _planned_tokens(opened: OpenedRun, size: Size, *, at_most: int, transformer:
     except Exception as error:  # as in describe_memory
         logger.warning(f"The search starts from {at_most} tokens, as memory is not planned: {_named(error)}")
         return at_most
+
+
+def _held_bytes(recipe: Recipe) -> int:
+    """Return the bytes of the weights of what is trained, but for those that wait on the CPU."""
+    return sum(parameter.nbytes for expert in recipe.experts for parameter in expert.transformer.parameters())
 
 
 def _named(error: Exception) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..models.experts import transformers_of
 from ..models.loading import PARTS, Part, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded
 from ..placement.shards import SHARDED
+from .experts import Experts
 from .held_out_loss import HeldOutLoss, in_evaluation
 from .opened import OpenedRun
-from .steps import Step
 from .trained import TrainedModel
 from .validation import Validation, images_of, parse_sizes
 
@@ -27,7 +29,8 @@ def plan_validation(opened: OpenedRun) -> Validation | None:
     if not config.validation.validation_prompts:
         return None
     sizes = parse_sizes(config.validation.validation_sizes, opened.spec)
-    each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, config.trained_component))
+    component = transformers_of(config.trained_component)[0]
+    each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, component))
     return Validation(
         config=config.validation,
         images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
@@ -42,15 +45,15 @@ class Evaluation:
     """What a run computes between its steps, with the averaged weights if there are any.
 
     Attributes:
-        trained ([`TrainedModel`]): The transformer under training.
-        step ([`Step`][hf_bucketing.training.steps.Step]): Forward of the run's kind of batches.
+        trained ([`TrainedModel`]): The transformers under training.
+        experts ([`Experts`]): Their forwards of the run's kind of batches.
         called (sequence of `str`): Frozen parts of the pipeline that steps call, which are on the device.
         held_out ([`HeldOutLoss`], *optional*): Held-out samples.
         validation ([`Validation`], *optional*): Prompts to render.
     """
 
     trained: TrainedModel
-    step: Step
+    experts: Experts
     called: Sequence[Part]
     held_out: HeldOutLoss | None
     validation: Validation | None
@@ -60,8 +63,10 @@ class Evaluation:
         trained = self.trained
         if self.held_out is None or not (last or global_step % self.held_out.config.validation_loss_steps == 0):
             return None
-        with trained.averages(), in_evaluation(trained.transformer), resharded(trained.recipe.transformer):
-            return self.held_out.compute(self.step, trained.for_evaluation, trained.accelerator)
+        with trained.averages(), resharded(trained.recipe.transformer), ExitStack() as stack:
+            for transformer in trained.transformers.values():
+                stack.enter_context(in_evaluation(transformer))
+            return self.held_out.compute(self.experts, trained.for_evaluation, trained.accelerator)
 
     def render(self, global_step: int) -> None:
         """Render the prompts, if it is due, in the main process; call it on every process.
@@ -74,6 +79,6 @@ class Evaluation:
         if accelerator.is_main_process or accelerator.distributed_type in SHARDED:
             lent = recipe.lent_to(accelerator.device, *(set(PARTS) - {"trained", *self.called}))
             removed, averages = trained.context_parallel.removed(), trained.averages()
-            with averages, removed, self.step.unpacked(), lent, rendering_in_lockstep(recipe):
+            with averages, removed, self.experts.unpacked(), lent, rendering_in_lockstep(recipe):
                 self.validation.render(recipe, accelerator, step=global_step)
         accelerator.wait_for_everyone()

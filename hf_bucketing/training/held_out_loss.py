@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -24,6 +25,7 @@ from ..loaders.faults import OnFault
 from ..loaders.workers import worker_options
 from .config import LoaderConfig
 from .data import TrainingData
+from .experts import Experts
 from .settings.held_out import HeldOutConfig
 from .steps import Step
 
@@ -31,6 +33,14 @@ logger = get_logger(__name__)
 
 _NAMED = 5
 """Rows that a message names."""
+
+
+class _Levels(NamedTuple):
+    """Losses and noise levels of rows, `(n, levels)` each, of one expert, which has a share of all noise levels."""
+
+    share: float
+    losses: FloatArray
+    noise: FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +73,18 @@ class HeldOutLoss:
             f"{config.validation_loss_steps} optimizer steps and at the end",
         ]
 
-    def compute(self, step: Step, transformer: torch.nn.Module, accelerator: Accelerator) -> dict[str, Any]:
+    def compute(
+        self, experts: Experts, transformers: Mapping[str, torch.nn.Module], accelerator: Accelerator
+    ) -> dict[str, Any]:
         """Run the held-out samples and return their losses as JSON values; call it on every process.
 
-        All processes run as many forwards; rows that only fill up the last step do not count twice.
+        All processes run as many forwards; rows that only fill up the last step do not count twice. Each of two
+        experts runs at its share of the noise levels.
+
+        Args:
+            experts ([`Experts`]): Forwards of the transformers.
+            transformers (mapping of `str` to `torch.nn.Module`): The transformers by their names in the pipeline.
+            accelerator (`Accelerator`): Accelerator of the run.
 
         Returns:
             `dict`: `validation_loss`, weighted as in training; `samples`, the number that counts; `unreadable`, the
@@ -76,16 +94,28 @@ class HeldOutLoss:
             MediaError: If a sample cannot be read, or with `on_error="replace"` none can.
             BucketingError: If a loss is not finite.
         """
-        start, levels = time.perf_counter(), self.config.validation_noise_levels
+        start, index = time.perf_counter(), column_array(self.data.dataset, "index")
+        parts: list[_Levels] = []
+        for step, share, levels in experts.levels(self.config.validation_noise_levels):
+            whole = self._score(step, transformers[step.recipe.trained], accelerator, levels=levels)
+            (seen,) = np.nonzero(whole[:, 0])
+            parts.append(_Levels(share, whole[seen, 1 : 1 + levels], whole[seen, 1 + levels :]))
+        return {
+            **self._summary(seen, parts, index),
+            "unreadable": index[np.setdiff1d(self.data.sampler.plan().indices, seen)].tolist(),
+            "seconds": time.perf_counter() - start,
+        }
+
+    def _score(self, step: Step, transformer: torch.nn.Module, accelerator: Accelerator, *, levels: int) -> FloatArray:
+        """Return of each row whether it counts, its loss at each noise level, and those levels."""
         plan = self.data.sampler.plan()
         neighbours = accelerator.num_processes // plan.num_processes  # which take the same samples
         positions = range(accelerator.process_index // neighbours, plan.num_batches, plan.num_processes)
         batches = [plan.batch(position) for position in positions]
-        planned, first = np.unique(plan.indices, return_index=True)
+        _, first = np.unique(plan.indices, return_index=True)
         counts = np.zeros(len(plan.indices), bool)
         counts[first] = True
         index = column_array(self.data.dataset, "index")
-        # Of each row: whether it counts, its loss at each noise level, and those levels.
         found = torch.zeros(len(index), 1 + 2 * levels)
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):
             for reason in batch.pop("unreadable", ()):
@@ -100,14 +130,9 @@ class HeldOutLoss:
             columns = [*(loss.values for loss in losses), *(loss.noise_levels for loss in losses)]
             table = torch.stack([torch.ones_like(columns[0]), *columns], 1).float().cpu()
             found[read] = table[[place[index[row]] for row in read]]
-        whole = accelerator.reduce(found.to(accelerator.device), "sum").double().cpu().numpy()
+        whole: FloatArray = accelerator.reduce(found.to(accelerator.device), "sum").double().cpu().numpy()
         assert whole[:, 0].max() <= 1, "each row counts once over all processes"
-        (seen,) = np.nonzero(whole[:, 0])
-        return {
-            **self._summary(seen, whole[seen, 1 : 1 + levels], whole[seen, 1 + levels :], index),
-            "unreadable": index[np.setdiff1d(planned, seen)].tolist(),
-            "seconds": time.perf_counter() - start,
-        }
+        return whole
 
     def _loader(self, batches: list[IntArray]) -> DataLoader[Any]:
         """Return a loader of this process's batches; its workers get their seed from a generator of its own."""
@@ -124,36 +149,38 @@ class HeldOutLoss:
             **worker_options(workers),
         )
 
-    def _summary(self, rows: IntArray, losses: FloatArray, noise: FloatArray, index: IntArray) -> dict[str, Any]:
-        """Return means of losses and of noise levels, `(n, levels)` each, of rows `(n,)`."""
-        if not np.isfinite(losses).all():
-            wrong = index[rows[~np.isfinite(losses).all(1)]].tolist()
+    def _summary(self, rows: IntArray, parts: Sequence[_Levels], index: IntArray) -> dict[str, Any]:
+        """Return means of losses and of noise levels of rows `(n,)`."""
+        finite = np.all([np.isfinite(part.losses).all(1) for part in parts], axis=0)
+        if not finite.all():
+            wrong = index[rows[~finite]].tolist()
             raise BucketingError(
                 f"The loss of {len(wrong)} held-out samples is not finite (index {wrong[:_NAMED]}); lower "
                 "`learning_rate`, or check these samples."
             )
         weights = self.data.loss_weights(rows, epoch=0).numpy()
-        by_noise = np.average(losses, axis=0, weights=weights)
-        count = len(by_noise)
         ids = self.data.bucket_ids[rows]
-        return {
-            "validation_loss": float(by_noise.mean()),
-            "samples": len(rows),
-            "by_bucket": [self._of_bucket(bucket, losses[ids == bucket]) for bucket in np.unique(ids).tolist()],
-            "by_noise": [
+        mean, below, by_noise = 0.0, 0.0, []
+        for part in parts:
+            means = np.average(part.losses, axis=0, weights=weights)
+            mean += part.share * float(means.mean())
+            count = len(means)
+            by_noise += [
                 {
-                    "quantiles": [level / count, (level + 1) / count],
-                    "noise_level": float(noise[:, level].mean()),
+                    "quantiles": [below + part.share * level / count, below + part.share * (level + 1) / count],
+                    "noise_level": float(part.noise[:, level].mean()),
                     "samples": len(rows),
-                    "loss": float(by_noise[level]),
+                    "loss": float(means[level]),
                 }
                 for level in range(count)
-            ],
-        }
+            ]
+            below += part.share
+        by_bucket = [self._of_bucket(bucket, ids == bucket, parts) for bucket in np.unique(ids).tolist()]
+        return {"validation_loss": mean, "samples": len(rows), "by_bucket": by_bucket, "by_noise": by_noise}
 
-    def _of_bucket(self, bucket: int, losses: FloatArray) -> dict[str, Any]:
-        size = self.data.table.size(bucket)
-        return {"bucket_id": bucket, "size": list(size), "samples": len(losses), "loss": float(losses.mean())}
+    def _of_bucket(self, bucket: int, rows: npt.NDArray[np.bool_], parts: Sequence[_Levels]) -> dict[str, Any]:
+        size, loss = self.data.table.size(bucket), sum(part.share * float(part.losses[rows].mean()) for part in parts)
+        return {"bucket_id": bucket, "size": list(size), "samples": int(rows.sum()), "loss": loss}
 
 
 @dataclass(frozen=True)

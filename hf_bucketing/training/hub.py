@@ -12,6 +12,7 @@ from huggingface_hub.utils import HFValidationError
 
 from ..adapters.lora import LORA_WEIGHTS
 from ..errors import HubError
+from ..models.experts import TrainedComponent, own_folder, transformers_of
 from .checkpoint import PIPELINE_INDEX
 from .settings.hub import HubConfig
 
@@ -50,10 +51,10 @@ def open_repository(config: HubConfig, *, folder: Path) -> str:
     return str(repository)
 
 
-def result_parts(folder: Path, *, adapters: bool) -> list[str]:
+def result_parts(folder: Path, *, adapters: bool, trained: TrainedComponent = "transformer") -> list[str]:
     """Return the names of the files and folders in an output folder that hold the adapters, or the pipeline."""
     if adapters:
-        return [LORA_WEIGHTS]
+        return [LORA_WEIGHTS, *filter(None, (own_folder(name, trained=trained) for name in transformers_of(trained)))]
     names = json.loads((folder / PIPELINE_INDEX).read_text())
     return [*(name for name in names if (folder / name).is_dir()), PIPELINE_INDEX]
 

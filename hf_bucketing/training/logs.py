@@ -127,6 +127,12 @@ class Logs:
         columns = self.column("train_loss"), self.column("samples").astype(np.int64), self.column("seconds")
         return StepLog(*columns)
 
+    @property
+    def by_expert(self) -> dict[str, list[Line]]:
+        """The optimizer steps of each transformer, where a run trains two; empty for others."""
+        names = sorted({line["expert"] for line in self.losses if "expert" in line})
+        return {name: [line for line in self.losses if line.get("expert") == name] for name in names}
+
     def column(self, name: str) -> FloatArray:
         """Return a value of each optimizer step, NaN where it is not logged."""
         return np.array([line.get(name, math.nan) for line in self.losses], np.float64)

@@ -44,6 +44,7 @@ from .config import TrainingConfig
 from .data import make_data, make_held_out_data, unreadable_log
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
+from .experts import make_experts
 from .held_out_loss import HeldOutLoss
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
@@ -53,7 +54,7 @@ from .reporting import RunReport
 from .run_data import ModelTokens, RunData
 from .run_log import Status, write_cost_model
 from .script_settings import settings_to_repeat
-from .steps import Step, StepLosses, check_data, make_step
+from .steps import StepLosses, check_data
 from .stopping import StopSignals
 from .streamed import OpenedStream, make_streamed_data, open_stream
 from .trained import TrainedModel, add_trained_parts
@@ -112,16 +113,21 @@ class Trainer:
         self._load(opened)
         opened = replace(opened, config=add_trained_parts(self.recipe, opened.config, self.accelerator))
         self.recipe.to(self.accelerator.device, *opened.called)
-        step = make_step(opened.config, self.recipe)
-        self.config = fill_max_tokens(opened, step)
+        self.experts = make_experts(opened.config, self.recipe)
+        self.step = self.experts.at(0)
+        self.config = fill_max_tokens(opened, self.experts)
         self.opened = replace(opened, config=self.config)
-        held_out = self._make_data(stream, step)
+        held_out = self._make_data(stream)
         self.trained = TrainedModel(self.recipe, self.config, self.data, self.accelerator)
         self.loader = resume(self.accelerator, self.trained.loader)
         self.evaluation = Evaluation(
-            trained=self.trained, step=step, called=opened.called, held_out=held_out, validation=validation
+            trained=self.trained,
+            experts=self.experts,
+            called=opened.called,
+            held_out=held_out,
+            validation=validation,
         )
-        self.step, self.window = step, LossWindow(self.accelerator)
+        self.window = LossWindow(self.accelerator)
         self.global_step = self.stopped = 0
         self.planned = self._count_steps()
         self.schedule_steps = self.planned.steps
@@ -155,7 +161,7 @@ class Trainer:
             saved = self.checkpoint.progress.weights
             check_weights(saved, self.weights, source=config.pretrained_model_name_or_path)
 
-    def _make_data(self, stream: OpenedStream | None, step: Step) -> HeldOutLoss | None:
+    def _make_data(self, stream: OpenedStream | None) -> HeldOutLoss | None:
         """Make the loaders of trained and of held-out samples, and check that the model takes their samples."""
         opened, config, tokens = self.opened, self.config, ModelTokens.of(self.recipe)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
@@ -170,9 +176,10 @@ class Trainer:
                 config, opened.spec, tokens, prepared=opened.prepared, held_out=opened.held_out
             )
         self.data.check_same(self.accelerator)
-        step.empty_text = self.data.empty_text
-        for data in filter(None, (self.data, held_out)):
-            check_data(step, data)
+        for step in self.experts.steps:
+            step.empty_text = self.data.empty_text
+            for data in filter(None, (self.data, held_out)):
+                check_data(step, data)
         if held_out is None:
             return None
         return HeldOutLoss(
@@ -200,7 +207,7 @@ class Trainer:
         steps, held_out = str(self.planned), self.evaluation.held_out
         lines = [heading, *self.data.describe(self.config, accelerator=self.accelerator, max_train_steps=steps)]
         lines += [] if held_out is None else held_out.describe()
-        return lines + describe_memory(self.opened, self.data, transformer=self.recipe.transformer)
+        return lines + describe_memory(self.opened, self.data, recipe=self.recipe)
 
     def run(self) -> None:
         """Train from the start or from a checkpoint, and save the pipeline.
@@ -295,7 +302,8 @@ class Trainer:
             step = self.loader.step - 1
             rows = self.data.rows_of(self.loader, batch, epoch=epoch)
             weights = self.window.weigh(rows)
-            with self.accelerator.accumulate(self.trained.transformer):
+            self.step = self.experts.at(self.global_step)
+            with self.accelerator.accumulate(*self.trained.transformers.values()):
                 losses = self._train_on(batch, weights, epoch=epoch)
                 last = self.accelerator.sync_gradients
                 if last:
@@ -316,7 +324,8 @@ class Trainer:
     def _train_on(self, batch: Mapping[str, Any], weights: torch.Tensor, *, epoch: int) -> StepLosses:
         """Run forward and backward on a batch."""
         with self.trained.enough_memory_for(batch):
-            losses = self.step(self.trained.transformer, batch, epoch=epoch)
+            transformer = self.trained.transformers[self.step.recipe.trained]
+            losses = self.step(transformer, batch, epoch=epoch)
             loss = global_mean(losses.values, weights.to(losses.values), accelerator=self.accelerator, total=1.0)
             self.accelerator.backward(loss)
         return losses
@@ -332,7 +341,9 @@ class Trainer:
         else:
             self.report.log.write_step("skipped", self.global_step + 1, skipped)
             self.trained.leave()
-        entry = {**metrics, "lr": self.trained.lr_scheduler.get_last_lr()[0], "epoch": epoch}
+        entry: dict[str, Any] = {**metrics, "lr": self.trained.lr_scheduler.get_last_lr()[0], "epoch": epoch}
+        if len(self.experts.steps) > 1:
+            entry["expert"] = self.step.recipe.trained
         return entry if skipped is None else {**entry, "skipped": True}
 
     def _finish_step(self, entry: dict[str, Any]) -> None:
@@ -414,7 +425,8 @@ class Trainer:
             samples = {} if validation is None else validation.last_files(self.global_step)
             card, message = write_card(self.folder, Run(self.config, recipe, self.data, self.repository, samples))
             logger.info(message)
-            parts = result_parts(self.folder, adapters=self.trained.adapted) + card
+            trained = self.config.trained_component
+            parts = result_parts(self.folder, adapters=self.trained.adapted, trained=trained) + card
         self.report.log.close()
         self.release()
         if self.repository is not None:  # the other processes have ended meanwhile, and time out nowhere

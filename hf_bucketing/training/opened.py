@@ -17,6 +17,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..errors import BucketingError
+from ..models.experts import transformers_of
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
@@ -59,8 +60,9 @@ class OpenedRun:
 
     @cached_property
     def empty_transformer(self) -> Any:
-        """The transformer to train, from its configuration alone: parameters without values."""
-        return empty_transformer(self.config.pretrained_model_name_or_path, self.config.trained_component)
+        """The transformer to train, or the first of two, from its configuration alone: parameters without values."""
+        config = self.config
+        return empty_transformer(config.pretrained_model_name_or_path, transformers_of(config.trained_component)[0])
 
     @property
     def loading(self) -> Loading:
@@ -110,7 +112,9 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
         held_out=None if validation is None else PreparedDataset.load(validation),
     )
     check_package(config.memory.quantize_base)
-    if accelerator.device.type == "cpu" and (config.memory.offload_blocks or config.memory.offload_activations):
+    memory = config.memory
+    offloads = memory.offload_blocks or memory.offload_idle_expert or memory.offload_activations
+    if accelerator.device.type == "cpu" and offloads:
         logger.warning("Offload saves nothing on a CPU run: what waits on the CPU is copied there all the same.")
     _check_model_and_data(opened)
     return opened
@@ -123,6 +127,7 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
         Combination(
             memory=memory,
             adapters=config.adapters.lora_rank is not None,
+            experts=config.trained_component == "both",
             mixed_precision=accelerator.mixed_precision,
             sharding=sharding_of(accelerator),
             num_processes=accelerator.num_processes,

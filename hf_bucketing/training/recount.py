@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, zip_longest
+from itertools import groupby, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 from ..errors import BucketingError
@@ -47,6 +47,7 @@ class Recount(NamedTuple):
         batches (`int`): Batches of each process in them.
         unfinished (`int`): Batches after the last optimizer step, which are not counted.
         skipped (list of `int`): Optimizer steps that changed no weights.
+        experts (mapping of `str` to `int`): Optimizer steps of each transformer, where a run trains two.
         replaced (`int`): Unreadable samples that were replaced.
         epochs (mapping of `int` to list of [`Leg`]): Legs of each epoch.
         faults (list of `str`): What is wrong with lines or counts.
@@ -57,6 +58,7 @@ class Recount(NamedTuple):
     batches: int
     unfinished: int
     skipped: list[int]
+    experts: dict[str, int]
     replaced: int
     epochs: dict[int, list[Leg]]
     faults: list[str]
@@ -86,7 +88,7 @@ def recount(logs: Logs) -> Recount:
         legs, faults = _legs(logs, batches)
         faults += _missing(logs, legs, batches)
     if not faults:
-        faults = [*_unlike_losses(logs), *_unlike_plans(legs), *_unlike_passes(logs, legs)]
+        faults = [*_unlike_losses(logs), *_uneven_experts(logs), *_unlike_plans(legs), *_unlike_passes(logs, legs)]
     counted = [line for line in logs.batches if line["batch"] < batches]
     return Recount(
         status=logs.status,
@@ -94,6 +96,7 @@ def recount(logs: Logs) -> Recount:
         batches=batches,
         unfinished=max(map(len, logs.samples)) - batches,
         skipped=[line["global_step"] for line in logs.losses if line.get("skipped")],
+        experts={name: len(lines) for name, lines in logs.by_expert.items()},
         replaced=count_replaced(counted),
         epochs={epoch: list(group) for epoch, group in groupby(legs, lambda leg: int(leg.plan["epoch"]))},
         faults=faults,
@@ -200,6 +203,19 @@ def _unlike_losses(logs: Logs) -> Iterator[str]:
                 f"the lines of its batches hold {found} of epoch {', '.join(map(str, sorted(epochs)))}"
             )
             return
+
+
+def _uneven_experts(logs: Logs) -> Iterator[str]:
+    """Yield whether some steps name no expert, or the rarer one does not come at even distances."""
+    places = [[line["global_step"] for line in lines] for lines in logs.by_expert.values()]
+    if not places:
+        return
+    if missing := len(logs.losses) - sum(map(len, places)):
+        yield f"{missing} optimizer steps name no expert, though others do"
+    rarer = min(places, key=len)
+    distances = {later - earlier for earlier, later in pairwise(rarer)}
+    if distances and max(distances) - min(distances) > 1:
+        yield f"the experts do not take turns evenly: the rarer one after {min(distances)} to {max(distances)} steps"
 
 
 def _unlike_plans(legs: Sequence[Leg]) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,7 +87,7 @@ def review_run(logs: Logs, *, min_fall: float = 1 / 3) -> RunReview:
     Raises:
         BucketingError: If the run left no logs, or those of an earlier release.
     """
-    run, losses = recount(logs), [line["train_loss"] for line in logs.losses]
+    run = recount(logs)
     checks = [_check_end(run)]
     if run.faults:
         more = f"; and {len(run.faults) - 1} more" if len(run.faults) > 1 else ""
@@ -98,13 +98,19 @@ def review_run(logs: Logs, *, min_fall: float = 1 / 3) -> RunReview:
             f", and {run.unfinished} after the last optimizer step that are not counted" if run.unfinished else ""
         )
         checks += [Check(True, whole + ignored), *_check_epochs(run, drops=logs.settings.get("remainder") == "drop")]
-    if len(losses) < FEWEST_STEPS:
-        checks.append(Check(True, f"{len(losses)} optimizer steps, too few to compare tenths of the loss"))
-        return RunReview(logs.name, tuple(checks))
-    first, last = summarise_losses(losses)
+    parts = {f" of {name}": lines for name, lines in logs.by_expert.items()} or {"": logs.losses}
+    checks += [_check_fall(lines, of=name, min_fall=min_fall) for name, lines in parts.items()]
+    return RunReview(logs.name, tuple(checks))
+
+
+def _check_fall(lines: Sequence[Mapping[str, Any]], *, of: str, min_fall: float) -> Check:
+    """Compare the losses of the first and the last tenth of optimizer steps."""
+    if len(lines) < FEWEST_STEPS:
+        return Check(True, f"{len(lines)} optimizer steps{of}, too few to compare tenths of the loss")
+    first, last = summarise_losses([line["train_loss"] for line in lines])
     fall = 1 - last / first
-    said = f"loss {first:.4f} in the first tenth, {last:.4f} in the last: {fall:.0%} less"
-    return RunReview(logs.name, (*checks, Check(fall >= min_fall, said)))
+    said = f"loss{of} {first:.4f} in the first tenth, {last:.4f} in the last: {fall:.0%} less"
+    return Check(fall >= min_fall, said)
 
 
 def losses_by_bucket(logs: Logs) -> dict[int, tuple[int, float]]:
@@ -173,12 +179,27 @@ def review_sources(logs: Logs) -> list[str]:
     return said
 
 
+def review_experts(logs: Logs) -> list[str]:
+    """Return a line per transformer of a run that trains two: its steps, and their mean loss in each half of them."""
+    said = []
+    for name, lines in logs.by_expert.items():
+        losses, half = [line["train_loss"] for line in lines], len(lines) // 2
+        first, second = (f"{_mean(part):.4f}" if part else "none" for part in (losses[:half], losses[half:]))
+        said.append(
+            f"{logs.name}: expert {name}: {len(lines)} of {len(logs.losses)} optimizer steps; mean loss {first} in "
+            f"the first half, {second} in the second"
+        )
+    return said
+
+
 def _check_end(run: Recount) -> Check:
     """Check that a run made all its steps, or is about to; and name the steps that changed no weights."""
     planned, status = run.status.get("max_train_steps"), run.status.get("status")
     ends = {None: "its end was not logged", "finished": "finished", "running": "still running or killed"}
     said = f"{run.steps} of {planned} optimizer steps" if planned else f"{run.steps} optimizer steps"
     said += f", {ends.get(status, status)}"
+    if run.experts:
+        said += f"; {', '.join(f'{count} of {name}' for name, count in run.experts.items())}"
     if run.skipped:
         more = ", …" if len(run.skipped) > _NAMED_STEPS else ""
         named = ", ".join(map(str, run.skipped[:_NAMED_STEPS]))

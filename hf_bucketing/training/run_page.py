@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from .review import (
     FEWEST_STEPS,
     loss_charts,
     losses_by_bucket,
+    review_experts,
     review_run,
     review_sources,
     running_mean,
@@ -62,7 +63,8 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
         Section(name="noise", title="Loss by noise level", blocks=[_noise(runs)]),
         Section(name="buckets", title="Loss by bucket", blocks=_buckets(runs)),
         Section(name="speed", title="Speed, fill and balance", blocks=[_speed(runs)]),
-        Section(name="sources", title="Sources", blocks=_sources(runs)),
+        Section(name="experts", title="Experts", blocks=_lines(runs, review_experts)),
+        Section(name="sources", title="Sources", blocks=_lines(runs, review_sources)),
         Section(name="samples", title="Samples", blocks=_samples(runs)),
         Section(name="settings", title="Settings", blocks=_settings(runs)),
         Section(name="resumes", title="Resumes", blocks=_resumes(runs)),
@@ -228,8 +230,8 @@ def _speed(runs: Sequence[Logs]) -> Charts:
     return Charts(charts=charts)
 
 
-def _sources(runs: Sequence[Logs]) -> list[Block]:
-    lines = [line for run in runs for line in review_sources(run)]
+def _lines(runs: Sequence[Logs], review: Callable[[Logs], list[str]]) -> list[Block]:
+    lines = [line for run in runs for line in review(run)]
     return [Paragraphs(texts=lines)] if lines else []
 
 

@@ -1,9 +1,11 @@
-"""What a run changes: the transformer that accelerate prepared, its optimizer, and the averages of its weights."""
+"""What a run changes: the transformers that accelerate prepared, their optimizer, and the averages of its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from diffusers.training_utils import cast_training_params
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..errors import BucketingError
 from ..models.enable import disable_packing
+from ..models.experts import own_folder
 from ..models.recipe import Recipe
 from ..optimizers.adamw import apply_settings, make_optimizer, make_schedule
 from ..placement.context_parallel import ContextParallel
-from ..placement.offload import offload_blocks
+from ..placement.offload import offload_blocks, offload_idle
 from ..placement.quantization import leave_frozen_weights_to_each_process
 from ..placement.sharding import block_by_block, sending_weights, sharded_adapters
 from ..placement.shards import SHARDED, averaged
@@ -31,26 +34,43 @@ from .skipped import check_finite
 
 
 def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
-    """Add adapters to a transformer, if any, and what saves memory; return the settings with the adapters' alpha.
+    """Add adapters to the transformers, if any, and what saves memory; return the settings with the adapters' alpha.
 
     What is trained is set to training, for dropout and the drop of tokens; frozen parts stay in evaluation.
     """
+    for expert in recipe.experts:
+        config = _add_trained_parts(expert, config, accelerator)
+    if config.memory.offload_idle_expert:
+        offload_idle([expert.transformer for expert in recipe.experts], device=accelerator.device)
+    for expert in recipe.experts:
+        leave_frozen_weights_to_each_process(expert.transformer)
+    return config
+
+
+def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
+    """Do it for the transformer of a recipe."""
     if config.adapters.lora_rank is not None:
-        adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
+        folder, start = (
+            own_folder(recipe.trained, trained=config.trained_component),
+            config.adapters.init_from_adapters,
+        )
+        adapters = config.adapters
+        if start is not None and folder:
+            adapters = replace(adapters, init_from_adapters=str(Path(start) / folder))
+        adapters = start_adapters(recipe.pipeline, adapters, component=recipe.trained)
         cast_training_params(recipe.transformer, dtype=trained_dtype(config))
         config = changed(config, lora_alpha=adapters.lora_alpha, lora_targets=adapters.lora_targets)
-        checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
+        checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained, subfolder=folder)
     if config.memory.gradient_checkpointing:
         recipe.transformer.enable_gradient_checkpointing()
     if config.memory.offload_blocks:
         offload_blocks(recipe.transformer, config.memory.offload_blocks, device=accelerator.device)
     recipe.transformer.train()  # before max_tokens="auto" tries steps
-    leave_frozen_weights_to_each_process(recipe.transformer)
     return config
 
 
 class TrainedModel:
-    """A transformer under training, prepared by accelerate together with its optimizer and the loader of its data.
+    """Transformers under training, prepared by accelerate together with their optimizer and the loader of their data.
 
     Args:
         recipe ([`Recipe`][hf_bucketing.models.recipe.Recipe]): Loaded pipeline, after [`add_trained_parts`].
@@ -59,7 +79,8 @@ class TrainedModel:
         accelerator (`Accelerator`): Accelerator of the run.
 
     Attributes:
-        transformer (`torch.nn.Module`): The prepared transformer; `recipe.transformer` is the bare one.
+        transformers (dict of `str` to `torch.nn.Module`): The prepared transformers by their names in the pipeline,
+            one or both experts; `recipe.transformer` is the first one bare.
         optimizer (`AcceleratedOptimizer`): The prepared optimizer.
         loader (`DataLoader`): The prepared loader.
         weights (list of `torch.nn.Parameter`): What is trained.
@@ -71,20 +92,32 @@ class TrainedModel:
     def __init__(self, recipe: Recipe, config: TrainingConfig, data: RunData, accelerator: Accelerator) -> None:
         self.recipe, self.config, self.accelerator = recipe, config, accelerator
         transformer, degree = recipe.transformer, config.memory.context_parallel_degree
-        self._bare_optimizer = make_optimizer(transformer.parameters(), config.optimizer)
+        experts = recipe.experts
+        parameters = chain.from_iterable(expert.transformer.parameters() for expert in experts)
+        self._bare_optimizer = make_optimizer(parameters, config.optimizer)
         with (
             sharded_adapters(transformer, accelerator) if self.adapted else nullcontext(),
             sending_weights(transformer, accelerator),
             block_by_block(transformer, accelerator),
         ):
             prepared = data.prepare(accelerator, transformer, self._bare_optimizer, degree=degree)
-        self.transformer, self.optimizer, self.loader = prepared
+        first, self.optimizer, self.loader = prepared
+        self.transformers = {recipe.trained: first}
+        self.transformers |= {expert.trained: accelerator.prepare(expert.transformer) for expert in experts[1:]}
         packed = config.batches.batching == "pack"
         self.context_parallel = ContextParallel(recipe.transformer, accelerator, degree=degree, packed=packed)
-        self.weights = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
+        self.weights = [parameter for parameter in self._parameters() if parameter.requires_grad]
         self.ema = None
         if config.ema_decay is not None:
             self.ema = averaged(self.weights, decay=config.ema_decay, accelerator=accelerator)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return chain.from_iterable(transformer.parameters() for transformer in self.transformers.values())
+
+    @property
+    def transformer(self) -> torch.nn.Module:
+        """The prepared transformer, or the first of two."""
+        return self.transformers[self.recipe.trained]
 
     @property
     def adapted(self) -> bool:
@@ -116,7 +149,7 @@ class TrainedModel:
 
     def clip_gradients(self) -> Any:
         """Clip the gradients by their norm over all weights, and return it as it was."""
-        return self.accelerator.clip_grad_norm_(self.transformer.parameters(), self.config.optimizer.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(self._parameters(), self.config.optimizer.max_grad_norm)
 
     def update(self) -> None:
         """Change the weights by their gradients, and the learning rate and the averages with them."""
@@ -155,13 +188,15 @@ class TrainedModel:
     def save_adapters(self, folder: Path) -> None:
         """Save the adapters, averaged if there are averages; call it on every process."""
         with self.averages():
-            save_lora(self.recipe.pipeline, folder, component=self.recipe.trained)
+            for name in self.transformers:
+                own = own_folder(name, trained=self.config.trained_component)
+                save_lora(self.recipe.pipeline, folder / own, component=name)
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Save the result of the run, averaged if there are averages; call it on every process.
 
-        It is the adapters or, without any, the whole pipeline, of which the transformer is then no more trained. What
-        was not trained is copied from `source`.
+        It is the adapters or, without any, the whole pipeline, of which the transformers are then no more trained.
+        What was not trained is copied from `source`.
         """
         if self.adapted:
             self.save_adapters(folder)
@@ -171,21 +206,21 @@ class TrainedModel:
         weights = gather_weights(self.accelerator, self.transformer)
         if self.accelerator.is_main_process:
             self.context_parallel.remove()
-            if self.config.batches.batching == "pack":
-                disable_packing(self.transformer)
+            for transformer in self.transformers.values() if self.config.batches.batching == "pack" else ():
+                disable_packing(transformer)
             save_pipeline(self.recipe, folder, source=source, weights=weights)
 
     @property
-    def for_evaluation(self) -> torch.nn.Module:
-        """The transformer to call without gradients, for which DDP has nothing to do: bare unless it is sharded."""
-        sharded = self.accelerator.distributed_type in SHARDED
-        bare: torch.nn.Module = self.recipe.transformer
-        return self.transformer if sharded else bare
+    def for_evaluation(self) -> dict[str, torch.nn.Module]:
+        """The transformers to call without gradients, for which DDP has nothing to do: bare unless sharded."""
+        if self.accelerator.distributed_type in SHARDED:
+            return self.transformers
+        return {expert.trained: expert.transformer for expert in self.recipe.experts}
 
     def release(self) -> None:
         """Release what accelerate prepared, and end the process group."""
         # DDP must go before its process group: as its last owner, DDP would destroy the group while it holds Python's
         # interpreter lock and waits for gloo's threads, which may wait for that lock to release a tensor.
-        del self.transformer, self.optimizer, self.loader
+        del self.transformers, self.optimizer, self.loader
         self.accelerator.free_memory()
         self.accelerator.end_training()

@@ -43,8 +43,10 @@ class Validation:
 
         Call it in the main process, or where weights are sharded in all of them; the main one writes.
         """
-        transformer, training = recipe.transformer, recipe.transformer.training
-        transformer.eval()
+        transformers = [expert.transformer for expert in recipe.experts]
+        training = [transformer.training for transformer in transformers]
+        for transformer in transformers:
+            transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
         try:
             each = zip(self.config.validation_prompts or [], self.images, strict=True)
@@ -65,7 +67,8 @@ class Validation:
                         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
                         tracker.log_images({file.stem: frames[shown]}, step=step, **layout)
         finally:
-            transformer.train(training)
+            for transformer, was_training in zip(transformers, training, strict=True):
+                transformer.train(was_training)
 
     def file_of(self, number: int, size: Size, *, step: int) -> Path:
         """Return the file of the rendering of a prompt, by its position, at a size after an optimizer step.

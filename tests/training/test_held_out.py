@@ -128,7 +128,7 @@ def computed(config: TrainingConfig, *, check: Callable[[Trainer, dict], None] |
     AcceleratorState._reset_state(reset_partial_state=True)
     trainer = Trainer(config)
     before = torch.get_rng_state()
-    entry = trainer.evaluation.held_out.compute(trainer.step, trainer.trained.transformer, trainer.accelerator)
+    entry = trainer.evaluation.held_out.compute(trainer.experts, trainer.trained.transformers, trainer.accelerator)
     assert torch.equal(before, torch.get_rng_state())
     if check is not None:
         check(trainer, entry)
@@ -170,7 +170,7 @@ def by_hand(trainer: Trainer, *, levels: int) -> dict[int, list[float]]:
 
 
 def check_by_hand(trainer: Trainer, entry: dict[str, Any]) -> None:
-    again = trainer.evaluation.held_out.compute(trainer.step, trainer.trained.transformer, trainer.accelerator)
+    again = trainer.evaluation.held_out.compute(trainer.experts, trainer.trained.transformers, trainer.accelerator)
     assert without_times(again) == without_times(entry), "the same twice in a row"
     data, levels = trainer.evaluation.held_out.data, len(entry["by_noise"])
     training = trainer.data.loader.dataset["index"][:]

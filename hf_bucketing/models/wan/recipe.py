@@ -20,7 +20,7 @@ class WanRecipe(Recipe):
     """Recipe of `WanPipeline`; see [`Recipe`].
 
     Pipelines with two transformers (Wan 2.2 A14B) call `transformer` at high noise and `transformer_2` at low noise,
-    on either side of their `boundary_ratio`; each is trained in a run of its own.
+    on either side of their `boundary_ratio`; each is trained at its own noise levels.
     """
 
     pipeline_class = "WanPipeline"
