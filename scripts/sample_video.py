@@ -17,7 +17,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_writable
 from hf_bucketing.hub import from_hub
-from hf_bucketing.models.experts import TrainedComponent, loading_options
+from hf_bucketing.models.experts import TrainedComponent
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -106,6 +106,8 @@ def main(args: argparse.Namespace) -> None:
     with from_hub(args.pipeline):
         pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(getattr(torch, DTYPES[args.dtype])))
     if args.lora_weights:
+        from hf_bucketing.adapters.experts import loading_options
+
         with from_hub(args.lora_weights):
             for options in loading_options(args.trained_component):
                 pipeline.load_lora_weights(args.lora_weights, **options)

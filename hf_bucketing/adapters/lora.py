@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from ..errors import BucketingError
 from ..files import complete_parts
+from ..models.experts import transformers_of
 from ..models.registry import family_of
 from ..placement.shards import copy_whole, gather, named_weights
 from .settings import AdapterConfig
@@ -127,12 +128,12 @@ def check_component(path: str, *, component: str) -> None:
     run do, which lie beside its weights and above its checkpoints.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    second = folder.name == "transformer_2"  # of a run that trained both
-    run = folder.parent if second else folder
+    of_both = folder.name in transformers_of("both") and not (folder / SETTINGS).is_file()
+    run = folder.parent if of_both else folder
     settings = (run.parent if run.name.startswith("checkpoint-") else run) / SETTINGS
     trained = json.loads(settings.read_text())["trained_component"] if settings.is_file() else component
-    if trained == "both":
-        trained = "transformer_2" if second else "transformer"
+    if trained == "both" and of_both:
+        trained = folder.name
     if trained != component:
         raise BucketingError(
             f"{path} holds adapters of {trained}, as {settings} says, and this run trains {component}; give "

@@ -15,10 +15,10 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 
+from ..adapters.experts import loading_options
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
-from ..models.experts import loading_options
 from ..models.loading import dtypes
 from ..models.recipe import IMAGES, Recipe
 from ..report.charts import save_charts

@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType
 from ..adapters.lora import LORA_WEIGHTS
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
+from ..models.experts import transformers_of
 from ..models.recipe import Recipe
 from ..placement.shards import SHARDED
 
@@ -142,7 +143,8 @@ def _warn_of_new_run(folder: Path) -> None:
     Raises:
         BucketingError: If the folder holds the result of a finished run.
     """
-    results = [name for name in (PIPELINE_INDEX, LORA_WEIGHTS) if (folder / name).is_file()]
+    of_experts = (f"{name}/{LORA_WEIGHTS}" for name in transformers_of("both"))
+    results = [name for name in (PIPELINE_INDEX, LORA_WEIGHTS, *of_experts) if (folder / name).is_file()]
     if results:
         raise BucketingError(
             f"{folder} holds the result of a finished run ({', '.join(results)}) and no complete checkpoint; starting "

@@ -10,9 +10,10 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.utils import HFValidationError
 
+from ..adapters.experts import own_folder
 from ..adapters.lora import LORA_WEIGHTS
 from ..errors import HubError
-from ..models.experts import TrainedComponent, own_folder, transformers_of
+from ..models.experts import TrainedComponent, transformers_of
 from .checkpoint import PIPELINE_INDEX
 from .settings.hub import HubConfig
 
@@ -54,7 +55,7 @@ def open_repository(config: HubConfig, *, folder: Path) -> str:
 def result_parts(folder: Path, *, adapters: bool, trained: TrainedComponent = "transformer") -> list[str]:
     """Return the names of the files and folders in an output folder that hold the adapters, or the pipeline."""
     if adapters:
-        return [LORA_WEIGHTS, *filter(None, (own_folder(name, trained=trained) for name in transformers_of(trained)))]
+        return [own_folder(name, trained=trained) or LORA_WEIGHTS for name in transformers_of(trained)]
     names = json.loads((folder / PIPELINE_INDEX).read_text())
     return [*(name for name in names if (folder / name).is_dir()), PIPELINE_INDEX]
 

@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from diffusers.training_utils import cast_training_params
 
+from ..adapters.experts import own_folder
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..errors import BucketingError
 from ..models.enable import disable_packing
-from ..models.experts import own_folder
 from ..models.recipe import Recipe
 from ..optimizers.adamw import apply_settings, make_optimizer, make_schedule
 from ..placement.context_parallel import ContextParallel

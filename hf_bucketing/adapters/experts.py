@@ -1,0 +1,35 @@
+"""Adapters of both experts of a pipeline: each has a folder of its own, as their names in files are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..models.experts import TrainedComponent, transformers_of
+from .lora import LORA_WEIGHTS
+
+
+def own_folder(component: str, *, trained: TrainedComponent) -> str:
+    """Return the folder of the adapters of a transformer, relative to that of the run: its name, or `""` if alone.
+
+    Args:
+        component (`str`): Name of the transformer in its pipeline.
+        trained (`"transformer"`, `"transformer_2"` or `"both"`): Transformers that the run trains.
+    """
+    return component if trained == "both" else ""
+
+
+def loading_options(trained: TrainedComponent) -> list[dict[str, Any]]:
+    """Return the options with which diffusers' `load_lora_weights` loads the adapters of a run, call by call.
+
+    Example:
+        >>> loading_options("transformer_2")
+        [{'load_into_transformer_2': True}]
+        >>> loading_options("both")[0]
+        {'subfolder': 'transformer', 'weight_name': 'pytorch_lora_weights.safetensors'}
+    """
+    calls = []
+    for component in transformers_of(trained):
+        folder = own_folder(component, trained=trained)
+        options: dict[str, Any] = {"subfolder": folder, "weight_name": LORA_WEIGHTS} if folder else {}
+        calls.append(options | ({"load_into_transformer_2": True} if component == "transformer_2" else {}))
+    return calls
