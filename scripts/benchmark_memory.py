@@ -50,8 +50,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "wan-350m": {**WAN, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 8, "ffn_dim": 8960},
     "wan-1.3b": {**WAN, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
                  "in_channels": 16, "out_channels": 16, "text_dim": 4096},
+    "wan-2x130m": {**WAN, **WIDE, "ffn_dim": 4096},
 }  # fmt: skip
-"""Changes of the transformers of the tiny pipelines, by name; the last one is the published configuration."""
+"""Changes of the transformers of the tiny pipelines, by name; `wan-1.3b` is the published configuration, and
+`wan-2x130m` has two experts as Wan 2.2 A14B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class Case:
         return f"{self.model}, {what}, {processes}, {settings}"
 
 
+BOTH = {"trained_component": "both", "max_train_steps": 4}
+"""Four steps, as each expert has moments once it was trained."""
 LORA, BF16, CHECKPOINTS = {"lora_rank": 16}, {"mixed_precision": "bf16"}, {"gradient_checkpointing": True}
 CASES = [
     Case(model="wan-30m", side=512),
@@ -92,6 +96,8 @@ CASES = [
     Case(model="wan-350m", side=256, settings={**LORA, **BF16, **CHECKPOINTS, "quantize_base": "int8"}),
     Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),
     Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS, "quantize_base": "int8"}),
+    Case(model="wan-2x130m", side=256, settings={**CHECKPOINTS, **BOTH}),
+    Case(model="wan-2x130m", side=256, settings={**LORA, **BF16, **CHECKPOINTS, **BOTH}),
 ]
 
 
@@ -106,9 +112,16 @@ def make_pipeline(folder: Path, model: str) -> None:
     with torch.device("meta"):
         transformer = type(pipeline.transformer).from_config(config)
     transformer = transformer.to(torch.bfloat16).to_empty(device="cpu")
-    for parameter in transformer.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    transformer.save_pretrained(folder / "transformer")
+    names = ("transformer", "transformer_2") if "2x" in model else ("transformer",)
+    for name in names:
+        for parameter in transformer.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        transformer.save_pretrained(folder / name)
+    if len(names) > 1:
+        index = folder / "model_index.json"
+        entries = json.loads(index.read_text())
+        entries |= {"transformer_2": entries["transformer"], "boundary_ratio": 0.875}
+        index.write_text(json.dumps(entries))
     if "text_dim" in MODELS[model]:
         shape = {"d_model": MODELS[model]["text_dim"], "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
         text = UMT5EncoderModel(UMT5EncoderModel.config_class(vocab_size=384, **shape))

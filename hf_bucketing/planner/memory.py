@@ -28,7 +28,7 @@ CUDA_CONTEXT = 2**30
 """Bytes that are counted for the CUDA context, workspaces of its libraries, and gaps between tensors."""
 
 PLAN_ERROR = 0.15
-"""Share by which runs may take more than planned. Those that were measured took 2 to 12 % more, on the CPU:
+"""Share by which runs may take more than planned. Those that were measured took 1 to 12 % more, on the CPU:
 scripts/benchmark_results/memory.json; fragmentation of a GPU's memory comes on top."""
 
 MOST_TOKENS = 2**20

@@ -86,6 +86,72 @@ def test_a_plan_counts_every_kind_from_configurations_alone(family: str, configs
     assert plan.phases["backward"].activations - cached.phases["backward"].activations == 12 * plan.shape.pixels
 
 
+@pytest.fixture(scope="module")
+def two_experts(configs, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Configurations of a text-to-video pipeline of two transformers."""
+    folder = tmp_path_factory.mktemp("experts") / "wan"
+    shutil.copytree(configs["wan"], folder)
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"transformer_2": index["transformer"], "boundary_ratio": 0.875}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return str(folder)
+
+
+def test_a_plan_of_both_experts_counts_the_one_that_is_idle(two_experts: str) -> None:
+    config = dataclasses.replace(CPU, ema_decay=0.9)
+    one = plan_memory(two_experts, config)
+    both = plan_memory(two_experts, dataclasses.replace(config, trained_component="both"))
+    step = one.phases["optimizer"]
+    for name, parts in one.phases.items():
+        more = both.phases[name]
+        assert (more.activations, more.gradients) == (parts.activations, parts.gradients), "of the trained one alone"
+        assert more.weights == parts.weights + step.weights
+        assert more.averages == 2 * parts.averages
+    assert both.phases["forward"].optimizer == 2 * one.phases["forward"].optimizer
+
+
+@pytest.mark.parametrize(("memory", "kept"), [({}, 1.0), ({"offload_blocks": 4}, None)])
+def test_an_expert_that_waits_takes_its_adapters_alone(two_experts: str, memory: dict, kept: float | None) -> None:
+    config = dataclasses.replace(LORA, trained_component="both", memory=dataclasses.replace(CHECKPOINTS, **memory))
+    waits = dataclasses.replace(config.memory, offload_idle_expert=True)
+    one = plan_memory(two_experts, dataclasses.replace(config, trained_component="transformer_2"))
+    stay, wait = (plan_memory(two_experts, each) for each in (config, dataclasses.replace(config, memory=waits)))
+    adapters = one.phases["optimizer"].gradients
+    for name, parts in one.phases.items():
+        assert wait.phases[name].weights == parts.weights + adapters
+        assert wait.phases[name].optimizer == parts.optimizer + one.phases["forward"].optimizer
+        assert stay.phases[name].weights > wait.phases[name].weights
+    if kept is not None:
+        assert stay.total - wait.total == one.phases["optimizer"].weights - adapters
+
+
+@pytest.mark.slow
+def test_options_for_both_experts_let_the_idle_one_wait_and_shard_nothing(two_experts: str) -> None:
+    config = dataclasses.replace(LORA, trained_component="both", num_processes=2)
+    rows = plan_options(two_experts, config, gpu_memory=1e-3)
+    assert "--offload_idle_expert" in [row.name for row in rows]
+    assert all(row.config.sharding == "ddp" for row in rows)
+    assert all(row.config.memory.quantize_base != "nf4" or not row.config.memory.offload_idle_expert for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sharding": "fsdp2", "num_processes": 2}, "under FSDP accelerate prepares one model"),
+        ({"memory": MemoryConfig(context_parallel_degree=2), "num_processes": 2}, "share the samples of one model"),
+        ({"memory": MemoryConfig(offload_idle_expert=True), "adapters": AdapterConfig()}, "needs frozen weights"),
+        (
+            {"memory": MemoryConfig(offload_idle_expert=True, quantize_base="nf4")},
+            'use `quantize_base="int8"` or `"float8"`',
+        ),
+    ],
+)
+def test_what_both_experts_cannot_be_combined_with_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(BucketingError, match=message):
+        dataclasses.replace(LORA, trained_component="both", **settings)
+
+
 @pytest.mark.slow
 def test_blocks_that_are_not_traced_add_what_traced_ones_do(configs) -> None:
     components = read_components(str(configs["wan"]))
