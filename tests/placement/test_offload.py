@@ -18,7 +18,7 @@ from hf_bucketing import BucketingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.placement.blocks import blocks_of
-from hf_bucketing.placement.offload import activations_on_cpu, offload_blocks, offloaded_blocks
+from hf_bucketing.placement.offload import activations_on_cpu, offload_blocks, offload_idle, offloaded_blocks
 from tests.models.cases import FamilyCase, Samples, each_family
 from tests.training.training_cases import STABLE, in_process, run
 
@@ -247,6 +247,27 @@ def test_runs_with_offload_learn_the_same_adapters(
     for name, value in adapters[0].items():
         torch.testing.assert_close(adapters[1][name], value, rtol=1e-4, atol=1e-6)
     assert "Offload saves nothing on a CPU run" in caplog.text
+
+
+def test_only_the_transformer_that_was_called_last_has_its_frozen_weights(pipeline_dir: Path) -> None:
+    plain, models = make_transformer(pipeline_dir), [make_transformer(pipeline_dir) for _ in range(2)]
+    run_once(plain).backward()
+    offload_idle(models, device=CPU)
+    names = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    copies: list[weakref.ref] = []
+    for turn in (0, 0, 1, 0):
+        run_once(models[turn]).backward()
+        idle = models[1 - turn]
+        assert {name for name, _ in idle.named_parameters()} == names, "its adapters stay"
+        assert idle.scale_shift_table.is_meta
+        assert models[turn].state_dict().keys() == plain.state_dict().keys()
+        copies.append(weakref.ref(models[turn].scale_shift_table))
+    assert copies[0]() is None, "weights that were brought are freed"
+    assert copies[-1]() is not None
+    models[0].zero_grad()
+    run_once(models[0]).backward()
+    for gradient, expected in zip(gradients(models[0]), gradients(plain), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize(

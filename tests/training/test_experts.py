@@ -225,6 +225,10 @@ def test_what_is_rendered_while_training_is_what_the_stock_pipeline_renders_with
     stock = WanPipeline.from_pretrained(expert_dir)
     load_both(stock, tmp_path)
     torch.testing.assert_close(render(stock), found[0], rtol=0, atol=1e-5)
+    flags = ("--trained_component", "both", "--prompt", "red", "--height", 32, "--width", 48, "--num_frames", 5)
+    clip = tmp_path / "clip.mp4"
+    run_script_here("sample_video.py", expert_dir, "--lora_weights", tmp_path, *flags, "--output", clip)
+    assert clip.is_file()
 
 
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, pytest.param(PACK, marks=pytest.mark.slow)])

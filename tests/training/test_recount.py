@@ -246,6 +246,27 @@ def test_what_is_lost_is_named(tmp_path: Path) -> None:
     assert "line 1 of samples-1.jsonl is missing, expected was batch 0" in str(review_run(Logs(folder)))
 
 
+def test_steps_of_two_experts_are_counted_and_must_come_evenly(tmp_path: Path) -> None:
+    folder = PretendedRun(tmp_path).train(2)
+    path = log_path(folder, "losses")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def faults(experts: str) -> list[str]:
+        names = {"h": {"expert": "transformer"}, "l": {"expert": "transformer_2"}, "-": {}}
+        steps = zip(lines, experts * len(lines), strict=False)
+        path.write_text("".join(json.dumps({**line, **names[expert]}) + "\n" for line, expert in steps))
+        return recount(Logs(folder)).faults
+
+    assert len(lines) >= 12
+    assert faults("llhlhllh") == []
+    counted = recount(Logs(folder)).experts
+    assert sum(counted.values()) == len(lines)
+    assert counted["transformer_2"] > counted["transformer"]
+    assert f"{counted['transformer']} of transformer" in str(review_run(Logs(folder)))
+    assert "do not take turns evenly: the rarer one after 1 to 6 steps" in faults("lhhllll")[0]
+    assert faults("llhll-")[0].endswith("optimizer steps name no expert, though others do")
+
+
 def test_rows_that_differ_from_the_plan_are_reported(tmp_path: Path) -> None:
     folder = PretendedRun(tmp_path).train(2)
     path = log_path(folder, "samples", 1)
