@@ -95,11 +95,16 @@ class HeldOutLoss:
             BucketingError: If a loss is not finite.
         """
         start, index = time.perf_counter(), column_array(self.data.dataset, "index")
-        parts: list[_Levels] = []
-        for step, share, levels in experts.levels(self.config.validation_noise_levels):
-            whole = self._score(step, transformers[step.recipe.trained], accelerator, levels=levels)
-            (seen,) = np.nonzero(whole[:, 0])
-            parts.append(_Levels(share, whole[seen, 1 : 1 + levels], whole[seen, 1 + levels :]))
+        divided = experts.levels(self.config.validation_noise_levels)
+        scores = [
+            self._score(step, transformers[step.recipe.trained], accelerator, levels=levels)
+            for step, _share, levels in divided
+        ]
+        (seen,) = np.nonzero(np.min([score[:, 0] for score in scores], axis=0))
+        parts = [
+            _Levels(share, score[seen, 1 : 1 + levels], score[seen, 1 + levels :])
+            for score, (_step, share, levels) in zip(scores, divided, strict=True)
+        ]
         return {
             **self._summary(seen, parts, index),
             "unreadable": index[np.setdiff1d(self.data.sampler.plan().indices, seen)].tolist(),

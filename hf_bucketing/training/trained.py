@@ -48,15 +48,11 @@ def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accel
 
 
 def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
-    """Do it for the transformer of a recipe."""
+    """Add them to the transformer of a recipe."""
     if config.adapters.lora_rank is not None:
-        folder, start = (
-            own_folder(recipe.trained, trained=config.trained_component),
-            config.adapters.init_from_adapters,
-        )
-        adapters = config.adapters
-        if start is not None and folder:
-            adapters = replace(adapters, init_from_adapters=str(Path(start) / folder))
+        adapters, folder = config.adapters, own_folder(recipe.trained, trained=config.trained_component)
+        if adapters.init_from_adapters is not None:
+            adapters = replace(adapters, init_from_adapters=str(Path(adapters.init_from_adapters) / folder))
         adapters = start_adapters(recipe.pipeline, adapters, component=recipe.trained)
         cast_training_params(recipe.transformer, dtype=trained_dtype(config))
         config = changed(config, lora_alpha=adapters.lora_alpha, lora_targets=adapters.lora_targets)

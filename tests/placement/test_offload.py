@@ -155,6 +155,31 @@ def test_weights_are_on_the_gpu_where_they_are_computed_with(monkeypatch) -> Non
     assert {block.weight.device.type for block in model.blocks} == {"meta"}
 
 
+def test_weights_of_an_expert_are_on_the_gpu_while_it_runs(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    gpu = torch.device("cuda", 0)
+    with FakeTensorMode(), torch.no_grad():
+        models = [torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
+        offload_idle(models, device=gpu)
+        assert [model.weight.device.type for model in models] == ["meta", "meta"]
+        states = torch.empty(2, 4, device=gpu)
+        for turn in (0, 1, 1, 0):
+            states = models[turn](states)
+            assert models[turn].weight.device == gpu
+            assert models[1 - turn].weight.is_meta
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_idle_transformer_takes_no_memory_of_the_gpu() -> None:
+    models = [torch.nn.Linear(4096, 4096).requires_grad_(False) for _ in range(2)]
+    offload_idle(models, device=torch.device("cuda"))
+    inputs = torch.randn(8, 4096).cuda()
+    for turn in (0, 1, 0):
+        assert models[turn](inputs).isfinite().all()
+        assert torch.cuda.memory_allocated() < 1.5 * 4 * 4096 * 4096
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offload_takes_less_memory_of_the_gpu_with_equal_gradients() -> None:
