@@ -185,7 +185,10 @@ def test_columns_get_the_names_of_the_first_source_and_a_common_type(tmp_path: P
 
 def test_sources_are_named_by_their_paths_and_no_two_alike() -> None:
     assert name_sources([("a/clips", None), ("b/clips", None), ("c.jsonl", None), ("x", "y")]) == [
-        *("a/clips", "b/clips", "c", "y")
+        "a/clips",
+        "b/clips",
+        "c",
+        "y",
     ]
     assert name_sources([("a", "fast"), ("a", "slow")]) == ["fast", "slow"]
     for same in ([("a/clips", None)] * 2, [("a", "x"), ("b", "x")], [("x", None), ("b", "x")]):

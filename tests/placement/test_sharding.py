@@ -38,8 +38,9 @@ from tests.test_trust import Bomb
 from tests.training.training_cases import STABLE
 
 FSDP = {
-    **{"ACCELERATE_USE_FSDP": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"},
-    **{"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"},
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
 DDP = {"ACCELERATE_USE_FSDP": "false"}
 LOADED_ONCE = {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -47,13 +48,20 @@ SHARDED_STATE = {**FSDP, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 ADAPTERS = {"lora_rank": 2, "train_batch_size": 2}
 PACKS = {
-    **{"lora_rank": 2, "batching": "pack", "max_tokens": 640, "strip_length": 16, "mixed_precision": "bf16"},
-    **{"ema_decay": 0.9, "gradient_checkpointing": True},
+    "lora_rank": 2,
+    "batching": "pack",
+    "max_tokens": 640,
+    "strip_length": 16,
+    "mixed_precision": "bf16",
+    "ema_decay": 0.9,
+    "gradient_checkpointing": True,
 }
 FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.02}
 HELD_OUT = {"validation_split": 0.15, "validation_loss_steps": 2, "validation_noise_levels": 1}
 RENDER = {
-    **{"validation_prompts": ["red"], "validation_sizes": "1,32,48", "validation_steps": 2},
+    "validation_prompts": ["red"],
+    "validation_sizes": "1,32,48",
+    "validation_steps": 2,
     "validation_inference_steps": 2,
 }
 RENDERED = "validation/step-{}/1x32x48-red.png"
@@ -73,7 +81,8 @@ SAME = [
 ]
 
 HYBRID = {
-    **{"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
 }
 FOUR_PROCESSES = {"ddp": (DDP, None, ADAPTERS), "hybrid": (FSDP | HYBRID, None, ADAPTERS)}
@@ -83,8 +92,13 @@ def train_all(cases: dict[str, tuple], folder: Path, pipeline: Path, prepared: P
     """Run trainings one after the other in one group of processes; each writes to `folder/{name}`."""
     common = {
         **STABLE,
-        **{"pretrained_model_name_or_path": str(pipeline), "dataset_dir": str(prepared), "report_to": "none"},
-        **{"dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 4, "learning_rate": 5e-3},
+        "pretrained_model_name_or_path": str(pipeline),
+        "dataset_dir": str(prepared),
+        "report_to": "none",
+        "dataloader_num_workers": 0,
+        "max_sequence_length": 32,
+        "max_train_steps": 4,
+        "learning_rate": 5e-3,
     }
     no_weights = {"pretrained_model_name_or_path": str(unreadable(pipeline, folder / "no_weights", "transformer"))}
     described = [
@@ -208,9 +222,14 @@ def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(
     case, pipeline, prepared = RECIPES[name], tmp_path / "pipeline", tmp_path / "prepared"
     make_tiny_pipeline(pipeline, family=case.tiny)
     run_script_here(
-        *("prepare_dataset.py", "--dataset", media_dir, "--output_dir", prepared, "--target_fps", case.target_fps),
-        *("--pretrained_model_name_or_path", pipeline, "--buckets", case.buckets),
-        *("--bucket_frames", case.bucket_frames, "--max_frames", case.bucket_frames.split(",")[-1]),
+        "prepare_dataset.py",
+        dataset=media_dir,
+        output_dir=prepared,
+        target_fps=case.target_fps,
+        pretrained_model_name_or_path=pipeline,
+        buckets=case.buckets,
+        bucket_frames=case.bucket_frames,
+        max_frames=case.bucket_frames.split(",")[-1],
     )
     full = FULL | {"max_sequence_length": case.max_sequence_length} | case.bucket_settings
     packs = PACKS | {"max_sequence_length": case.max_sequence_length, "max_tokens": 4096}

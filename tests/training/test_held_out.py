@@ -245,8 +245,12 @@ def test_training_does_not_notice_the_held_out_loss_and_a_resumed_run_logs_what_
 @pytest.fixture
 def cached_dir(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> Path:
     run_script_here(
-        *("cache_latents.py", "--dataset_dir", prepared_dir, "--pretrained_model_name_or_path", pipeline_dir),
-        *("--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "cached", "--max_sequence_length", 32),
+        "cache_latents.py",
+        dataset_dir=prepared_dir,
+        pretrained_model_name_or_path=pipeline_dir,
+        cache_dir=tmp_path / "cache",
+        output_dir=tmp_path / "cached",
+        max_sequence_length=32,
     )
     return tmp_path / "cached"
 
@@ -352,7 +356,9 @@ def test_a_report_shows_the_held_out_loss(tmp_path: Path) -> None:
     assert describe_held_out(Logs(tmp_path)) == []
     entries = [
         {
-            **{"global_step": step, "validation_loss": loss, "samples": samples},
+            "global_step": step,
+            "validation_loss": loss,
+            "samples": samples,
             "by_noise": [{"noise_level": 0.25, "loss": loss - 0.5}, {"noise_level": 0.75, "loss": loss + 0.5}],
             "by_bucket": [{"bucket_id": 3, "size": [9, 64, 96], "samples": samples, "loss": loss}],
         }

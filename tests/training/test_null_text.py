@@ -126,7 +126,9 @@ def test_the_null_text_of_latte_has_as_many_tokens_as_the_caption(
     recipe.pipeline.encode_prompt = encode_negative
     by_hand = losses_by_hand(case, recipe, objective, batch)
     options = {
-        **{"recipe": recipe, "objective": objective, "caption_dropout": 1.0},
+        "recipe": recipe,
+        "objective": objective,
+        "caption_dropout": 1.0,
         "empty_text": TextEmbeddings.of_batch(collator_of(keyed).empty_text()),
     }
     step: Step = BucketStep(**options)

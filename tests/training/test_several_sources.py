@@ -91,7 +91,8 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
             assert set(own_counts) == {2 if name == "faces" else 1}
     means = [json.loads(line) for line in (first / "logs" / "losses.jsonl").read_text().splitlines()]
     assert {name for line in means for name in line if "source" in name} == {
-        *("loss_by_source/clips", "loss_by_source/faces")
+        "loss_by_source/clips",
+        "loss_by_source/faces",
     }
     result = run_script_here("report_training.py", first, "--min_fall", -9)
     assert "every planned sample seen as often as planned in 2 of 2 epochs" in result.stdout

@@ -32,7 +32,10 @@ def test_a_killed_and_resumed_run_repeats_the_losses_and_samples_of_an_uninterru
     log = parts / "logs" / "losses.jsonl"
     train_until(
         lambda: log.exists() and log.read_text().count("\n") >= at and any(parts.glob("checkpoint-*")),
-        *(pipeline_dir, prepared_dir, parts, *common),
+        pipeline_dir,
+        prepared_dir,
+        parts,
+        *common,
         num_processes=num_processes,
     )
     assert not (parts / "model_index.json").exists()
