@@ -124,7 +124,7 @@ def write_clips(folder: Path, count: int) -> list[Path]:
 def processor_seconds() -> float:
     """Return the processor time of this process and of those that it started and that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def measure_headers(clips: list[Path], runs: int) -> dict[str, float]:

@@ -55,10 +55,10 @@ def prepare(folder: Path, samples: int) -> None:
 def read_use(process: psutil.Process) -> dict[str, float]:
     """Return what a launched run and all its children use now: memory that is theirs alone, open files, processes."""
     memory = files = processes = 0
-    for one in [process, *process.children(recursive=True)]:
+    for running in [process, *process.children(recursive=True)]:
         try:
-            memory += one.memory_full_info().uss
-            files += one.num_fds()
+            memory += running.memory_full_info().uss
+            files += running.num_fds()
             processes += 1
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile
             continue

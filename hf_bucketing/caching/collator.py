@@ -132,8 +132,8 @@ def _stacked(texts: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]]) ->
         name: torch.stack([_padded(name, entry[name], about) for entry, about in texts]) for name in texts[0][0]
     }
     stacks |= {name: _as_array(mask) for name, mask in stacks.items() if "mask" in name}
-    others = {name.removeprefix(OTHER): one for name, one in stacks.items() if name.startswith(OTHER)}
-    batch: dict[str, Any] = {f"text_{name}": one for name, one in stacks.items() if not name.startswith(OTHER)}
+    others = {name.removeprefix(OTHER): values for name, values in stacks.items() if name.startswith(OTHER)}
+    batch: dict[str, Any] = {f"text_{name}": values for name, values in stacks.items() if not name.startswith(OTHER)}
     return {**batch, "text_others": others} if others else batch
 
 

@@ -235,9 +235,9 @@ def _ignored(tables: list[dict[str, Any]]) -> list[str]:
         for frames in several[:1]
     ]
     return said + [
-        f"{key} = {' and '.join(map(str, found))} has no effect: {_ADVICE.get(key, _UNKNOWN)[1]}."
-        for key, found in values.items()
-        if found
+        f"{key} = {' and '.join(map(str, settings))} has no effect: {_ADVICE.get(key, _UNKNOWN)[1]}."
+        for key, settings in values.items()
+        if settings
     ]
 
 

@@ -213,9 +213,9 @@ class FlagParser(argparse.ArgumentParser):
                 raise FlagError(f"{file.where(entry)}: {_no_setting(name, {*known, *scripts})}")
             if name in scripts and not isinstance(entry.value, dict):
                 raise FlagError(f"{file.where(entry)}: {name} must hold settings of that script, `name: value`.")
-            for inner, one in entry.value.items() if name in scripts else ():
+            for inner, setting in entry.value.items() if name in scripts else ():
                 if inner not in scripts[name]:
-                    raise FlagError(f"{file.where(one)}: {_no_setting(inner, scripts[name])}")
+                    raise FlagError(f"{file.where(setting)}: {_no_setting(inner, scripts[name])}")
         own: Mapping[str, Entry] = file.entries[rule.script].value if rule.script in file.entries else {}
         return own
 

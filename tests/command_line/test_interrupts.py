@@ -81,9 +81,9 @@ def interrupt(
             _, left = psutil.wait_procs(started, timeout=60)
             assert not left
         finally:
-            for one in started:
-                if one.is_running():
-                    one.kill()
+            for child in started:
+                if child.is_running():
+                    child.kill()
             process.kill()
             process.wait()
     return process.returncode

@@ -143,8 +143,8 @@ def test_sharded_runs_have_the_losses_of_ddp(ddp: str, fsdp: str, runs: Path) ->
         for name in (ddp, fsdp)
     )
     assert [entry[:2] for entry in found] == [(2, 3), (4, 3)]
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, abs=1e-4), "the averaged weights, whole in each process or not"
+    for entry, wanted in zip(found, expected, strict=True):
+        assert entry == pytest.approx(wanted, abs=1e-4), "the averaged weights, whole in each process or not"
 
 
 @pytest.mark.slow

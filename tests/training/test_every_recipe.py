@@ -114,7 +114,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(
         assert np.isfinite(losses).all()
         (held_out,) = read_log(out, "validation")
         assert held_out["samples"] in (1, 2)
-        assert [one["samples"] for one in held_out["by_noise"]] == [held_out["samples"]] * 2
+        assert [level["samples"] for level in held_out["by_noise"]] == [held_out["samples"]] * 2
         folder = out if (out / "model_index.json").exists() else pipeline
         trained = DiffusionPipeline.from_pretrained(folder, **case.components)
         if "lora_rank" in settings:

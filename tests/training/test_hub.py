@@ -70,7 +70,7 @@ def test_the_repository_is_created_and_tried_before_training_and_nothing_is_uplo
     assert open_repository(config, folder=tmp_path) == "lab/wan"
     assert reached.created.keys() == {"someone/clips", "lab/wan"}
     private = [{"private", "visibility"} & {*wanted, *wanted.values()} for wanted in reached.created.values()]
-    assert [bool(one) for one in private] == [False, True]
+    assert [bool(fields) for fields in private] == [False, True]
     assert "/api/models/lab/wan/preupload/main" in reached.requests
     assert not reached.files
     assert not reached.objects

@@ -103,13 +103,13 @@ def test_a_trained_model_begins_with_the_image_as_closely_as_the_vae_returns_it(
     pipeline = WanImageToVideoPipeline.from_pretrained(tmp_path / "out")
     before = WanImageToVideoPipeline.from_pretrained(folders["wan-2.2-ti2v"])
     image = Image.open(tmp_path / "first.png").resize((96, 64))
-    frames = [rendered(one, image) for one in (pipeline, before)]
+    frames = [rendered(model, image) for model in (pipeline, before)]
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
     with torch.no_grad():
         decoded = before.vae.decode(before.vae.encode(pixels).latent_dist.mode()).sample[0, :, 0]
     expected = (decoded.clamp(-1, 1) / 2 + 0.5).permute(1, 2, 0).numpy()
-    for one in frames:
-        assert np.abs(one[0] - expected).max() < 1e-4
+    for clip in frames:
+        assert np.abs(clip[0] - expected).max() < 1e-4
     assert np.abs(frames[0][1:] - frames[1][1:]).max() > 1e-3, "the model was trained"
 
 

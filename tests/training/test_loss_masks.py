@@ -58,8 +58,8 @@ def test_a_masked_loss_is_the_mean_over_what_is_white(family: str, frames: int, 
 
     with torch.no_grad():
         whole, masked = losses(), losses(loss_mask=weights)
-        assert torch.allclose(losses(loss_mask=[torch.ones_like(one) for one in weights]), whole, rtol=1e-12)
-        assert losses(loss_mask=[torch.zeros_like(one) for one in weights]).tolist() == [0, 0]
+        assert torch.allclose(losses(loss_mask=[torch.ones_like(weight) for weight in weights]), whole, rtol=1e-12)
+        assert losses(loss_mask=[torch.zeros_like(weight) for weight in weights]).tolist() == [0, 0]
         noised = step.objective(latents, indices=batch["index"], epoch=2)
         text = recipe.encode_text(batch["caption"]).to(torch.float64)
         samples = Samples(noised=noised, text=text, fps=torch.tensor(batch["fps"]))

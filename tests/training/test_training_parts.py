@@ -51,7 +51,9 @@ def test_adapters_are_saved_as_stock_diffusers_loads_them(family: str, pipeline_
     loaded = dataclasses.replace(recipe, pipeline=pipeline)
     samples = samples_of(recipe, torch.randn(1, 4, 2, 4, 6), timesteps=[7.0], captions=["red"], fps=[8.0])
     with torch.no_grad():
-        outputs = [one.predict(one.transformer, samples, one.model_inputs(samples)) for one in (recipe, loaded, plain)]
+        outputs = [
+            part.predict(part.transformer, samples, part.model_inputs(samples)) for part in (recipe, loaded, plain)
+        ]
     assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
     assert not torch.allclose(outputs[0], outputs[2], atol=1e-3)
 
@@ -67,7 +69,7 @@ def test_the_optimizer_takes_what_is_trained_and_says_what_is_missing(monkeypatc
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     optimizer = make_optimizer(model.parameters(), ADAMW)
-    assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(model.weight)]
+    assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == [id(model.weight)]
     assert optimizer.defaults["weight_decay"] == 0.1
     with pytest.raises(BucketingError, match="nothing would be trained"):
         make_optimizer([model.bias], ADAMW)

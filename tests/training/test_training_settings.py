@@ -319,9 +319,9 @@ def test_a_run_trains_the_adapters_on_captions_of_the_length_and_with_the_clippi
     clip, norms = trainer.accelerator.clip_grad_norm_, []
 
     def clip_and_measure(parameters, max_norm: float):
-        parameters = [one for one in parameters if one.grad is not None]
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
         clip(parameters, max_norm)
-        norms.append(float(torch.stack([one.grad.norm() for one in parameters]).norm()))
+        norms.append(float(torch.stack([parameter.grad.norm() for parameter in parameters]).norm()))
 
     monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", clip_and_measure)
     trainer.run()
@@ -375,7 +375,7 @@ def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, t
         assert min(levels) - 1e-5 <= entry["train_loss"] <= max(levels) + 1e-5  # means of float32 and float64
     assert [path.name for path in (tmp_path / "validation").iterdir()] == ["step-2"]
     samples = [json.loads(line) for line in (tmp_path / "logs" / "samples-0.jsonl").read_text().splitlines()]
-    assert [sum(one["loss"]) / len(one["loss"]) for one in samples] == pytest.approx(losses, abs=1e-5)
+    assert [sum(batch["loss"]) / len(batch["loss"]) for batch in samples] == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.slow
