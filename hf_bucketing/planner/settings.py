@@ -73,8 +73,6 @@ class PlanConfig:
             raise BucketingError(
                 f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
             )
-        if self.sharding == "fsdp2" and self.num_processes == 1:
-            raise BucketingError('`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.')
         check_combination(
             Combination(
                 memory=self.memory,
@@ -82,5 +80,7 @@ class PlanConfig:
                 mixed_precision=self.mixed_precision,
                 sharding="FSDP2" if self.sharding == "fsdp2" else "ddp",
                 num_processes=self.num_processes,
+                strip_length=self.strip_length if self.batching == "pack" else None,
+                planned=True,
             )
         )
