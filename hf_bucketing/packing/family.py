@@ -64,6 +64,11 @@ class Family:
         position_module (`str`, *optional*): Module of the transformer that makes the rotary tables. By default, its
             pipeline makes them.
         lora_targets (`tuple` of `str`): Ends of the names of the projections that get adapters by default.
+        without_lora (`tuple` of `str`): Parts of the names of projections that get none by default.
+        original_names (`tuple`, *optional*): Modules of diffusers, each with the layer of the original checkpoint that
+            holds its rows. `*` stands for a number, `**` for any rest. Some layers hold several modules, their rows in
+            the order given here. By default, the names are not proven.
+        original_prefix (`str`): What ComfyUI expects in front of these names.
         timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
             well as one for the row.
         latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
@@ -94,6 +99,9 @@ class Family:
     latents_as: ClassVar[LatentsAs] = "videos"
     position_module: ClassVar[str | None] = None
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    without_lora: ClassVar[tuple[str, ...]] = ()
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    original_prefix: ClassVar[str] = "diffusion_model."
     timestep_per_token: ClassVar[bool] = False
     latent_conditioning: ClassVar[tuple[str, ...]] = ()
     cast_inputs: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")

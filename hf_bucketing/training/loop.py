@@ -217,8 +217,15 @@ class Trainer:
         if config.adapters.lora_rank is not None:
             adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
             cast_training_params(recipe.transformer, dtype=trained_dtype(config))
-            config = changed(config, lora_alpha=adapters.lora_alpha, lora_targets=adapters.lora_targets)
-            checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
+            config = changed(
+                config,
+                lora_alpha=adapters.lora_alpha,
+                lora_targets=adapters.lora_targets,
+                lora_format=adapters.lora_format,
+            )
+            checkpoint_adapters_only(
+                accelerator, recipe.pipeline, component=recipe.trained, lora_format=adapters.lora_format
+            )
         if config.memory.gradient_checkpointing:
             recipe.transformer.enable_gradient_checkpointing()
         if config.memory.offload_blocks:
@@ -556,10 +563,14 @@ class Trainer:
         if self.config.adapters.lora_rank is not None:
             self._check_weights("nothing is saved")
             with self._averages():
-                save_lora(self.recipe.pipeline, self.folder, component=self.recipe.trained)
+                self._save_adapters()
         if self.config.checkpoints.checkpointing_steps is None:
             self._check_shared()
         self._save_checkpoint()
+
+    def _save_adapters(self) -> None:
+        recipe, lora_format = self.recipe, self.config.adapters.lora_format
+        save_lora(recipe.pipeline, self.folder, component=recipe.trained, lora_format=lora_format)
 
     def _track(self, values: dict[str, Any]) -> None:
         """Give values of the present step to the tracker, which may write files in a thread of its own."""
@@ -623,7 +634,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.copy_to(self.trained)
         if self.config.adapters.lora_rank is not None:
-            save_lora(recipe.pipeline, self.folder, component=recipe.trained)
+            self._save_adapters()
         else:
             weights = gather_weights(accelerator, self.transformer)
             if accelerator.is_main_process:

@@ -27,6 +27,7 @@ class WanVACEFamily(WanFamily):
     tested_forwards = ("760359164852",)
     timestep_per_token = False
     context_parallel = False
+    original_names = None  # diffusers reads no adapters of its control blocks from other names
     latent_conditioning = (CONTROL,)
     cast_inputs = (*WanFamily.cast_inputs, CONTROL, SCALE)
 

@@ -65,6 +65,11 @@ class ZImageFamily(RefinedFamily):
     stock_processors = ("ZSingleStreamAttnProcessor",)
     cast_inputs = ("x", "cap_feats")
     attention_kwargs = "joint_attention_kwargs"
+    original_names = (
+        ("layers.**", "layers.**"),
+        ("noise_refiner.**", "noise_refiner.**"),
+        ("context_refiner.**", "context_refiner.**"),
+    )
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models of another patch, and those that also read images."""
