@@ -378,6 +378,15 @@ def test_runs_save_for_diffusers_alone_where_names_are_not_proven(load, caplog) 
     assert start_adapters(load("wan"), AdapterConfig(lora_rank=RANK)).lora_format == "both"
 
 
+def test_the_text_refiner_of_hunyuan_video_has_adapters_only_on_request(load) -> None:
+    for targets, refined in ((None, False), ("to_q", True)):
+        pipeline = load("hunyuan-video")
+        add_lora(pipeline, AdapterConfig(lora_rank=RANK, lora_targets=targets))
+        layers = adapters_of(pipeline.transformer)
+        assert any("single_transformer_blocks.0.attn.to_q" in layer for layer in layers)
+        assert any(layer.startswith("context_embedder.") for layer in layers) == refined
+
+
 def test_the_header_names_the_ranks_of_fused_modules(tiny_folder: Callable, tmp_path: Path) -> None:
     pipeline_class, transformer = empty("hunyuan-video", tiny_folder)
     adapters = draw_adapters(transformer, tmp_path / COMFYUI_WEIGHTS)
