@@ -21,6 +21,7 @@ from yardsticks import draw_bars, figure_at, finish, model_cost, yardstick_parse
 from hf_bucketing import PackBatchSampler
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.plans import PackPlanConfig
 
 GPUS, GROUP, MOST_TEXT = 32, 4, 392
 COST = model_cost(3072, gamma=0.4)
@@ -79,17 +80,14 @@ def packed_step(step: Step, groups: int) -> np.ndarray:
     costs = COST.cost(tokens)
     limit = max(costs.max(), costs.sum() / groups)
     while True:
-        sampler = PackBatchSampler(
-            step.tokens,
-            text_tokens=step.text,
+        config = PackPlanConfig(
             max_tokens=int(tokens.sum()),
             max_cost=limit * (1 + 1e-9),
             cost_model=COST,
             strip_length=1,
             strategy="best_fit_decreasing",
-            num_processes=groups,
         )
-        plan = sampler.plan()
+        plan = PackBatchSampler(step.tokens, config=config, text_tokens=step.text, num_processes=groups).plan()
         if plan.num_steps == 1:
             return COST.pack_cost(tokens[plan.indices], plan.offsets)
         limit *= 1.002
@@ -101,18 +99,15 @@ def packed_epoch(steps: list[Step], groups: int) -> tuple[np.ndarray, dict[str, 
     whole = tokens + text
     costs = COST.cost(whole)
     limit = max(1.02 * costs.max(), costs.sum() / len(steps) / groups)
-    sampler = PackBatchSampler(
-        tokens,
-        text_tokens=text,
+    config = PackPlanConfig(
         max_tokens=2 * max(int(whole.max()), int(whole.sum() / len(steps) / groups)),
         max_cost=limit,
         cost_model=COST,
         strip_length=1,
         strategy="best_fit_decreasing",
         balance="cost",
-        num_processes=groups,
     )
-    plan = sampler.plan()
+    plan = PackBatchSampler(tokens, config=config, text_tokens=text, num_processes=groups).plan()
     work = COST.pack_cost(whole[plan.indices], plan.offsets).reshape(-1, groups)
     most = int(np.add.reduceat(whole[plan.indices], plan.offsets[:-1]).max())
     return work, {"samples per step": len(plan.indices) / plan.num_steps, "most tokens": most}

@@ -21,7 +21,7 @@ from yardsticks import draw_bars, figure_at, finish, measure_plan, model_cost, y
 from hf_bucketing import BucketBatchSampler, BucketTable, CostModel, LengthBatchSampler, PackBatchSampler, Size
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.plans import EpochPlan
+from hf_bucketing.plans import EpochPlan, LengthPlanConfig, PackPlanConfig
 
 PROCESSES, IMAGES_PER_VIDEO, EXPONENT, OFFSET = 8, 50, 3, 5
 LIMITS = (108_000, 216_000, 432_000)
@@ -104,13 +104,15 @@ def published_rows(ids: np.ndarray, tokens: np.ndarray) -> list[dict[str, Any]]:
 def rows_at(max_tokens: int, ids: np.ndarray, tokens: np.ndarray) -> list[dict[str, Any]]:
     """Measure all ways at one limit; a larger sample is a batch by itself."""
     sizes = {bucket: max(max_tokens // int(count), 1) for bucket, count in enumerate(TOKENS)}
-    limit: dict[str, Any] = {"max_tokens": max_tokens, "oversize": "own_batch", "num_processes": PROCESSES}
-    cost: dict[str, Any] = {"cost_model": FULL_ATTENTION, "balance": "cost"}
+    limit: dict[str, Any] = {"max_tokens": max_tokens, "oversize": "own_batch"}
+    padded = LengthPlanConfig(strategy="random", **limit)
+    packs = PackPlanConfig(strip_length=1, **limit)
+    balanced = replace(packs, cost_model=FULL_ATTENTION, balance="cost")
     samplers = {
-        "padding": LengthBatchSampler(tokens, strategy="random", **limit),
+        "padding": LengthBatchSampler(tokens, config=padded, num_processes=PROCESSES),
         "buckets by the limit": BucketBatchSampler(ids, table=TABLE, batch_size=sizes, num_processes=PROCESSES),
-        "packs": PackBatchSampler(tokens, strip_length=1, **limit),
-        "packs, like costs meet": PackBatchSampler(tokens, strip_length=1, **limit, **cost),
+        "packs": PackBatchSampler(tokens, config=packs, num_processes=PROCESSES),
+        "packs, like costs meet": PackBatchSampler(tokens, config=balanced, num_processes=PROCESSES),
     }
     return [
         row_of(way, max_tokens, sampler.plan(), tokens, padded=way == "padding") for way, sampler in samplers.items()

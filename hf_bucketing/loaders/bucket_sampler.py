@@ -13,7 +13,6 @@ from datasets.arrow_dataset import Column
 
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import REJECTED_BUCKET, has_bucket
-from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
@@ -22,9 +21,9 @@ from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
 from ..plans.rows import column_of
-from ..settings import check_at_least, plain_number
+from ..settings import check_at_least, chosen_config, plain_number
 from .occurrences import NumberedRows
-from .planned import PlannedBatchSampler, chosen_config
+from .planned import PlannedBatchSampler
 from .rejected import warn_of_rejected
 
 
@@ -32,8 +31,9 @@ from .rejected import warn_of_rejected
 class BucketBatchSampler(PlannedBatchSampler):
     """Draw batches of one bucket, by default in lockstep: all processes take the same bucket in the same step.
 
-    The keywords from `batch_size` to `evaluation` are settings of the plan, by default those of
-    [`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig]; `config` holds all of them in one value instead.
+    The keywords from `batch_size` to `evaluation` are the most used settings of the plan, which
+    [`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig] describes; `config` holds all settings in one value
+    instead. `weights`, `longest_first`, `num_processes` and `process_index` are those of [`PlannedBatchSampler`].
 
     Args:
         bucket_ids (array of `int`, shape `(n,)`): The data set's `bucket_id` column; rejected rows are never drawn.
@@ -42,54 +42,19 @@ class BucketBatchSampler(PlannedBatchSampler):
             another is refused. A list or array does not say it: ids that this table lacks are refused, and when an
             accelerate loader draws, so is another table of its data set's `bucket_id` column or of its collator. Plain
             ids of another table of as many buckets, without such a column, cannot be told apart.
-        batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
-        max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`: each bucket gets as many
-            samples as fit. Needs `spec`.
-        max_cost (`float`, *optional*): Cost per process and step, instead of or beside `max_tokens`. Needs `spec` and
-            `cost_model`.
-        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost` and
-            `longest_first`.
-        remainder (`str`): What happens to a bucket's samples that do not fill a step on all processes.
-            `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
-            steps, buckets of like batch size together, so that fewer than `num_processes` samples are dropped per
-            epoch, other ones each epoch.
-            `"drop"` drops them from this epoch.
-            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated. A bucket of
-            fewer samples than a batch makes batches of all its samples, so that a batch holds none twice.
-            `"catch_all"` deals the remainders of all buckets in batches at the size of the table's `base` bucket; the
-            last such step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows
-            happen to be of one bucket keeps that bucket's size.
-        lockstep (`bool`): Whether all processes take the same bucket and equally many samples in the same step. If
-            False, each process draws from its own share, as in NovelAI's aspect ratio bucketing: rows are trimmed to a
-            multiple of `batch_size · num_processes` and dealt to the processes in turn; each process makes batches of
-            its rows, and puts its remainders in the base bucket. Steps then hold different buckets, which DDP allows
-            because every process runs equally many steps, but the fastest process waits for the slowest. Needs one
-            `batch_size` for all buckets, `remainder="catch_all"` and `shuffle=True`.
-        shuffle (`bool`): If False, rows stay in their order within each bucket, and buckets come in the order of their
-            ids, the mixed and catch-all steps last.
-        seed (`int`): Seed of all draws, at least 0.
-        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
-            last step then has one row per process, and its last processes repeat rows, which
-            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch.
-        config ([`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig], *optional*): All settings of the plan,
-            with `max_samples`, which lacks a keyword; its `base` is the table's.
+        config ([`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig], *optional*): All settings of the plan; the
+            `base` of catch-all batches is the table's.
         spec ([`LatentSpec`], *optional*): Strides and patch, to count tokens for `max_tokens`, `max_cost` and
             `longest_first`; an open table has its own.
         text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
             sample's own.
-        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per epoch
-            of each row, or of each row of a bucket; see [`plan_buckets`][hf_bucketing.plans.plan_buckets].
-        longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
-        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
-        process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
 
     Raises:
-        PlanError: If not exactly one of `batch_size` and the limits `max_tokens` and `max_cost` is given, a setting
-            is given beside `config`, the ids are another table's, one is not in the table, a sample exceeds a limit,
-            `weights` names a bucket that the table lacks, or `remainder="catch_all"` has no base bucket or one of too
-            many frames.
+        PlanError: On settings that `BucketPlanConfig` refuses, a setting beside `config`, if the ids are another
+            table's, one is not in the table, a sample exceeds a limit, `weights` names a bucket that the table lacks,
+            or `remainder="catch_all"` has no base bucket or one of too many frames.
     """
 
     config: BucketPlanConfig
@@ -101,10 +66,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         table: BucketTable | OpenTable,
         batch_size: int | Mapping[int, int] | None = None,
         max_tokens: int | None = None,
-        max_cost: float | None = None,
-        cost_model: CostModel | None = None,
         remainder: Remainder | None = None,
-        lockstep: bool | None = None,
         shuffle: bool | None = None,
         seed: int | None = None,
         evaluation: bool | None = None,
@@ -125,21 +87,21 @@ class BucketBatchSampler(PlannedBatchSampler):
         config = chosen_config(
             BucketPlanConfig,
             config,
+            error=PlanError,
             batch_size=batch_size,
             max_tokens=max_tokens,
-            max_cost=max_cost,
-            cost_model=cost_model,
             remainder=remainder,
-            base=self._base() if config is None and remainder == "catch_all" else None,
-            lockstep=lockstep,
             shuffle=shuffle,
             seed=seed,
             evaluation=evaluation,
         )
-        if config.base is not None and config.base != self._base():
-            raise PlanError(f"`config` has base={config.base}, but the base bucket of the table is {table.base}.")
+        if config.base is not None or config.remainder == "catch_all":
+            if config.base not in (None, self._base()):
+                raise PlanError(f"`config` has base={config.base}, but the base bucket of the table is {table.base}.")
+            config = replace(config, base=self._base())
         super().__init__(
             self._solved(config),
+            num_rows=len(self.bucket_ids),
             weights=weights,
             longest_first=longest_first,
             num_processes=num_processes,
@@ -190,11 +152,6 @@ class BucketBatchSampler(PlannedBatchSampler):
         assert self.spec is not None, "longest_first needs it"
         tokens = self.table.num_tokens(bucket_ids, spec=self.spec) + self.text_tokens
         return tokens if self.config.cost_model is None else self.config.cost_model.cost(tokens)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data set."""
-        return len(self.bucket_ids)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_buckets, self.bucket_ids, self.config)

@@ -44,7 +44,7 @@ def check_loader(accelerator: Accelerator | None, loader: DataLoader[Any]) -> No
         )
     sampler.check_tables(loader)
     planned = sampler.num_processes
-    check_host(loader, num_rows=sampler.num_rows, num_processes=planned, process_index=sampler.process_index)
+    check_host(loader, sampler)
     running = planned if accelerator is None else data_parallel_size(accelerator.num_processes)
     if planned != running:
         raise PlanError(

@@ -40,17 +40,13 @@ class EqualEpochs(PlannedBatchSampler):
             raise PlanError("EqualEpochs cannot cut an evaluation, or epochs whose sizes are drawn anew.")
         super().__init__(
             sampler.config,
+            num_rows=sampler.num_rows,
             weights=sampler.weights,
             longest_first=sampler.longest_first,
             num_processes=sampler._num_processes,
             process_index=sampler._process_index,
         )
         self._cut = sampler
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data set."""
-        return self._cut.num_rows
 
     def _columns(self) -> Mapping[str, object]:
         return {**self._cut._columns(), "epochs": "equal"}

@@ -71,14 +71,8 @@ def data_parallel_size(num_processes: int) -> int:
     return sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
 
 
-def check_host(loader: DataLoader[Any], *, num_rows: int, num_processes: int, process_index: int | None) -> None:
-    """Raise if a loader of accelerate would not hand each planned batch to one process.
-
-    Args:
-        loader (`DataLoader`): The loader, made with a planned sampler.
-        num_rows (`int`): Rows that the sampler knows.
-        num_processes (`int`): Processes that it plans for.
-        process_index (`int`, *optional*): Process whose batches alone it yields.
+def check_host(loader: DataLoader[Any], sampler: Any) -> None:
+    """Raise if a loader of accelerate would not hand each batch of its planned sampler to one process.
 
     Raises:
         PlanError: Under `dispatch_batches`, for a data set of another length, or for a loader that is not sharded
@@ -86,13 +80,14 @@ def check_host(loader: DataLoader[Any], *, num_rows: int, num_processes: int, pr
     """
     if isinstance(loader, DataLoaderDispatcher):
         raise PlanError("dispatch_batches joins batches of different sizes; set dispatch_batches=False.")
-    rows = len(loader.dataset) if hasattr(loader.dataset, "__len__") else num_rows
-    if rows != num_rows:
+    rows = len(loader.dataset) if hasattr(loader.dataset, "__len__") else sampler.num_rows
+    if rows != sampler.num_rows:
         raise PlanError(
-            f"The loader's data set has {rows} rows, but the sampler was made for {num_rows}; make it from the "
-            "columns of the same data set."
+            f"The loader's data set has {rows} rows, but the sampler was made for {sampler.num_rows}; make it from "
+            "the columns of the same data set."
         )
-    shards = shards_of(loader) * (1 if process_index is None else num_processes)
+    num_processes = sampler.num_processes
+    shards = shards_of(loader) * (1 if sampler.process_index is None else num_processes)
     if shards != num_processes:
         raise PlanError(
             f"The sampler plans for {num_processes} processes, but its batches are shared among {shards}: prepare the "

@@ -14,14 +14,14 @@ from ..plans.epoch import EpochPlan
 from ..plans.lengths import (
     Boundaries,
     LengthPlanConfig,
-    LengthRemainder,
     LengthStrategy,
     length_buckets,
     oversize_rows,
     plan_lengths,
 )
-from ..plans.rows import Oversize, column_of
-from .planned import PlannedBatchSampler, chosen_config
+from ..plans.rows import column_of
+from ..settings import chosen_config
+from .planned import PlannedBatchSampler
 
 
 @explains_arguments(PlanError)
@@ -30,42 +30,14 @@ class LengthBatchSampler(PlannedBatchSampler):
 
     For a `torch.utils.data.Subset`, give the lengths of its own samples, in its order: `lengths[subset.indices]`.
 
-    The keywords from `batch_size` to `evaluation` are settings of the plan, by default those of
-    [`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig]; `config` holds all of them in one value instead.
+    The keywords from `batch_size` to `evaluation` are the most used settings of the plan, which
+    [`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig] describes; `config` holds all settings in one value
+    instead. `weights`, `longest_first`, `num_processes` and `process_index` are those of [`PlannedBatchSampler`].
 
     Args:
         lengths (array of `int` or `float`, shape `(n,)`): Length of each sample of the DataLoader's data set, in any
             unit: tokens, frames, seconds. Samples with a length of 0 or less are never drawn.
-        batch_size (`int`, *optional*): Samples per process and step.
-        max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: the number of samples × the
-            longest of them, in the unit of the lengths. In a bucket, its upper bound counts as the longest, so that
-            all its full batches have one size and can be padded to one shape.
-        strategy (`str`): `"bucket"` makes batches of samples whose lengths lie between the same two boundaries;
-            `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
-            which pads and mixes least.
-        num_buckets (`int`, *optional*): Number of buckets, unless `boundaries` are given; by default as many as leave
-            each some 4 batches, at most 50. More buckets pad less; fewer let each sample meet more others.
-        boundaries (`str` or sequence of `float`): `"fitted"`: where padding, and with `max_tokens` also the room that
-            batches leave, is least over the lengths that occur. `"quantile"`: equally many samples in each bucket.
-            `"uniform"`: equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included;
-            samples longer than the last one make one more bucket.
-        remainder (`str`): What happens to samples that do not fill a step on all processes: `"short"` joins those of
-            neighbouring buckets, and only the last step is smaller; `"drop"` drops them.
-        oversize (`str`): What happens to a sample longer than `max_tokens`: an `"error"` that names it, an
-            `"own_batch"` above the limit, or a counted `"drop"`.
-        shuffle (`bool`): If False, samples keep their order (`"sorted"`: rising length), and so do steps.
-        seed (`int`): Seed of all draws, at least 0.
-        evaluation (`bool`): Take every row exactly once over all processes, also where they do not divide evenly: the
-            last step then has one row per process, and its last processes repeat rows, which
-            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch. Unless
-            `strategy="bucket"`, processes may hold different numbers of samples: gather with `use_gather_object=True`.
-        config ([`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig], *optional*): All settings of the plan,
-            with `max_samples`, which lacks a keyword.
-        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
-        longest_first (`bool`): Start every epoch with its most expensive step (samples × longest), so that a lack of
-            memory shows at once.
-        num_processes (`int`, *optional*): Number of processes; by default as in [`PlannedBatchSampler`].
-        process_index (`int`, *optional*): Process whose batches alone are drawn; see [`PlannedBatchSampler`].
+        config ([`LengthPlanConfig`][hf_bucketing.plans.LengthPlanConfig], *optional*): All settings of the plan.
 
     Raises:
         PlanError: On settings that `LengthPlanConfig` refuses, a setting beside `config`, or if a sample exceeds
@@ -88,8 +60,6 @@ class LengthBatchSampler(PlannedBatchSampler):
         strategy: LengthStrategy | None = None,
         num_buckets: int | None = None,
         boundaries: Boundaries | None = None,
-        remainder: LengthRemainder | None = None,
-        oversize: Oversize | None = None,
         shuffle: bool | None = None,
         seed: int | None = None,
         evaluation: bool | None = None,
@@ -102,25 +72,25 @@ class LengthBatchSampler(PlannedBatchSampler):
         config = chosen_config(
             LengthPlanConfig,
             config,
+            error=PlanError,
             batch_size=batch_size,
             max_tokens=max_tokens,
             strategy=strategy,
             num_buckets=num_buckets,
             boundaries=boundaries,
-            remainder=remainder,
-            oversize=oversize,
             shuffle=shuffle,
             seed=seed,
             evaluation=evaluation,
         )
+        self.lengths = column_of(lengths, "lengths")
         super().__init__(
             config,
+            num_rows=len(self.lengths),
             weights=weights,
             longest_first=longest_first,
             num_processes=num_processes,
             process_index=process_index,
         )
-        self.lengths = column_of(lengths, "lengths")
         oversize_rows(self.lengths, self.config)
 
     @property
@@ -128,11 +98,6 @@ class LengthBatchSampler(PlannedBatchSampler):
         """Upper bound of each bucket, included: the lengths to pad to for static shapes; whole if the lengths are."""
         bounds: list[float] = length_buckets(self.lengths, self.config).tolist()
         return bounds
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data set."""
-        return len(self.lengths)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_lengths, self.lengths, self.config)

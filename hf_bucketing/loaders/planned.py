@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,13 @@ from accelerate import PartialState
 from torch.utils.data import Sampler
 
 from ..buckets.arrays import FloatArray, IntArray
-from ..errors import PlanError, quoted
+from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
 from .host import check_host, current_loader, process_group, skipped_by
 from .occurrences import RepeatedRow
 from .state import VERSION, check_state, describe, epoch_number
-
-Config = TypeVar("Config")
 
 Legs = tuple[tuple[int, int], ...]
 """History of the present epoch: pairs of a number of processes and the steps that they finished."""
@@ -39,6 +37,9 @@ class StepCount(NamedTuple):
 
     steps: int
     exact: bool
+
+    def __str__(self) -> str:
+        return str(self.steps) if self.exact else f"about {self.steps}"
 
 
 class PlannedBatchSampler(Sampler[list[int]]):
@@ -57,13 +58,16 @@ class PlannedBatchSampler(Sampler[list[int]]):
 
     There is no `batch_size` attribute on purpose: with one, accelerate drops every group that holds a short batch.
 
-    A subclass defines `num_rows`, `_planner`, `_sample_costs` and `_columns`.
+    A subclass defines `_planner`, `_sample_costs` and `_columns`.
 
     Args:
         config ([`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig], …): Settings of the plan.
-        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences of rows
-            per epoch.
-        longest_first (`bool`): Start every epoch with its most expensive step.
+        num_rows (`int`): Rows of the data set.
+        weights (array of `float`, shape `(n,)`, or mapping of bucket id to `float`, *optional*): Occurrences per epoch
+            of each row, by default 1, or with buckets of each row of a bucket; see
+            [`plan_buckets`][hf_bucketing.plans.plan_buckets].
+        longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once:
+            by cost with a `cost_model`, else by tokens, or by samples × longest where samples differ in length alone.
         num_processes (`int`, *optional*): Number of processes; by default accelerate's, of a device mesh only the
             data-parallel ranks, else that of torch.distributed.
         process_index (`int`, *optional*): Process whose batches alone are yielded; by default the rank, if
@@ -77,12 +81,14 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self,
         config: BucketPlanConfig | LengthPlanConfig | PackPlanConfig,
         *,
+        num_rows: int,
         weights: npt.ArrayLike | Mapping[int, float] | None,
         longest_first: bool,
         num_processes: int | None,
         process_index: int | None,
     ) -> None:
         self.config = config
+        self.num_rows = num_rows
         self.weights: Mapping[int, float] | FloatArray | None = None
         if isinstance(weights, Mapping):
             self.weights = numbers_by_id(weights, "weights", whole=False, error=PlanError)
@@ -229,11 +235,6 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """Return the cost of each sample of a plan, in the order of `plan.indices`."""
         raise NotImplementedError
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data set."""
-        raise NotImplementedError
-
     def _columns(self) -> Mapping[str, object]:
         """Return the columns and tables that the plan depends on, by name."""
         raise NotImplementedError
@@ -324,7 +325,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If it would lose batches.
         """
-        check_host(loader, num_rows=self.num_rows, num_processes=self.num_processes, process_index=self.process_index)
+        check_host(loader, self)
         self.check_tables(loader)
         self.set_epoch(loader.iteration)
         if self.first_step and (skipped := skipped_by(loader)):
@@ -344,19 +345,3 @@ class PlannedBatchSampler(Sampler[list[int]]):
         epoch = self.epoch if loader is None else loader.iteration  # the next one, when its epoch has ended
         steps = self.plan(epoch).num_steps - (self.first_step if epoch == self.epoch else 0)
         return steps if self.process_index is not None else steps * self.num_processes
-
-
-def chosen_config(kind: type[Config], config: Config | None, **keywords: object) -> Config:
-    """Return the settings of a plan: `config`, or those of a sampler's keywords that are not None.
-
-    Raises:
-        PlanError: If both are given, or `config` belongs to another kind of plan.
-    """
-    given = {name: value for name, value in keywords.items() if value is not None}
-    if config is None:
-        return kind(**given)
-    if not isinstance(config, kind):
-        raise PlanError(f"`config` must be a {kind.__name__}, got {config!r}.")
-    if given:
-        raise PlanError(f"`config` holds {quoted([*given])} already: set them there, or omit `config`.")
-    return config

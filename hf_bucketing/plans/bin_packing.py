@@ -47,7 +47,7 @@ def fill_packs(
 ) -> IntArray:
     """Return the pack of each sample: 0, 1, 2, … without a gap, nearly in the order of the samples; shape `(n,)`.
 
-    The settings are those of [`PackBatchSampler`][hf_bucketing.PackBatchSampler]. Spans are from 1 to
+    The settings are those of [`PackPlanConfig`][hf_bucketing.plans.PackPlanConfig]. Spans are from 1 to
     `limits.tokens`; costs are 0 without a limit of cost.
     """
     samples = _one_by_one(spans, costs)
@@ -112,7 +112,7 @@ class FirstFit:
             if span <= room and cost <= cost_rooms[place]:
                 break
         else:
-            if len(rooms) == self.open_packs:
+            if len(rooms) >= self.open_packs:
                 fullness = self.limits.fullness
                 self._close_at(max(range(len(rooms)), key=lambda place: fullness(rooms[place], cost_rooms[place])))
             place = len(rooms)

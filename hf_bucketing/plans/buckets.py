@@ -18,7 +18,7 @@ from ..errors import PlanError, explains_arguments
 from ..randomness import Purpose
 from ..settings import check_types, numbers_by_id
 from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
-from .deal import Remainder, Steps, deal, group_rows, ranges, spread_order, with_spread_repeats
+from .deal import Remainder, Steps, deal, group_rows, ranges, rows_from, spread_order, with_spread_repeats
 from .epoch import EpochPlan
 from .rows import EpochConfig, EpochRows, check_positive, column_of, epoch_rows
 
@@ -31,10 +31,12 @@ class BucketLimits:
 
     Args:
         batch_size (`int` or mapping of bucket id to `int`, *optional*): Samples per process and step.
-        max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`.
+        max_tokens (`int`, *optional*): Tokens per process and step, instead of `batch_size`: each bucket gets as many
+            samples as fit.
         max_cost (`float`, *optional*): Cost per process and step, instead of or beside `max_tokens`. Needs
             `cost_model`.
-        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost`, and for a
+            sampler's `longest_first`.
         max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens` or `max_cost`.
 
     Raises:
@@ -121,17 +123,35 @@ class BucketLimits:
 @explains_arguments(PlanError)
 @dataclass(frozen=True, kw_only=True)
 class BucketPlanConfig(EpochConfig, BucketLimits):
-    """Settings of a bucket plan.
+    """Settings of a bucket plan, beside those of [`BucketLimits`] and of [`EpochConfig`].
 
-    [`BucketLimits`] and [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] describe the others. The sampler
-    replaces limits by the batch sizes that follow from them and its table.
+    [`BucketBatchSampler`][hf_bucketing.BucketBatchSampler] replaces limits by the batch sizes that follow from them
+    and its table, and takes `base` from the table. With `shuffle=False`, rows stay in their order within each bucket,
+    and buckets come in the order of their ids, the mixed and catch-all steps last.
 
     Args:
-        base (`int`, *optional*): Bucket of catch-all batches; `remainder="catch_all"` needs it.
+        remainder (`"short"`, `"drop"`, `"repeat"` or `"catch_all"`): What happens to a bucket's samples that do not
+            fill a step on all processes.
+            `"short"` deals them evenly in one smaller step, and what then remains of all buckets one by one in mixed
+            steps, buckets of like batch size together, so that fewer than `num_processes` samples are dropped per
+            epoch, other ones each epoch.
+            `"drop"` drops them from this epoch.
+            `"repeat"` completes their step with samples of the same bucket, which are counted as repeated. A bucket of
+            fewer samples than a batch makes batches of all its samples, so that a batch holds none twice.
+            `"catch_all"` deals the remainders of all buckets in batches at the size of the `base` bucket; the last
+            such step is smaller, and fewer than `num_processes` samples are dropped. A catch-all batch whose rows
+            happen to be of one bucket keeps that bucket's size.
+        base (`int`, *optional*): Bucket of catch-all batches; a plan with `remainder="catch_all"` needs it.
+        lockstep (`bool`): Whether all processes take the same bucket and equally many samples in the same step. If
+            False, each process draws from its own share, as in NovelAI's aspect ratio bucketing: rows are trimmed to a
+            multiple of `batch_size · num_processes` and dealt to the processes in turn; each process makes batches of
+            its rows, and puts its remainders in the base bucket. Steps then hold different buckets, which DDP allows
+            because every process runs equally many steps, but the fastest process waits for the slowest. Needs one
+            `batch_size` for all buckets, `remainder="catch_all"` and `shuffle=True`.
 
     Raises:
-        PlanError: On limits that [`BucketLimits`] refuses, an unknown `remainder`, or settings that do not go
-            together.
+        PlanError: On settings that [`BucketLimits`] or [`EpochConfig`] refuses, an unknown `remainder`, or settings
+            that do not go together.
     """
 
     remainder: Remainder = "short"
@@ -141,8 +161,6 @@ class BucketPlanConfig(EpochConfig, BucketLimits):
     def __post_init__(self) -> None:
         EpochConfig.__post_init__(self)
         BucketLimits.__post_init__(self)
-        if self.remainder == "catch_all" and self.base is None:
-            raise PlanError('`remainder="catch_all"` needs `base`, the bucket whose size the mixed batches get.')
         if not self.lockstep and self.remainder != "catch_all":
             raise PlanError(
                 "`lockstep=False` puts the remainders of each process into batches of the base bucket: "
@@ -166,10 +184,12 @@ class BucketPlanConfig(EpochConfig, BucketLimits):
         """Samples per process and step of a catch-all batch; None without any.
 
         Raises:
-            PlanError: If a mapping names no batch size for the base bucket.
+            PlanError: If there is no base bucket, or a mapping names no batch size for it.
         """
-        if self.base is None or self.remainder != "catch_all":
+        if self.remainder != "catch_all":
             return None
+        if self.base is None:
+            raise PlanError('`remainder="catch_all"` needs `base`, the bucket whose size the mixed batches get.')
         return int(self.batch_sizes(np.array([self.base]))[0])
 
 
@@ -291,9 +311,10 @@ def _plan_independent(bucket_ids: IntArray, config: BucketPlanConfig, chosen: Ep
     size, so all processes have equally many batches. Source: the README of novelai-aspect-ratio-bucketing.
     """
     rng, num_processes = chosen.rng, chosen.num_processes
-    assert config.base is not None, "BucketPlanConfig checks it"
     assert rng is not None, "BucketPlanConfig checks it"
-    size = int(config.batch_sizes(np.zeros(1, np.int64))[0])
+    size = config.base_size
+    assert size is not None, "BucketPlanConfig checks that it is catch_all"
+    assert config.base is not None, "base_size checks it"
     rows = rng.permutation(chosen.rows)
     rows = rows[: len(rows) // (size * num_processes) * size * num_processes]
     num_steps = len(rows) // (size * num_processes)
@@ -316,7 +337,6 @@ def _batches_of(
         groups = with_spread_repeats(groups, apart=size, rng=rng)
     full = groups.counts // size * size
     whole = groups.rows[np.repeat(groups.starts, full) + ranges(full)]
-    count = groups.counts - full
-    left = groups.rows[np.repeat(groups.starts + full, count) + ranges(count)]
+    left = rows_from(groups, groups.starts + full)
     left = left[spread_order(len(left) // size, size)]
     return rng.permutation(np.concatenate([whole, left]).reshape(-1, size))

@@ -86,7 +86,7 @@ def deal(
     base_size: int | None = None,
     spare: Groups | None = None,
 ) -> Deal:
-    """Deal the rows of `k` buckets into full steps, and their remainders as [`BucketBatchSampler`] describes.
+    """Deal the rows of `k` buckets into full steps, and their remainders as `BucketPlanConfig` describes.
 
     `sizes`, shape `(k,)`, and `base_size` are samples per process and step. The rows of `spare`, by default those of
     `groups`, complete the steps of `"repeat"`. `"join"` is for buckets that rise in length: see [`_join_neighbours`].
@@ -119,7 +119,7 @@ def deal(
         )
     if remainder == "catch_all":
         assert base_size is not None
-        left, size = _spread(_left(groups, first_left), base_size, chosen)
+        left, size = _spread(rows_from(groups, first_left), base_size, chosen)
         steps = Steps((np.cumsum(size) - size) * num_processes, size, np.full(len(size), CATCH_ALL))
         return _make_deal(groups.rows, whole, extra=(left, steps))
     return Deal(groups.rows, whole)
@@ -150,7 +150,7 @@ def spread_order(num_batches: int, size: int, *, num_short: int = 0, short_size:
     return order
 
 
-def _left(groups: Groups, first_left: IntArray) -> IntArray:
+def rows_from(groups: Groups, first_left: IntArray) -> IntArray:
     """Return the rows of each bucket from `first_left` on."""
     count = groups.starts + groups.counts - first_left
     left: IntArray = groups.rows[np.repeat(first_left, count) + ranges(count)]
@@ -171,7 +171,7 @@ def _short(groups: Groups, first_left: IntArray, sizes: IntArray, chosen: EpochR
     size, rest = np.divmod(groups.starts + groups.counts - first_left, num_processes)
     some = size > 0
     short = Steps(first_left[some], size[some], groups.buckets[some])
-    left = _left(groups, first_left + size * num_processes)
+    left = rows_from(groups, first_left + size * num_processes)
     left = _without_spare(left[np.argsort(np.repeat(sizes, rest), kind="stable")], chosen)
     count = len(left) // num_processes
     mixed = Steps(np.arange(count) * num_processes, np.ones(count, np.int64), np.full(count, MIXED))
@@ -211,7 +211,7 @@ def _join_neighbours(
 
     The first bucket of a step fixes its size, so that samples of the buckets before it, which are shorter, fit too.
     """
-    left = _left(groups, first_left)
+    left = rows_from(groups, first_left)
     count = groups.starts + groups.counts - first_left
     at = np.repeat(np.arange(len(groups.buckets)), count)
     order = np.argsort(-at, kind="stable")

@@ -34,10 +34,29 @@ _CHUNK = 2**18
 @explains_arguments(PlanError)
 @dataclass(frozen=True, kw_only=True)
 class LengthPlanConfig(RowPlanConfig):
-    """Settings of a length plan; [`LengthBatchSampler`][hf_bucketing.LengthBatchSampler] describes the others.
+    """Settings of a length plan, beside those of [`RowPlanConfig`] and [`EpochConfig`].
+
+    With `shuffle=False`, samples keep their order (`"sorted"`: rising length), and so do steps. Unless `strategy` is
+    `"bucket"`, processes may hold different numbers of samples in a step: with `evaluation`, gather with
+    `use_gather_object=True`.
 
     Args:
+        strategy (`str`): `"bucket"` makes batches of samples whose lengths lie between the same two boundaries;
+            `"random"` of any samples; `"sorted"` of samples of neighbouring length, in random order among equal ones,
+            which pads and mixes least.
+        batch_size (`int`, *optional*): Samples per process and step.
+        max_tokens (`float`, *optional*): Largest padded batch, instead of `batch_size`: the number of samples × the
+            longest of them, in the unit of the lengths. In a bucket, its upper bound counts as the longest, so that
+            all its full batches have one size and can be padded to one shape.
         max_samples (`int`, *optional*): Most samples per batch, beside `max_tokens`.
+        num_buckets (`int`, *optional*): Number of buckets, unless `boundaries` are given; by default as many as leave
+            each some 4 batches, at most 50. More buckets pad less; fewer let each sample meet more others.
+        boundaries (`str` or sequence of `float`): `"fitted"`: where padding, and with `max_tokens` also the room that
+            batches leave, is least over the lengths that occur. `"quantile"`: equally many samples in each bucket.
+            `"uniform"`: equally wide buckets. Or the upper bounds of the buckets themselves, rising, each included;
+            samples longer than the last one make one more bucket.
+        remainder (`"short"` or `"drop"`): What happens to samples that do not fill a step on all processes: `"short"`
+            joins those of neighbouring buckets, and only the last step is smaller; `"drop"` drops them.
 
     Raises:
         PlanError: If not exactly one of `batch_size` and `max_tokens` is given, on an unknown name, a value below 1,
@@ -122,8 +141,7 @@ def plan_lengths(
         epoch (`int`): Number of the epoch, at least 0; every epoch has its own order.
         num_processes (`int`): Processes that share the batches, at least 1.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
-        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions. The plan then holds
-            what is left of the epoch, which may be no step at all.
+        consumed (array of `int`, *optional*): As in [`plan_buckets`][hf_bucketing.plans.plan_buckets].
 
     Returns:
         [`EpochPlan`]: With the bucket of each batch, `MIXED` where there are no buckets, and the drop reasons

@@ -65,17 +65,26 @@ class PackLimits:
 @explains_arguments(PlanError)
 @dataclass(frozen=True, kw_only=True)
 class PackPlanConfig(RowPlanConfig, PackLimits):
-    """Settings of a pack plan.
+    """Settings of a pack plan, beside those of [`PackLimits`], [`RowPlanConfig`] and [`EpochConfig`].
 
-    [`PackLimits`] and [`PackBatchSampler`][hf_bucketing.PackBatchSampler] describe the others.
+    With `shuffle=False`, samples and packs keep the order of the rows, as far as `strategy` does. Processes may hold
+    different numbers of samples in a step: with `evaluation`, gather with `use_gather_object=True`.
 
     Args:
+        max_cost (`float`, *optional*): Largest cost of a pack, in the units of `cost_model`: the limit of time. Packs
+            filled to the same cost take the same time, if `max_tokens` lets them get there.
+        cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of a sample, for `max_cost` and `balance`,
+            and for a sampler's `longest_first`.
         strategy (`str`): How samples, which come in random order, get into packs.
             `"sequential"` fills one pack after the other, and starts the next when a sample does not fit.
             `"first_fit"` puts each into the oldest of `open_packs` open packs that has room; nearly keeps the order.
             `"best_fit_decreasing"` takes `window` samples at a time and puts each, the largest first, into the pack
             that it fills best; the samples of the emptiest packs move on to the next window. Fills packs best.
         window (`int`): Samples that `"best_fit_decreasing"` takes at a time.
+        balance (`"none"` or `"cost"`): Choice of the packs of a step. `"none"`: random ones. `"cost"` without gradient
+            accumulation: packs of similar cost among those of 64 steps (packs filled to one `max_cost` are similar
+            already). `"cost"` with it: the packs of each accumulation window are dealt to the processes, the most
+            expensive first, each to the process with the lowest sum so far.
         accumulation_steps (`int`): Steps per optimizer step, for `balance="cost"`; the processes wait for each other
             once per window.
 
@@ -127,8 +136,7 @@ def plan_packs(
         text_tokens (`int` or array of `int`, shape `(n,)`): Tokens of each row's text, for models with joint
             attention; they count like the row's own, but are not rounded to strips.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
-        consumed (array of `int`, *optional*): Row numbers seen in this epoch, with repetitions. The plan then holds
-            what is left of the epoch, which may be no step at all.
+        consumed (array of `int`, *optional*): As in [`plan_buckets`][hf_bucketing.plans.plan_buckets].
 
     Returns:
         [`EpochPlan`]: With the bucket id `PACKED` throughout and the drop reasons `rejected`, `oversize`, `weight`

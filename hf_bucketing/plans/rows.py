@@ -23,7 +23,19 @@ Oversize = Literal["error", "own_batch", "drop"]
 
 @dataclass(frozen=True, kw_only=True)  # no slots: others read the defaults from the class
 class EpochConfig:
-    """Settings of every plan, which the samplers describe."""
+    """Settings of every plan.
+
+    Args:
+        shuffle (`bool`): Whether rows and steps come in another random order in every epoch; if not, they keep their
+            own, as far as the plan does.
+        seed (`int`): Seed of all draws, at least 0.
+        evaluation (`bool`): Whether every row comes exactly once over all processes, also where they do not divide
+            evenly: the last step then has one row per process, and its last processes repeat rows, which
+            `accelerator.gather_for_metrics` leaves out. Give `shuffle=False` for one order in every epoch.
+
+    Raises:
+        PlanError: On a value of another type, a negative seed, or an evaluation that would leave rows out.
+    """
 
     shuffle: bool = True
     seed: int = 0
@@ -41,7 +53,12 @@ class EpochConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlanConfig(EpochConfig):
-    """Settings of a plan whose limit a single row can exceed: of lengths, and of packs."""
+    """Settings of a plan whose limit a single row can exceed: of lengths, and of packs.
+
+    Args:
+        oversize (`"error"`, `"own_batch"` or `"drop"`): What happens to a row that exceeds a limit by itself: an error
+            that names it, a batch of its own above the limit, or a counted drop.
+    """
 
     oversize: Oversize = "error"
 

@@ -60,7 +60,7 @@ class ReportConfig:
         width (`int`): Hidden size of the model, for the cost of tokens; the default is that of Wan 2.1 1.3B.
         cost_model ([`CostModel`][hf_bucketing.CostModel], *optional*): Cost of tokens in seconds, as a training
             run measured it; by default floating-point operations of a model of that width.
-        seed (`int`): Seed of the plans, not negative.
+        seed (`int`): Seed of the plans, at least 0.
 
     Raises:
         BucketingError: If a value is out of range.
@@ -79,13 +79,11 @@ class ReportConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "batch_size", "num_processes", "max_tokens", "strip_length", "width")
-        check_at_least(0, self, "text_tokens")
+        check_at_least(0, self, "text_tokens", "seed")
         if self.max_area not in ("table", "none") and not (isinstance(self.max_area, int) and self.max_area >= 1):
             raise BucketingError(
                 f'`max_area` must be a number of pixels of at least 1, "table" or "none", got {self.max_area!r}.'
             )
-        if self.seed < 0:
-            raise BucketingError(f"`seed` must not be negative, got {self.seed}.")
         if self.cost_model is not None and not_default(self, "width"):
             raise BucketingError("Omit `width`: it decides the cost of tokens, and `cost_model` gives that.")
 

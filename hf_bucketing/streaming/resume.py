@@ -17,6 +17,7 @@ from ..errors import BucketingError, PlanError
 from ..loaders.state import VERSION, check_state, epoch_number
 from ..loaders.window import AccumulationWindow
 from ..randomness import Purpose, integer_seed
+from .config import StreamLimits
 
 Place = dict[str, Any]
 """Where one worker stands: a state of the stream and its ordinal, rows read and rejected, and the waiting groups."""
@@ -44,7 +45,7 @@ class BatchStream(Protocol):
     num_processes: int
     process_index: int
     num_shards: int
-    steps_per_epoch: int | None
+    config: StreamLimits
     collate_fn: Any
 
     def start_at(self, epoch: int, places: Sequence[Place | None] = (), *, began: int, turn: int = 0) -> None: ...
@@ -138,6 +139,11 @@ class ResumableStream(DataLoaderStateMixin):
         """Rejected rows among those that this process's workers have read in this epoch."""
         return sum(place["rejected"] for place in self._read if place is not None)
 
+    @property
+    def unreadable(self) -> int:
+        """Unreadable rows among those that this process's workers have read in this epoch."""
+        return sum(place.get("unreadable", 0) for place in self._read if place is not None)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to read, from its start; choosing the current one changes nothing.
 
@@ -170,7 +176,7 @@ class ResumableStream(DataLoaderStateMixin):
 
     def _steps(self) -> Generator[dict[str, Any], None, bool]:
         """Yield the batches of an epoch; return whether any process has rows left in this pass over the stream."""
-        limit = self.stream.steps_per_epoch or math.inf
+        limit = self.stream.config.steps_per_epoch or math.inf
         source = self._own_batches()
         last = None
         if self._place.ended:  # only to repeat it

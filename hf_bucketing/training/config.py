@@ -19,9 +19,9 @@ from ..packing.names import Backend
 from ..packing.token_drop import Mode as TokenDropMode, TokenDrop
 from ..placement.settings import MemoryConfig
 from ..plans.bin_packing import PackStrategy
-from ..plans.buckets import BucketPlanConfig
+from ..plans.buckets import BucketLimits, BucketPlanConfig
 from ..plans.deal import Remainder
-from ..plans.packs import Balance, PackPlanConfig
+from ..plans.packs import Balance, PackLimits, PackPlanConfig
 from ..settings import (
     build,
     check_at_least,
@@ -156,6 +156,18 @@ class BatchConfig:
         assert self.max_tokens != "auto", "fill_max_tokens replaces it by a number"
         return self.max_tokens
 
+    @property
+    def bucket_limits(self) -> BucketLimits:
+        """Limits of a batch of one bucket."""
+        batch_size = self.train_batch_size if self.max_tokens is None else None
+        return BucketLimits(batch_size=batch_size, max_tokens=self.token_limit)
+
+    @property
+    def pack_limits(self) -> PackLimits:
+        """Limits of a pack."""
+        assert self.token_limit is not None, "BatchConfig checks it"
+        return PackLimits(max_tokens=self.token_limit, strip_length=self.strip_length)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
@@ -268,9 +280,11 @@ class TrainingConfig:
     output_dir: str = field(metadata={"on_resume": "free"})
     dry_run: bool = setting(False, on_resume="free")
     seed: int = setting(0, on_resume="plan")
-    num_train_epochs: int = setting(1, on_resume="applied")
+    num_train_epochs: int = setting(1, on_resume="applied", decides_steps=True)
     max_train_steps: int | None = setting(None, on_resume="applied")
-    gradient_accumulation_steps: int = setting(1, argument="accumulation_steps", on_resume="applied")
+    gradient_accumulation_steps: int = setting(
+        1, argument="accumulation_steps", on_resume="applied", decides_steps=True
+    )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal")
     trained_component: Literal["transformer", "transformer_2"] = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal")

@@ -26,7 +26,7 @@ from hf_bucketing.errors import ColumnError, MediaError
 from hf_bucketing.loaders import BucketCollator, CaptionRule, resume
 from hf_bucketing.media import ViewRule, write_video
 from hf_bucketing.media.source import MediaSource
-from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher
+from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher, StreamLimits
 from tests.columns.stream_cases import samples_of, write_parquet, write_table, write_tars
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
@@ -221,7 +221,7 @@ def test_a_stream_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     handed = 0
     stream = StreamingBucketBatcher(
         dataset, BucketGrouping(table=table, batch_size=4), collate_fn=lambda rows: {"rows": rows},
-        max_buffered_bytes=40_000,
+        config=StreamLimits(max_buffered_bytes=40_000),
     )  # fmt: skip
     for batch in itertools.takewhile(lambda batch: not batch.ended, stream):
         handed += batch.size

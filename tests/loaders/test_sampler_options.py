@@ -42,9 +42,12 @@ LENGTHS = np.random.default_rng(1).uniform(1, 9, 90)
 
 
 SAMPLERS = {
-    BucketBatchSampler: (BucketPlanConfig, {"max_samples", "base"}),
-    LengthBatchSampler: (LengthPlanConfig, {"max_samples"}),
-    PackBatchSampler: (PackPlanConfig, {"max_samples", "open_packs", "window", "accumulation_steps"}),
+    BucketBatchSampler: (BucketPlanConfig, {"max_samples", "max_cost", "cost_model", "base", "lockstep"}),
+    LengthBatchSampler: (LengthPlanConfig, {"max_samples", "remainder", "oversize"}),
+    PackBatchSampler: (
+        PackPlanConfig,
+        {"max_samples", "max_cost", "open_packs", "window", "accumulation_steps", "oversize"},
+    ),
 }
 """The configuration of each sampler's plan, and which of its settings lack a keyword."""
 
@@ -195,14 +198,13 @@ def test_a_samplers_keywords_have_the_types_of_its_plans_settings_and_leave_the_
 @pytest.mark.parametrize(("sampler", "settings", "others"), [
     (BucketBatchSampler, {"batch_size": 3, "remainder": "drop", "seed": 1}, {"table": TABLE}),
     (BucketBatchSampler, {"batch_size": 3, "remainder": "catch_all", "shuffle": False}, {"table": TABLE}),
-    (BucketBatchSampler, {"max_cost": 5000, "cost_model": COST, "max_tokens": 200}, {"table": TABLE, "spec": WAN}),
+    (BucketBatchSampler, {"max_tokens": 200, "evaluation": True}, {"table": TABLE, "spec": WAN}),
     (LengthBatchSampler, {"max_tokens": 30, "boundaries": [3, 7], "evaluation": True}, {}),
-    (PackBatchSampler, {"max_tokens": 60, "strip_length": 4, "oversize": "drop"}, {"text_tokens": 9}),
+    (PackBatchSampler, {"max_tokens": 90, "balance": "cost", "cost_model": COST}, {"text_tokens": 9}),
 ])  # fmt: skip
 def test_a_config_is_the_same_as_its_settings_as_keywords(sampler, settings, others) -> None:
     column = {BucketBatchSampler: IDS, LengthBatchSampler: LENGTHS, PackBatchSampler: TOKENS}[sampler]
-    base = {"base": TABLE.base} if settings.get("remainder") == "catch_all" else {}
-    config = SAMPLERS[sampler][0](**settings, **base)
+    config = SAMPLERS[sampler][0](**settings)
     by_keywords = sampler(column, **settings, **others, num_processes=2)
     by_config = sampler(column, config=config, **others, num_processes=2)
     by_config.load_state_dict(by_keywords.state_dict())
@@ -521,7 +523,7 @@ def test_functions_of_later_tokens_and_costs_that_differ_are_another_run() -> No
         return lambda epoch: TOKENS * (1 + (epoch >= after))
 
     def sampler(tokens, **options) -> PackBatchSampler:
-        return PackBatchSampler(tokens, max_tokens=120, strip_length=1, num_processes=2, **options)
+        return pack_sampler(tokens, max_tokens=120, **options)
 
     costs = {"max_cost": 10_000.0, "cost_model": COST}
     saved = sampler(growing(3), **costs).state_dict(step=1)
@@ -604,9 +606,8 @@ BUCKETS = [0] * 21 + [1] * 15 + [2] * 14 + [-1]
 ], ids=str)  # fmt: skip
 def test_epochs_that_count_as_equally_long_are(options: dict, processes: int, weights) -> None:
     table = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(1, 128, 64)), base=0)
-    sampler = BucketBatchSampler(
-        BUCKETS, table=table, batch_size=2, weights=weights, num_processes=processes, **options
-    )
+    config = BucketPlanConfig(batch_size=2, **options)
+    sampler = BucketBatchSampler(BUCKETS, table=table, config=config, weights=weights, num_processes=processes)
     steps = [sampler.plan(epoch).num_steps for epoch in range(12)]
     assert sampler.count_steps(3, 12) == (sum(steps[3:]), True)
     assert sampler.total_steps(12) == sum(steps)

@@ -63,7 +63,7 @@ def run(kind: type[Trainer], settings: dict, environment: dict[str, str]) -> Non
         PartialState().distributed_type = DistributedType.MULTI_GPU  # which the last case replaced
     GradientState._reset_state()
     trainer = kind(TrainingConfig.from_flat(**settings))
-    gathered = [part for part in trainer.transformer.modules() if isinstance(part, FSDPModule)]
+    gathered = [part for part in trainer.trained.transformer.modules() if isinstance(part, FSDPModule)]
     about = {
         "type": trainer.accelerator.distributed_type.value,
         "shares": shares(trainer),
@@ -72,7 +72,7 @@ def run(kind: type[Trainer], settings: dict, environment: dict[str, str]) -> Non
     try:
         trainer.run()
     except KilledError:
-        trainer.log.close()
+        trainer.report.log.close()
         trainer.release()
     if PartialState().is_main_process:
         (Path(settings["output_dir"]) / "about.json").write_text(json.dumps(about))
@@ -81,11 +81,11 @@ def run(kind: type[Trainer], settings: dict, environment: dict[str, str]) -> Non
 
 def shares(trainer: Trainer) -> list[float]:
     """Return the share of the transformer's numbers that each process holds."""
-    held = sum(getattr(weight, "_local_tensor", weight).numel() for weight in trainer.transformer.parameters())
+    held = sum(getattr(weight, "_local_tensor", weight).numel() for weight in trainer.trained.transformer.parameters())
     every = [None] * PartialState().num_processes
     for process in range(len(every)):
         every[process] = broadcast_object_list([held], from_process=process)[0]
-    whole = sum(weight.numel() for weight in trainer.transformer.parameters())
+    whole = sum(weight.numel() for weight in trainer.trained.transformer.parameters())
     return [one / whole for one in every]
 
 

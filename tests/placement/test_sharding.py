@@ -27,8 +27,9 @@ from hf_bucketing.placement.blocks import block_names
 from hf_bucketing.placement.shards import AVERAGES
 from hf_bucketing.placement.trust import refuse_code_in_shards
 from hf_bucketing.training import TrainingConfig, loop, opened
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import make_accelerator
-from hf_bucketing.training.review import held_out_losses, losses_of
+from hf_bucketing.training.review import losses_of
 from tests.conftest import ROOT, run_script_here
 from tests.models.families import RECIPES
 from tests.placement.test_precision import unreadable
@@ -49,7 +50,7 @@ PACKS = {
     **{"lora_rank": 2, "batching": "pack", "max_tokens": 640, "strip_length": 16, "mixed_precision": "bf16"},
     **{"ema_decay": 0.9, "gradient_checkpointing": True},
 }
-FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2}
+FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.02}
 HELD_OUT = {"validation_split": 0.15, "validation_loss_steps": 2, "validation_noise_levels": 1}
 RENDER = {
     **{"validation_prompts": ["red"], "validation_sizes": "1,32,48", "validation_steps": 2},
@@ -124,7 +125,7 @@ def test_sharded_runs_have_the_losses_of_ddp(ddp: str, fsdp: str, runs: Path) ->
     assert len(losses_of(runs / fsdp)) == 4
     assert losses_of(runs / fsdp) == pytest.approx(losses_of(runs / ddp), abs=1e-4)
     expected, found = (
-        [(entry["global_step"], entry["samples"], entry["validation_loss"]) for entry in held_out_losses(runs / name)]
+        [(entry["global_step"], entry["samples"], entry["validation_loss"]) for entry in Logs(runs / name).held_out]
         for name in (ddp, fsdp)
     )
     assert [entry[:2] for entry in found] == [(2, 3), (4, 3)]

@@ -263,7 +263,7 @@ def test_every_setting_changes_the_report(change) -> None:
     (lambda: ReportConfig(max_area=0), "`max_area` must be a number of pixels of at least 1"),
     (lambda: ReportConfig(max_area="own"), "got 'own'"),
     (lambda: ReportConfig(text_tokens=-1), "`text_tokens` must be at least 0"),
-    (lambda: ReportConfig(seed=-1), "`seed` must not be negative"),
+    (lambda: ReportConfig(seed=-1), "`seed` must be at least 0"),
     (lambda: make_report(SizeColumns([], [], []), TABLE, spec=SPEC), "empty"),
     (lambda: make_report(SizeColumns([1], [64, 64], [64, 64]), TABLE, spec=SPEC), "equally long"),
     (lambda: make_report(SAMPLES, BucketTable.parse("40,40"), spec=SPEC), "does not divide into whole tokens"),

@@ -15,8 +15,9 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
+from hf_bucketing.training.logs import StepLog
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import StepLog, losses_of, running_mean, summarise_losses
+from hf_bucketing.training.review import losses_of, running_mean, summarise_losses
 from hf_bucketing.training.run_log import StepMetrics, read_log, read_status
 from hf_bucketing.training.skipped import SkippedSteps, check_finite
 from tests.training.training_cases import in_process
@@ -51,9 +52,9 @@ def test_a_step_that_is_not_finite_changes_no_weights_and_is_named(
     finish = trainer._finish_step
 
     def note(entry: dict[str, Any]) -> None:
-        assert trainer.ema is not None
+        assert trainer.trained.ema is not None
         before[trainer.global_step + 1] = [
-            weight.detach().clone() for weight in (*trainer.trained, *trainer.ema.shadow_params)
+            weight.detach().clone() for weight in (*trainer.trained.weights, *trainer.trained.ema.shadow_params)
         ]
         finish(entry)
 
@@ -106,14 +107,14 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_rotate_a_good_checkpo
     pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:
     trainer = Trainer(in_process(pipeline_dir, prepared_dir, tmp_path / "out", **ADAPTERS))
-    step = trainer.optimizer.step
+    step = trainer.trained.optimizer.step
 
     def spoil() -> None:
         step()
         if trainer.global_step == 1:
-            trainer.trained[0].data[0, 0] = math.inf
+            trainer.trained.weights[0].data[0, 0] = math.inf
 
-    trainer.optimizer.step = spoil
+    trainer.trained.optimizer.step = spoil
     with pytest.raises(BucketingError, match=r"2 of 128 .* not finite, so checkpoint-2 is not saved and earlier ones"):
         trainer.run()
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]

@@ -383,7 +383,7 @@ def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_
     pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")
     eight = {"optimizer": "adamw_8bit", "max_train_steps": 4, "checkpointing_steps": 2}
     trainer = Trainer(in_process(pipeline_dir, prepared_dir, tmp_path / "whole", **eight))
-    assert type(trainer.optimizer.optimizer).__name__ == "AdamW8bit"
+    assert type(trainer.trained.optimizer.optimizer).__name__ == "AdamW8bit"
     trainer.run()
     whole = losses_of(tmp_path / "whole")
     parts = in_process(pipeline_dir, prepared_dir, tmp_path / "parts", **{**eight, "max_train_steps": 2})

@@ -6,6 +6,7 @@ the other families; the model gets a thousandth of them, as from its pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -53,8 +54,8 @@ class FluxFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def patch(self, transformer: Transformer) -> Grid:
-        """Return the block of latent pixels that makes a token."""
+    def patch(self, config: Mapping[str, Any]) -> Grid:
+        """Return the block of latent pixels that makes a token, whatever the `patch_size` of the transformer."""
         return 1, BLOCK, BLOCK
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:

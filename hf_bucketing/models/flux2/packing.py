@@ -27,7 +27,7 @@ from ..joint import JointFamily, of_text
 class PackedFlux2AttnProcessor(PackedJointAttnProcessor):
     """Attention of `Flux2Attention` over the strips of a pack."""
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         attn: Any,
         hidden_states: torch.Tensor,
@@ -110,7 +110,7 @@ class Flux2Family(FluxFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass the positions of the pack, and make modulation of text that of its own sample."""
-        number = partial(_number, self.joint_tables(base_size))
+        number = partial(_number, self.pack_tables(base_size))
         return [
             transformer.register_forward_pre_hook(number, with_kwargs=True),
             transformer.double_stream_modulation_txt.register_forward_hook(_modulate_text),

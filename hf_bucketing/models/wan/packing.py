@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from ...devices import to_device
-from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
-from ...packing.family import Draw, Family, Transformer
+from ...packing.family import Draw, Family, TimestepsPer, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
@@ -78,7 +77,7 @@ class WanFamily(Family):
     cast_inputs: ClassVar[tuple[str, ...]] = (*Family.cast_inputs, IMAGE_TOKENS)
     interpolates = True
     position_module = "rope"
-    timestep_per_token = True
+    timesteps_per: ClassVar[TimestepsPer] = "token"
     attention_kwargs = "attention_kwargs"
     context_parallel = True
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (
@@ -101,9 +100,9 @@ class WanFamily(Family):
         longest = int(transformer.rope.max_seq_len)
         return longest, longest, longest
 
-    def text_length(self, transformer: Transformer) -> int | None:
+    def text_length(self, config: Mapping[str, Any]) -> int | None:
         """Return the length at which image-to-video models divide text from image tokens."""
-        return None if transformer.condition_embedder.image_embedder is None else TEXT_LENGTH
+        return None if config.get("image_dim") is None else TEXT_LENGTH
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the image tokens of image-to-video models."""
@@ -133,20 +132,12 @@ class WanFamily(Family):
         return handles
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return a row per strip; image tokens keep a row per sample, as attention takes them.
-
-        Raises:
-            PackingError: If there are image tokens, and texts from which the stock model would split them wrongly.
-        """
+        """Return a row per strip; image tokens keep a row per sample, as attention takes them."""
         others = dict(batch.conditioning)
         images = others.pop(IMAGE_TOKENS, None)
         rows = super().rows(replace(batch, conditioning=others))
         if images is None:
             return rows
-        if set(batch.layout.text_lengths) != {TEXT_LENGTH}:
-            raise PackingError(
-                f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
-            )
         return replace(rows, conditioning={**rows.conditioning, IMAGE_TOKENS: to_device(images, batch.strips.device)})
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""What a run computes between its steps: the loss of held-out samples, and renderings of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..models.loading import PARTS, Part, read_trained_config
+from ..placement.sharding import rendering_in_lockstep, resharded
+from ..placement.shards import SHARDED
+from .held_out_loss import HeldOutLoss, in_evaluation
+from .opened import OpenedRun
+from .steps import Step
+from .trained import TrainedModel
+from .validation import Validation, images_of, parse_sizes
+
+
+def plan_validation(opened: OpenedRun) -> Validation | None:
+    """Return what is rendered, with its images and sizes, if prompts are given.
+
+    Raises:
+        BucketingError: If images or sizes do not fit the prompts and the model.
+    """
+    config, recipe = opened.config, opened.recipe
+    if not config.validation.validation_prompts:
+        return None
+    sizes = parse_sizes(config.validation.validation_sizes, opened.spec)
+    each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, config.trained_component))
+    return Validation(
+        config=config.validation,
+        images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
+        sizes=sizes,
+        seed=config.seed,
+        folder=Path(config.output_dir) / "validation",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a run computes between its steps, with the averaged weights if there are any.
+
+    Attributes:
+        trained ([`TrainedModel`]): The transformer under training.
+        step ([`Step`][hf_bucketing.training.steps.Step]): Forward of the run's kind of batches.
+        called (sequence of `str`): Frozen parts of the pipeline that steps call, which are on the device.
+        held_out ([`HeldOutLoss`], *optional*): Held-out samples.
+        validation ([`Validation`], *optional*): Prompts to render.
+    """
+
+    trained: TrainedModel
+    step: Step
+    called: Sequence[Part]
+    held_out: HeldOutLoss | None
+    validation: Validation | None
+
+    def held_out_loss(self, global_step: int, *, last: bool) -> dict[str, Any] | None:
+        """Return the held-out loss and what the log says of it, if it is due; call it on every process."""
+        trained = self.trained
+        if self.held_out is None or not (last or global_step % self.held_out.config.validation_loss_steps == 0):
+            return None
+        with trained.averages(), in_evaluation(trained.transformer), resharded(trained.recipe.transformer):
+            return self.held_out.compute(self.step, trained.for_evaluation, trained.accelerator)
+
+    def render(self, global_step: int) -> None:
+        """Render the prompts, if it is due, in the main process; call it on every process.
+
+        Where no process holds all weights, all of them render.
+        """
+        if self.validation is None or global_step % self.validation.config.validation_steps:
+            return
+        trained, recipe, accelerator = self.trained, self.trained.recipe, self.trained.accelerator
+        if accelerator.is_main_process or accelerator.distributed_type in SHARDED:
+            lent = recipe.lent_to(accelerator.device, *(set(PARTS) - {"trained", *self.called}))
+            removed, averages = trained.context_parallel.removed(), trained.averages()
+            with averages, removed, self.step.unpacked(), lent, rendering_in_lockstep(recipe):
+                self.validation.render(recipe, accelerator, step=global_step)
+        accelerator.wait_for_everyone()

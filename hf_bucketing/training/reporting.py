@@ -1,0 +1,187 @@
+"""What a run tells while it trains: logs, trackers, status, and a progress bar."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from tqdm.auto import tqdm
+
+from ..adapters.lora import SETTINGS
+from ..buckets.table import BucketTable
+from ..command_line.config_file import CONFIG_FILE
+from ..files import complete_file, writing
+from ..loaders.collators import PLANNED
+from ..loaders.planned import StepCount
+from .config import TrainingConfig
+from .held_out_loss import unreadable_message
+from .run_data import RunData, StepRows
+from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_status
+from .skipped import SkippedSteps
+from .steps import StepLosses
+
+logger = get_logger(__name__)
+
+
+class RunReport:
+    """What a run tells while it trains: logs, trackers, status, and a progress bar.
+
+    Args:
+        config ([`TrainingConfig`]): Settings of the run.
+        data ([`RunData`]): What it draws from.
+        accelerator (`Accelerator`): Its accelerator.
+        keep (mapping, *optional*): State of the logs in the checkpoint that is resumed.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        data: RunData,
+        accelerator: Accelerator,
+        *,
+        keep: Mapping[str, int] | None,
+    ) -> None:
+        self.config, self.data, self.accelerator, self.folder = config, data, accelerator, Path(config.output_dir)
+        degree = config.memory.context_parallel_degree
+        self.log = RunLog(
+            self.folder,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            degree=degree,
+            keep=keep,
+        )
+        self.metrics = StepMetrics(
+            accelerator,
+            max_tokens=config.batches.token_limit,
+            degree=degree,
+            sources=data.sources,
+        )
+        self.skipped = SkippedSteps(accelerator, limit=config.optimizer.max_skipped_steps, folder=self.folder)
+
+    def start(
+        self, global_step: int, planned: StepCount, *, to_repeat: str, resumed: Mapping[str, Any] | None
+    ) -> None:
+        """Write the settings and the buckets, and begin the progress bar after the finished steps.
+
+        Args:
+            global_step (`int`): Finished optimizer steps.
+            planned ([`StepCount`][hf_bucketing.loaders.planned.StepCount]): Optimizer steps of the run.
+            to_repeat (`str`): Settings by which another run does the same, as YAML.
+            resumed (mapping, *optional*): What the log says of a resume, if this is one.
+        """
+        if self.accelerator.is_main_process:
+            if resumed is None:
+                (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
+            else:
+                self.log.write_step("resumes", global_step, resumed)
+            settings = json.dumps(self.config.flat(), indent=2) + "\n"
+            for name, text in ((SETTINGS, settings), (CONFIG_FILE, to_repeat)):
+                with complete_file(self.folder / name) as partial:
+                    partial.write_text(text, encoding="utf-8")
+            self._write_table()
+        if self.config.report_to != "none":
+            self.accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
+        self.bar = tqdm(
+            total=planned.steps,
+            initial=global_step,
+            desc=f"{self.config.batches.batching} steps",
+            disable=not self.accelerator.is_local_main_process,
+        )
+
+    def _write_table(self) -> None:
+        """Write the sizes of the buckets."""
+        table = self.folder / "logs" / TABLE
+        table.unlink(missing_ok=True)
+        if isinstance(self.data.table, BucketTable):
+            with complete_file(table) as partial:
+                partial.write_text(self.data.table.to_json())
+
+    def batch(
+        self,
+        losses: StepLosses,
+        rows: StepRows,
+        weights: torch.Tensor,
+        batch: Mapping[str, Any],
+        *,
+        epoch: int,
+        step: int,
+        since: float,
+    ) -> None:
+        """Add a batch to the metrics and to the log of samples.
+
+        Args:
+            losses ([`StepLosses`]): Losses and noise levels of its samples.
+            rows ([`StepRows`]): What its samples count for; those of weight 0 are not reported.
+            weights (`torch.Tensor` of shape `(n,)`): Weight of each sample in the loss of the optimizer step.
+            batch (mapping): The batch.
+            epoch (`int`): Its epoch.
+            step (`int`): Its place in the epoch.
+            since (`float`): `time.perf_counter()` when it came.
+        """
+        # Reading the losses waits until the device has done all that was started before.
+        counted = (rows.weights > 0).numpy()
+        loss = losses.values.detach().float().cpu().numpy()
+        seconds = time.perf_counter() - since
+        index = np.array(batch["index"])
+        self.skipped.add(index.tolist(), loss)
+        tokens = rows.tokens[counted]
+        sources = None if rows.sources is None else rows.sources[counted]
+        if not counted.all():
+            losses, weights = StepLosses(*(values[counted] for values in losses)), weights[counted]
+        cost = float(self.data.cost_model.cost(tokens).sum())
+        self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
+        self.log.write_samples(
+            epoch=epoch,
+            step=step,
+            bucket_id=batch.get("bucket_id"),
+            index=index[counted].tolist(),
+            loss=loss[counted].tolist(),
+            sources=None if sources is None else sources.tolist(),
+            planned=np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
+        )
+
+    def step(self, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log an optimizer step, and move the progress bar."""
+        self._track(global_step, entry)
+        with writing(self.folder / "logs"):
+            self.log.write_step("losses", global_step, entry)
+        self.bar.update()
+        shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
+        self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
+
+    def held_out(self, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log a held-out loss, and warn if samples cannot be read."""
+        values = {
+            f"validation_loss_by_noise/{level['quantiles'][0]:.2f}": level["loss"] for level in entry["by_noise"]
+        }
+        self._track(global_step, {"validation_loss": entry["validation_loss"], **values})
+        if self.accelerator.is_main_process:
+            before = [line["unreadable"] for line in read_log(self.folder, "validation", last=1)]
+            if message := unreadable_message(entry["unreadable"], *before or [None]):
+                logger.warning(message)
+            logger.info(f"Held-out loss {entry['validation_loss']:.4f} after optimizer step {global_step}")
+        self.log.write_step("validation", global_step, entry)
+
+    def status(self, status: Status, global_step: int, planned: StepCount) -> None:
+        """Say how the run ended, or that it runs."""
+        if self.accelerator.is_main_process:
+            steps = {"global_step": global_step, "max_train_steps": planned.steps}
+            write_status(self.folder, status, **steps, lines=self.log.state_dict())
+
+    def _track(self, global_step: int, values: Mapping[str, Any]) -> None:
+        """Give values to the trackers, which may write files in threads of their own."""
+        with writing(self.folder / "logs"):
+            self.accelerator.log(dict(values), step=global_step)
+
+
+def _as_trackers_take_it(config: TrainingConfig) -> dict[str, Any]:
+    """Return the settings as text and numbers."""
+    values = {name: "none" if value is None else value for name, value in config.flat().items()}
+    return {name: "; ".join(value) if isinstance(value, list) else value for name, value in values.items()}

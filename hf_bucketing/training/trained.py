@@ -1,0 +1,203 @@
+"""What a run changes: the transformer that accelerate prepared, its optimizer, and the averages of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers.training_utils import cast_training_params
+
+from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
+from ..errors import BucketingError
+from ..models.enable import disable_packing
+from ..models.recipe import Recipe
+from ..optimizers.adamw import apply_settings, make_optimizer, make_schedule
+from ..placement.context_parallel import ContextParallel
+from ..placement.offload import offload_blocks
+from ..placement.quantization import leave_frozen_weights_to_each_process
+from ..placement.sharding import block_by_block, sending_weights, sharded_adapters
+from ..placement.shards import SHARDED, averaged
+from ..settings import changed
+from .checkpoint import gather_weights, save_pipeline
+from .config import TrainingConfig
+from .estimate import out_of_memory
+from .opened import trained_dtype
+from .run_data import RunData
+from .skipped import check_finite
+
+
+def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
+    """Add adapters to a transformer, if any, and what saves memory; return the settings that the adapters have.
+
+    What is trained is set to training, for dropout and the drop of tokens; frozen parts stay in evaluation.
+    """
+    if config.adapters.lora_rank is not None:
+        adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
+        cast_training_params(recipe.transformer, dtype=trained_dtype(config))
+        config = changed(
+            config,
+            lora_alpha=adapters.lora_alpha,
+            lora_targets=adapters.lora_targets,
+            lora_format=adapters.lora_format,
+        )
+        checkpoint_adapters_only(
+            accelerator, recipe.pipeline, component=recipe.trained, lora_format=adapters.lora_format
+        )
+    if config.memory.gradient_checkpointing:
+        recipe.transformer.enable_gradient_checkpointing()
+    if config.memory.offload_blocks:
+        offload_blocks(recipe.transformer, config.memory.offload_blocks, device=accelerator.device)
+    recipe.transformer.train()  # before max_tokens="auto" tries steps
+    leave_frozen_weights_to_each_process(recipe.transformer)
+    return config
+
+
+class TrainedModel:
+    """A transformer under training, prepared by accelerate together with its optimizer and the loader of its data.
+
+    Args:
+        recipe ([`Recipe`][hf_bucketing.models.recipe.Recipe]): Loaded pipeline, after [`add_trained_parts`].
+        config ([`TrainingConfig`]): Settings of the run.
+        data ([`RunData`]): Data of the run, whose loader is prepared.
+        accelerator (`Accelerator`): Accelerator of the run.
+
+    Attributes:
+        transformer (`torch.nn.Module`): The prepared transformer; `recipe.transformer` is the bare one.
+        optimizer (`AcceleratedOptimizer`): The prepared optimizer.
+        loader (`DataLoader`): The prepared loader.
+        weights (list of `torch.nn.Parameter`): What is trained.
+        ema (`EMAModel`, *optional*): Averages of `weights`.
+        context_parallel ([`ContextParallel`][hf_bucketing.placement.context_parallel.ContextParallel]): How processes
+            share the tokens of a sample.
+    """
+
+    def __init__(self, recipe: Recipe, config: TrainingConfig, data: RunData, accelerator: Accelerator) -> None:
+        self.recipe, self.config, self.accelerator = recipe, config, accelerator
+        transformer, degree = recipe.transformer, config.memory.context_parallel_degree
+        self._bare_optimizer = make_optimizer(transformer.parameters(), config.optimizer)
+        with (
+            sharded_adapters(transformer, accelerator) if self.adapted else nullcontext(),
+            sending_weights(transformer, accelerator),
+            block_by_block(transformer, accelerator),
+        ):
+            prepared = data.prepare(accelerator, transformer, self._bare_optimizer, degree=degree)
+        self.transformer, self.optimizer, self.loader = prepared
+        packed = config.batches.batching == "pack"
+        self.context_parallel = ContextParallel(recipe.transformer, accelerator, degree=degree, packed=packed)
+        self.weights = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
+        self.ema = None
+        if config.ema_decay is not None:
+            self.ema = averaged(self.weights, decay=config.ema_decay, accelerator=accelerator)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and not the whole transformer."""
+        return self.config.adapters.lora_rank is not None
+
+    def start_schedule(self, num_steps: int) -> None:
+        """Begin the learning rate schedule of a number of optimizer steps, which checkpoints hold from now on."""
+        # Stepped here, once per optimizer step: a prepared scheduler would step once per process.
+        self.lr_scheduler = make_schedule(self._bare_optimizer, self.config.optimizer, num_training_steps=num_steps)
+        self.accelerator.register_for_checkpointing(self.lr_scheduler)
+
+    def change_schedule(self, num_steps: int) -> None:
+        """Give the schedule another number of steps, and the run's settings in place of those of its checkpoint."""
+        schedule = make_schedule(self._bare_optimizer, self.config.optimizer, num_training_steps=num_steps)
+        self.lr_scheduler.lr_lambdas = schedule.lr_lambdas
+        apply_settings(self.config.optimizer, self.lr_scheduler)
+
+    @contextmanager
+    def enough_memory_for(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """Raise BucketingError, which names what helps, if memory runs out on a batch inside a `with` block."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            message = out_of_memory(error, batch, self.config)
+            if message is None:
+                raise
+            raise BucketingError(message) from error
+
+    def clip_gradients(self) -> Any:
+        """Clip the gradients by their norm over all weights, and return it as it was."""
+        return self.accelerator.clip_grad_norm_(self.transformer.parameters(), self.config.optimizer.max_grad_norm)
+
+    def update(self) -> None:
+        """Change the weights by their gradients, and the learning rate and the averages with them."""
+        self.optimizer.step()
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.lr_scheduler.step()
+            if self.ema is not None:
+                self.ema.step(self.weights)
+
+    def leave(self) -> None:
+        """Leave the weights as they are although gradients came."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()  # which lowers the scale, and may unscale again
+
+    @contextmanager
+    def averages(self) -> Iterator[None]:
+        """Put the averaged weights, if there are any, in place of the last ones inside a `with` block."""
+        if self.ema is None:
+            yield
+            return
+        self.ema.store(self.weights)
+        self.ema.copy_to(self.weights)
+        try:
+            yield
+        finally:
+            self.ema.restore(self.weights)
+
+    def check(self, what: str) -> None:
+        """Raise BucketingError on all processes unless the weights and their averages are finite.
+
+        The message says `what` is not saved.
+        """
+        averages = [] if self.ema is None else self.ema.shadow_params
+        check_finite([*self.weights, *averages], self.accelerator, what=what)
+
+    def save_adapters(self, folder: Path) -> None:
+        """Save the adapters, averaged if there are averages; call it on every process."""
+        with self.averages():
+            save_lora(
+                self.recipe.pipeline,
+                folder,
+                component=self.recipe.trained,
+                lora_format=self.config.adapters.lora_format,
+            )
+
+    def save(self, folder: Path, *, source: Path) -> None:
+        """Save the result of the run, averaged if there are averages; call it on every process.
+
+        It is the adapters or, without any, the whole pipeline, of which the transformer is then no more trained. What
+        was not trained is copied from `source`.
+        """
+        if self.adapted:
+            self.save_adapters(folder)
+            return
+        if self.ema is not None:
+            self.ema.copy_to(self.weights)
+        weights = gather_weights(self.accelerator, self.transformer)
+        if self.accelerator.is_main_process:
+            self.context_parallel.remove()
+            if self.config.batches.batching == "pack":
+                disable_packing(self.transformer)
+            save_pipeline(self.recipe, folder, source=source, weights=weights)
+
+    @property
+    def for_evaluation(self) -> torch.nn.Module:
+        """The transformer to call without gradients, for which DDP has nothing to do: bare unless it is sharded."""
+        sharded = self.accelerator.distributed_type in SHARDED
+        bare: torch.nn.Module = self.recipe.transformer
+        return self.transformer if sharded else bare
+
+    def release(self) -> None:
+        """Release what accelerate prepared, and end the process group."""
+        # DDP must go before its process group: as its last owner, DDP would destroy the group while it holds Python's
+        # interpreter lock and waits for gloo's threads, which may wait for that lock to release a tensor.
+        del self.transformer, self.optimizer, self.loader
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
