@@ -243,6 +243,7 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
         with torch.autocast("cpu", dtype=half) if half is not None else nullcontext():
             with torch.no_grad(), base_model(model):
                 of_base = [output_of(model(**inputs, return_dict=False)) for _ in range(step.base_predictions)]
+                of_base = [torch.stack(of_base).sum(0)] if of_base else []
             output = output_of(model(**inputs, return_dict=False))
         target = of_base[0] if of_base else torch.empty_like(output, dtype=torch.float32)
         return (output.float() - target).square().mean()

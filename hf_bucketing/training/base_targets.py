@@ -20,8 +20,8 @@ class BaseTarget:
     """What the base model is asked for a sample, in place of a target from its data.
 
     Attributes:
-        caption (`str`, *optional*): Caption of the sample in place of its own, `""` for the null text; None for its
-            own.
+        caption (`str`, *optional*): Caption that replaces the sample's, `""` for the null text; None where the sample
+            keeps its caption.
         pair ([`CaptionPair`], *optional*): Captions whose difference is added.
         weight (`float`): Factor of the sample's loss.
     """

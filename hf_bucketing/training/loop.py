@@ -201,6 +201,7 @@ class Trainer:
         heading = "***** Dry run: nothing is trained *****" if self.config.dry_run else "***** Running training *****"
         steps, held_out = str(self.planned), self.evaluation.held_out
         lines = [heading, *self.data.describe(self.config, accelerator=self.accelerator, max_train_steps=steps)]
+        lines += self.config.preservation.describe()
         lines += [] if held_out is None else held_out.describe()
         return lines + describe_memory(self.opened, self.data, transformer=self.recipe.transformer)
 

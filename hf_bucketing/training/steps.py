@@ -330,8 +330,8 @@ def text_of(
     Args:
         recipe ([`Recipe`]): Recipe that encodes captions which are not cached.
         batch (mapping): Batch of a collator.
-        captions (sequence of `str` or None, *optional*): Caption of each sample in place of its own, `""` for the null
-            text, None for its own; by default all have their own.
+        captions (sequence of `str` or None, *optional*): Captions that replace those of samples, `""` for the null
+            text; None where a sample keeps its caption, as all do by default.
         texts (mapping of `str` to [`TextEmbeddings`], *optional*): These captions, `(1, length, dim)` each, for
             batches from a cache.
     """

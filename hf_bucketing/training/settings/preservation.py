@@ -87,6 +87,16 @@ class PreservationConfig:
         given = [] if self.preservation_caption is None else [self.preservation_caption]
         return [*dict.fromkeys([*blank, *given, *(caption for pair in self.pairs for caption in pair)])]
 
+    def describe(self) -> list[str]:
+        """Return what is asked of the base model, as lines of text; none if it is nothing."""
+        lines = []
+        if self.preservation is not None:
+            share = f"{self.preservation_share:.0%} of the samples and rows marked as regularization"
+            lines.append(f"  Preservation = {self.preservation} for {share}, weight {self.preservation_weight:g}")
+        if self.slider is not None:
+            lines.append(f"  Slider = {'; '.join(self.slider)}, strength {self.slider_strength:g}")
+        return lines
+
     @property
     def base_predictions(self) -> int:
         """Forward passes of the base model per batch: one, or three for sliders, and none without both."""
