@@ -61,9 +61,8 @@ def main(args: argparse.Namespace) -> None:
             for seed in range(args.runs):
                 output = folder / f"{preservation}-{seed}"
                 options = {**settings, "seed": seed, "max_train_steps": args.steps}
-                in_fresh_process(train_adapters, folder=folder, output=output, settings=options)
                 after = in_fresh_process(
-                    rendered, pipeline=folder / "pipeline", adapters=output, steps=args.inference_steps
+                    train_and_render, folder=folder, output=output, settings=options, steps=args.inference_steps
                 )
                 moved.append([distance(after[background], before[background]) for background in before])
             trained, unrelated = np.mean(moved, 0).tolist()
@@ -74,8 +73,8 @@ def main(args: argparse.Namespace) -> None:
     report({"machine": machine(), "steps": args.steps, "seeds": args.runs, "rows": rows, "share": shares}, args.output)
 
 
-def train_adapters(*, folder: Path, output: Path, settings: dict[str, Any]) -> None:
-    """Fine-tune the pipeline in a folder."""
+def train_and_render(*, folder: Path, output: Path, settings: dict[str, Any], steps: int) -> dict[str, np.ndarray]:
+    """Fine-tune the pipeline in a folder, and return what it then renders, see [`rendered`]."""
     from hf_bucketing.training import TrainingConfig
     from hf_bucketing.training.loop import train
 
@@ -92,6 +91,7 @@ def train_adapters(*, folder: Path, output: Path, settings: dict[str, Any]) -> N
         "report_to": "none",
     }
     train(TrainingConfig.from_flat(**{**common, **settings}))
+    return rendered(pipeline=folder / "pipeline", adapters=output, steps=steps)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 @contextmanager
 def base_model(transformer: torch.nn.Module) -> Iterator[None]:
     """Switch all adapters of a transformer, bare or wrapped, off inside a `with` block."""
-    # peft's own switch also stops the gradients of adapters: FSDP would remember that, and DDP compares it.
+    # peft's own switch also stops the gradients of adapters: FSDP2 keeps what it finds in the first forward.
     layers = [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:

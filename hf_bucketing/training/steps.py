@@ -125,8 +125,7 @@ class Step(ABC):
 
         It runs before the activations of the trained model exist, which take far more memory.
         """
-        bare = transformer if self.sharded else self.recipe.transformer  # DDP would compare its buffers
-
+        bare = transformer if self.sharded else self.recipe.transformer  # DDP would send its buffers
         pairs = [None if target is None else target.pair for target in targets]
 
         def predict_side(side: int) -> list[torch.Tensor]:
