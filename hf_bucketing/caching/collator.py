@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ from ..buckets.sizes import CropBox, Size
 from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
 from ..loaders.captions import drawn_caption, texts_of
-from ..loaders.collators import Row, require
+from ..loaders.collators import Row, regularization, require
 from ..loaders.occurrences import OCCURRENCE, occurrence_of
 from ..loaders.state import epoch_number
 from .columns import OTHER
-from .store import TensorCache
+from .store import TensorCache, entry_key
 
 
 class CachedCollator:
@@ -82,6 +83,7 @@ class CachedCollator:
             batch["conditions"] = {name: [tensors[name] for tensors, _ in entries] for name in conditions}
         if "index" in rows[0]:
             batch["index"] = [int(row["index"]) for row in rows]
+        batch |= regularization(rows)
         if OCCURRENCE in rows[0]:
             batch[OCCURRENCE] = [occurrence_of(row) for row in rows]
         if self.stack:
@@ -108,6 +110,22 @@ class CachedCollator:
         if self.info.empty_text_key is None:
             raise CacheError("The cache has no entry for dropped captions; run scripts/cache_latents.py again.")
         return _stacked([self.cache.read(self.info.empty_text_key)])
+
+    def text_of(self, caption: str) -> dict[str, Any]:
+        """Return, as [`empty_text`] does, what stands for a caption of no row; `""` is a dropped caption.
+
+        Raises:
+            CacheError: If the cache has no entry for it.
+        """
+        if not caption:
+            return self.empty_text()
+        key = entry_key(kind="text", model=self.info.text_model, caption=caption)
+        if not self.cache.holds(key):
+            raise CacheError(
+                f"The cache has no entry for the caption {caption!r}, and no text encoder runs beside it; run "
+                f"scripts/cache_latents.py again with --more_captions {shlex.quote(caption)}."
+            )
+        return _stacked([self.cache.read(key)])
 
     def _caption(self, row: Row, column: str) -> tuple[str, str]:
         """Return the caption of a row in this epoch, and the key of its entry."""

@@ -117,6 +117,7 @@ def config_of_run(opened: OpenedRun) -> PlanConfig:
         memory=memory,
         adapters=config.adapters,
         optimizer=config.optimizer,
+        base_predictions=config.preservation.base_predictions,
     )
 
 
@@ -177,7 +178,7 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
         sizes = data.sizes(plan.batch(int(costs.argmax())))
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.0)
-        step.empty_text = data.empty_text
+        step.texts = data.texts
         with accelerator.autocast():
             losses = step(transformer, _random_batch(sizes, step.recipe, accelerator.device, data=data), epoch=0)
         losses.values.sum().backward()

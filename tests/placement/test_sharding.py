@@ -58,6 +58,7 @@ PACKS = {
 }
 FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.02}
 HELD_OUT = {"validation_split": 0.15, "validation_loss_steps": 2, "validation_noise_levels": 1}
+PRESERVED = {"lora_rank": 2, "train_batch_size": 1, "preservation": "prior", "preservation_share": 0.3, **HELD_OUT}
 RENDER = {
     "validation_prompts": ["red"],
     "validation_sizes": "1,32,48",
@@ -71,6 +72,8 @@ TWO_PROCESSES = {
     "packs_ddp": (DDP, None, PACKS | RENDER | HELD_OUT),
     "packs_loaded_once": (LOADED_ONCE, None, PACKS | RENDER | SAVE | HELD_OUT),
     "packs_killed": (SHARDED_STATE, 3, PACKS | SAVE | HELD_OUT),
+    "preserved_ddp": (DDP, None, PRESERVED),
+    "preserved_loaded_once": (LOADED_ONCE, None, PRESERVED),
     "full_ddp": (DDP, None, FULL | RENDER | HELD_OUT),
     "full_loaded_once_killed": (LOADED_ONCE, 3, FULL | RENDER | SAVE | HELD_OUT),
 }
@@ -78,6 +81,7 @@ SAME = [
     ("packs_ddp", "packs_loaded_once"),
     ("packs_ddp", "packs_killed"),
     ("full_ddp", "full_loaded_once_killed"),
+    ("preserved_ddp", "preserved_loaded_once"),
 ]
 
 HYBRID = {

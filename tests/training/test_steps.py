@@ -99,7 +99,7 @@ def test_captions_that_are_dropped_are_the_empty_one_of_the_cache(
     empty = collator.empty_text()
     text = TextEmbeddings.of_batch(empty)
     entries = collator([keyed.dataset[row] for row in (0, 6)])
-    mixed = text_of(recipe, entries, dropped=[True, False], empty=text)
+    mixed = text_of(recipe, entries, captions=["", None], texts={"": text})
     expected = recipe.encode_text(["", entries["caption"][1]])
     assert (mixed.mask is None) == (expected.mask is None)
     if mixed.mask is None:
