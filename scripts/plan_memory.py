@@ -26,7 +26,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--gpu_memory", type=float, required=True, help="GiB of each GPU.")
     parser.add_argument("--figure", type=Path, help="PNG file to draw the options into.")
     parser.add_argument("--json", type=Path, help="JSON file to write the table's rows into.")
-    of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters"} - {"optimizer"}
+    of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
     parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
     parser.add_config("plan_memory", others=settings_of_scripts)
     return parser

@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 
+from ..adapters.files import COMFYUI_WEIGHTS
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
@@ -102,6 +103,7 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         or None,
     )
     name = run.repository or folder.resolve().name
+    comfyui = config.adapters.lora_format != "diffusers"
     what = f"LoRA adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
     parts = [
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
@@ -110,6 +112,7 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         *(["<Gallery />\n"] if run.samples else []),
         f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
         f"```python\n{_code(run, name=name, base=base)}\n```\n",
+        *([f"For ComfyUI, put `{COMFYUI_WEIGHTS}` into `models/loras`.\n"] if adapted and comfyui else []),
         f"## Data\n\n{_table(('rows', 'count'), _counts(logs, run.data))}\n",
         f"{_buckets(run)}\n",
         f"## Training\n\n{_progress(logs)}\n",
@@ -146,7 +149,8 @@ def _code(run: Run, *, name: str, base: str) -> str:
     lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {dtype}=torch.bfloat16)']
     if adapted:
         second = ", load_into_transformer_2=True" if config.trained_component == "transformer_2" else ""
-        lines.append(f'pipeline.load_lora_weights("{name}"{second})')
+        file = f', weight_name="{COMFYUI_WEIGHTS}"' if config.adapters.lora_format == "comfyui" else ""
+        lines.append(f'pipeline.load_lora_weights("{name}"{file}{second})')
     prompt = next(iter(run.samples.values()), "what it shows")
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),

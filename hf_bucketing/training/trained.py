@@ -38,8 +38,15 @@ def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accel
     if config.adapters.lora_rank is not None:
         adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
         cast_training_params(recipe.transformer, dtype=trained_dtype(config))
-        config = changed(config, lora_alpha=adapters.lora_alpha, lora_targets=adapters.lora_targets)
-        checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
+        config = changed(
+            config,
+            lora_alpha=adapters.lora_alpha,
+            lora_targets=adapters.lora_targets,
+            lora_format=adapters.lora_format,
+        )
+        checkpoint_adapters_only(
+            accelerator, recipe.pipeline, component=recipe.trained, lora_format=adapters.lora_format
+        )
     if config.memory.gradient_checkpointing:
         recipe.transformer.enable_gradient_checkpointing()
     if config.memory.offload_blocks:
@@ -155,7 +162,8 @@ class TrainedModel:
     def save_adapters(self, folder: Path) -> None:
         """Save the adapters, averaged if there are averages; call it on every process."""
         with self.averages():
-            save_lora(self.recipe.pipeline, folder, component=self.recipe.trained)
+            lora_format = self.config.adapters.lora_format
+            save_lora(self.recipe.pipeline, folder, component=self.recipe.trained, lora_format=lora_format)
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Save the result of the run, averaged if there are averages; call it on every process.

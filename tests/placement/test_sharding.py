@@ -21,7 +21,7 @@ from synthetic.pipelines import make_tiny_pipeline
 from torch.distributed.checkpoint import FileSystemReader
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.lora import LORA_WEIGHTS
+from hf_bucketing.adapters.files import LORA_WEIGHTS
 from hf_bucketing.placement import sharding
 from hf_bucketing.placement.blocks import block_names
 from hf_bucketing.placement.shards import AVERAGES

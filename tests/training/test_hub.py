@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.lora import LORA_WEIGHTS
+from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.errors import HubError
@@ -206,7 +206,7 @@ def test_the_script_uploads_what_it_saved_with_a_card_whose_code_loads_it(
     renders = {f"validation/step-8/5x32x48-{words}.mp4" for words in ("a-red-circle", "blue")}
     card_files = {"README.md", "loss.png", *renders}
     if adapters:
-        assert files.keys() == {LORA_WEIGHTS, *card_files}
+        assert files.keys() == {LORA_WEIGHTS, COMFYUI_WEIGHTS, *card_files}
     else:
         saved = {path.relative_to(pipeline_dir).as_posix() for path in pipeline_dir.rglob("*") if path.is_file()}
         assert saved | card_files == files.keys()

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketingError, PlanError
-from hf_bucketing.adapters.lora import LORA_WEIGHTS, add_lora, save_lora
+from hf_bucketing.adapters.files import LORA_WEIGHTS
+from hf_bucketing.adapters.lora import add_lora, save_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.registry import recipe_of

@@ -105,6 +105,11 @@ class Kandinsky5Family(JointFamily):
     channels = "in_visual_dim"
     strips_have_positions = False
     width_settings = ("model_dim",)
+    original_names = (
+        ("text_transformer_blocks.**", "text_transformer_blocks.**"),
+        ("visual_transformer_blocks.**", "visual_transformer_blocks.**"),
+    )
+    original_prefix = "transformer."
     text = TextTokens(rows="slots", channels="in_text_dim")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

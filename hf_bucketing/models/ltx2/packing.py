@@ -71,6 +71,7 @@ class LTX2Family(Family):
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
     timesteps_per = "token"
+    original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     text = TextTokens(rows="per_strip")
     cast_inputs = (*Family.cast_inputs, "audio_hidden_states", "audio_encoder_hidden_states")
 
