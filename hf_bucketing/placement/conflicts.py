@@ -22,6 +22,10 @@ class Combination:
     Args:
         memory ([`MemoryConfig`]): How the model is kept in memory.
         adapters (`bool`): Whether adapters are trained, and the weights of the model frozen.
+        kind (`"lora"`, `"dora"`, `"loha"` or `"lokr"`): Kind of the adapters.
+        lora_format (`"diffusers"`, `"comfyui"` or `"both"`): Programs that the saved adapters are for.
+        optimizer (`str`): Name of the optimizer, or its class as `"module:Class"`.
+        lora_plus (`bool`): Whether the matrices of adapters have different learning rates.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations.
         sharding ([`Sharding`]): How processes share the weights.
         num_processes (`int`): Processes of the run.
@@ -36,6 +40,10 @@ class Combination:
 
     memory: MemoryConfig
     adapters: bool
+    kind: str = "lora"
+    lora_format: str = "both"
+    optimizer: str = "adamw"
+    lora_plus: bool = False
     mixed_precision: str
     sharding: Sharding = "ddp"
     num_processes: int = 1
@@ -61,6 +69,7 @@ def conflicts(combination: Combination) -> Iterator[str]:
     if combination.memory.trained_dtype == "bf16" and combination.mixed_precision != "bf16":
         yield f'`trained_dtype="bf16"` needs `mixed_precision="bf16"`, not "{combination.mixed_precision}".'
     yield from _of_frozen_weights(combination)
+    yield from _of_adapters(combination)
     if combination.memory.context_parallel_degree > 1:
         yield from _of_context_parallelism(combination)
 
@@ -82,6 +91,11 @@ def _of_sharding(combination: Combination) -> Iterator[str]:
         yield (
             f'Omit `trained_dtype="bf16"`, or use DDP: under {kind} what is trained stays in float32, and each '
             "process holds or updates a share of it."
+        )
+    if not combination.optimizer.startswith(("adamw", "torch.")):
+        yield (
+            f"Omit `optimizer={combination.optimizer}`, or use DDP: it computes with whole weights, and under {kind} "
+            "each process holds a share of them. torch's own optimizers know shares."
         )
     if joined and sharding == "FSDP":
         yield (f"Omit {quoted(joined)}, or {_ADVICE}: version 1 joins the weights of a block into one flat tensor.")
@@ -121,6 +135,33 @@ def _of_frozen_weights(combination: Combination) -> Iterator[str]:
         yield (
             f"{options[-1]} saves nothing without `gradient_checkpointing=True`: the backward pass would keep the "
             "weights of each block on the device. Add it, or omit `offload_blocks`."
+        )
+
+
+def _of_adapters(combination: Combination) -> Iterator[str]:
+    memory, kind = combination.memory, f'`adapter="{combination.kind}"`'
+    products = combination.kind in ("loha", "lokr")
+    if combination.lora_plus and (products or not combination.adapters):
+        yield (
+            "Omit `lora_plus_ratio`: it is a ratio between the two matrices of LoRA or DoRA"
+            + (f", and {kind} has others." if products else "; train adapters (`lora_rank=16`).")
+        )
+    if combination.kind == "lora":
+        return
+    if combination.lora_format == "comfyui":
+        yield (
+            f"{kind} is not written for ComfyUI: diffusers could not read the file back, which proves its names and "
+            "scales. Omit `lora_format`; scripts/merge_lora.py makes a model of the adapters."
+        )
+    if products and memory.quantize_base == "nf4":
+        yield (
+            f'{kind} needs weights of the shape of their layer, and those of bitsandbytes (`quantize_base="nf4"`) '
+            'are flat; use `quantize_base="int8"` or `"float8"`.'
+        )
+    if combination.kind == "dora" and memory.offload_blocks:
+        yield (
+            f"{kind} computes norms of the frozen weights, which peft does not find where they wait on the CPU; omit "
+            '`offload_blocks`, or use `adapter="lora"`.'
         )
 
 
