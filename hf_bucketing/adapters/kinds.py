@@ -24,8 +24,10 @@ from typing import Any, TypeAlias
 
 import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from peft.utils.integrations import dequantize_module_weight
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -71,6 +73,19 @@ def peft_config(config: AdapterConfig, *, targets: Sequence[str], unused: Sequen
         )
     kind = LoHaConfig if config.adapter == "loha" else LoKrConfig
     return kind(alpha=alpha, rank_dropout=config.lora_dropout, **common)
+
+
+@torch.no_grad()
+def compute_magnitudes(transformer: torch.nn.Module) -> None:
+    """Give new layers of DoRA the norms of their weights in float32, so that they change nothing at the start.
+
+    peft rounds them to the precision of the weights, and divides by norms that it computes in that of the adapters.
+    """
+    for layer in transformer.modules():
+        if isinstance(layer, LoraLayer):
+            weight = dequantize_module_weight(layer.get_base_layer()).float()
+            magnitude = layer.lora_magnitude_vector[ADAPTER]
+            magnitude.weight = torch.nn.Parameter(torch.linalg.norm(weight, dim=1))
 
 
 def adapters_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
+from diffusers.training_utils import cast_training_params
 
 from ..errors import BucketingError
 from ..files import complete_parts
@@ -27,7 +29,16 @@ from .files import (
     write_comfyui,
     write_diffusers,
 )
-from .kinds import ADAPTER, ExactAdapters, adapters_of, load_exact, peft_config, read_exact, write_peft
+from .kinds import (
+    ADAPTER,
+    ExactAdapters,
+    adapters_of,
+    compute_magnitudes,
+    load_exact,
+    peft_config,
+    read_exact,
+    write_peft,
+)
 from .settings import AdapterConfig, LoraFormat
 
 logger = get_logger(__name__)
@@ -61,6 +72,8 @@ def add_adapters(transformer: Any, config: AdapterConfig) -> None:
         transformer.add_adapter(settings, adapter_name=ADAPTER)
     except ValueError as error:
         raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
+    if config.adapter == "dora":
+        compute_magnitudes(transformer)
 
 
 def lora_targets(transformer: Any, config: AdapterConfig) -> list[str]:
@@ -68,8 +81,10 @@ def lora_targets(transformer: Any, config: AdapterConfig) -> list[str]:
     return list(family_of(transformer).lora_targets) if config.lora_targets is None else config.lora_targets.split(",")
 
 
-def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> AdapterConfig:
-    """Add adapters to a pipeline, see [`add_lora`], with the weights that they start from.
+def start_adapters(
+    pipeline: Any, config: AdapterConfig, *, component: str = "transformer", dtype: torch.dtype = torch.float32
+) -> AdapterConfig:
+    """Add adapters of a precision to a pipeline, see [`add_lora`], with the weights that they start from.
 
     Returns:
         [`AdapterConfig`]: The settings with the alpha and the targets that the adapters have, and the format in which
@@ -92,6 +107,7 @@ def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "tr
         lora_targets=",".join(lora_targets(transformer, config)),
     )
     add_lora(pipeline, config, component=component)
+    cast_training_params(transformer, dtype=dtype)  # peft made them in that of the frozen weights
     lora_format = config.lora_format if config.adapter == "lora" else "diffusers"
     config = replace(config, lora_format=_possible_format(type(pipeline), transformer, lora_format))
     if not config.has_pairs:

@@ -158,11 +158,6 @@ def _of_adapters(combination: Combination) -> Iterator[str]:
             f'{kind} needs weights of the shape of their layer, and those of bitsandbytes (`quantize_base="nf4"`) '
             'are flat; use `quantize_base="int8"` or `"float8"`.'
         )
-    if combination.kind == "dora" and memory.offload_blocks:
-        yield (
-            f"{kind} computes norms of the frozen weights, which peft does not find where they wait on the CPU; omit "
-            '`offload_blocks`, or use `adapter="lora"`.'
-        )
 
 
 def _of_context_parallelism(combination: Combination) -> Iterator[str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from diffusers.training_utils import cast_training_params
 
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..errors import BucketingError
@@ -36,8 +35,9 @@ def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accel
     What is trained is set to training, for dropout and the drop of tokens; frozen parts stay in evaluation.
     """
     if config.adapters.lora_rank is not None:
-        adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
-        cast_training_params(recipe.transformer, dtype=trained_dtype(config))
+        adapters = start_adapters(
+            recipe.pipeline, config.adapters, component=recipe.trained, dtype=trained_dtype(config)
+        )
         config = changed(
             config,
             lora_alpha=adapters.lora_alpha,
