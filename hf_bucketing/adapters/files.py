@@ -165,7 +165,7 @@ def read_lora(pipeline_class: type[Any], transformer: Any, path: str | os.PathLi
     if left and not any(_NO_PAIRS.search(name) for name in left):
         pairs, left = _pairs_of(_as_diffusers_reads(pipeline_class, fold_alpha(state), file), transformer, ranks={})
     if left or not pairs:
-        why = f"{sorted(left)[0]} is in it" if left else "there is no weight in it"
+        why = f"{sorted(left)[0]} has no module of its name and shape" if left else "there is no weight in it"
         raise BucketingError(
             f"{file} must hold plain LoRA weights of a transformer ({type(transformer).__name__}) and nothing else: "
             f"{why}."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..models.registry import family_of
+from ..placement.shards import name_in_files
 
 _PREFIX = re.compile(
     r"(base_model\.model\.)?((model\.)?diffusion_model\.|transformer\.|lora_unet__?|lora_transformer_)?"
@@ -57,9 +58,9 @@ def without_prefix(name: str) -> str:
 
 
 def _linear_modules(transformer: Any) -> dict[str, int]:
-    """Return the output channels of each linear module by its name without adapters."""
+    """Return the output channels of each linear module by its name in files."""
     return {
-        name.removesuffix(".base_layer"): module.out_features
+        name_in_files(name).removesuffix(".base_layer"): module.out_features
         for name, module in transformer.named_modules()
         if hasattr(module, "out_features") and ".lora_" not in name
     }

@@ -30,7 +30,7 @@ from .skipped import check_finite
 
 
 def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
-    """Add adapters to a transformer, if any, and what saves memory; return the settings with the adapters' alpha.
+    """Add adapters to a transformer, if any, and what saves memory; return the settings that the adapters have.
 
     What is trained is set to training, for dropout and the drop of tokens; frozen parts stay in evaluation.
     """
@@ -180,8 +180,12 @@ class TrainedModel:
     def save_adapters(self, folder: Path) -> None:
         """Save the adapters, averaged if there are averages; call it on every process."""
         with self.averages():
-            lora_format = self.config.adapters.lora_format
-            save_lora(self.recipe.pipeline, folder, component=self.recipe.trained, lora_format=lora_format)
+            save_lora(
+                self.recipe.pipeline,
+                folder,
+                component=self.recipe.trained,
+                lora_format=self.config.adapters.lora_format,
+            )
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Save the result of the run, averaged if there are averages; call it on every process.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from diffusers.loaders import single_file_utils
 
 from hf_bucketing.adapters.original_names import known_layers, original_layers
-from tests.adapters.lora_cases import FAMILIES, REFUSED, empty
+from tests.adapters.lora_cases import FAMILIES, REFUSED, make_model
 
 CONVERTERS = {
     "wan": "convert_wan_transformer_to_diffusers",
@@ -23,8 +21,8 @@ CONVERTERS = {
 
 
 @pytest.mark.parametrize("name", CONVERTERS)
-def test_whole_checkpoints_under_these_names_become_the_modules(name: str, tiny_folder: Callable) -> None:
-    _, transformer = empty(name, tiny_folder)
+def test_whole_checkpoints_under_these_names_become_the_modules(name: str) -> None:
+    _, transformer = make_model(name)
     layers = original_layers(transformer)
     marks = {
         module: float(number) for number, module in enumerate(part for parts in layers.values() for part in parts)
@@ -41,8 +39,8 @@ def test_whole_checkpoints_under_these_names_become_the_modules(name: str, tiny_
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_projections_of_attention_have_names(name: str, tiny_folder: Callable) -> None:
-    _, transformer = empty(name, tiny_folder)
+def test_projections_of_attention_have_names(name: str) -> None:
+    _, transformer = make_model(name)
     named = {module for parts in original_layers(transformer).values() for module in parts}
     assert any(module.endswith(("to_q", "to_query")) for module in named)
     known = known_layers(transformer)
@@ -55,12 +53,12 @@ def test_projections_of_attention_have_names(name: str, tiny_folder: Callable) -
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_names_that_are_not_proven_are_not_known(name: str, tiny_folder: Callable) -> None:
-    assert original_layers(empty(name, tiny_folder)[1]) == {}
+def test_names_that_are_not_proven_are_not_known(name: str) -> None:
+    assert original_layers(make_model(name)[1]) == {}
 
 
-def test_layers_of_several_modules_hold_their_rows_in_order(tiny_folder: Callable) -> None:
-    layers = original_layers(empty("hunyuan-video", tiny_folder)[1])
+def test_layers_of_several_modules_hold_their_rows_in_order() -> None:
+    layers = original_layers(make_model("hunyuan-video")[1])
     assert list(layers["single_blocks.1.linear1"]) == [
         "single_transformer_blocks.1.attn.to_q",
         "single_transformer_blocks.1.attn.to_k",

@@ -58,6 +58,7 @@ class ZImageFamily(RefinedFamily):
         ("noise_refiner.**", "noise_refiner.**"),
         ("context_refiner.**", "context_refiner.**"),
     )
+    original_prefix = "transformer."  # diffusers before 0.40 needs an alpha behind the other
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models of another patch, and those that also read images."""
