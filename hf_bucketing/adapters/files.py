@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -28,6 +29,12 @@ LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 
 COMFYUI_WEIGHTS = "comfyui_lora_weights.safetensors"
 """File of the same adapters for ComfyUI."""
+
+PEFT_FILES = (SAFETENSORS_WEIGHTS_NAME, CONFIG_NAME)
+"""Files of LoHa and LoKr, as peft's `PeftModel.from_pretrained` expects them in a folder."""
+
+ADAPTER_FILES = (LORA_WEIGHTS, COMFYUI_WEIGHTS, *PEFT_FILES)
+"""Files that hold the adapters of a run."""
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Lower matrix `(rank, inputs)` and upper matrix `(outputs, rank)` of a layer."""
@@ -49,7 +56,7 @@ _NO_PAIRS = re.compile(
 _RANKS = "lora_ranks"
 """Entry of the header of a file for ComfyUI: for each layer, the ranks of its modules, which its matrix joins."""
 
-_SETTINGS = "lora_adapter_metadata"
+SETTINGS_ENTRY = "lora_adapter_metadata"
 """Entry of the header of diffusers' files: the settings of peft."""
 
 _ROUNDING = 1e-6
@@ -152,7 +159,7 @@ def read_lora(pipeline_class: type[Any], transformer: Any, path: str | os.PathLi
         state = load_file(file)
     except (OSError, SafetensorError) as error:
         raise BucketingError(f"{file} cannot be read as LoRA weights: {error}") from error
-    if _SETTINGS in header and any(name.endswith(_ALPHA) for name in state):
+    if SETTINGS_ENTRY in header and any(name.endswith(_ALPHA) for name in state):
         raise BucketingError(f"{file} has two scales, in its header and in {_ALPHA} tensors; remove one of them.")
     pairs, left = _pairs_of(fold_alpha(state), transformer, ranks=json.loads(header.get(_RANKS, "{}")))
     if left and not any(_NO_PAIRS.search(name) for name in left):
@@ -169,13 +176,13 @@ def read_lora(pipeline_class: type[Any], transformer: Any, path: str | os.PathLi
     prefix = f"{pipeline_class.transformer_name}."
     saved = {
         name.removeprefix(prefix): value
-        for name, value in json.loads(header.get(_SETTINGS, "{}")).items()
+        for name, value in json.loads(header.get(SETTINGS_ENTRY, "{}")).items()
         if name.startswith(prefix)
     }
-    return _scaled(file, weights, saved)
+    return with_scales(file, weights, saved)
 
 
-def _scaled(file: Path, weights: dict[str, torch.Tensor], saved: Mapping[str, Any]) -> Adapters:
+def with_scales(file: Path, weights: dict[str, torch.Tensor], saved: Mapping[str, Any]) -> Adapters:
     """Return weights with the scale that the settings of peft give; one that differs by layer is multiplied in."""
     if saved.get("use_dora"):
         raise BucketingError(f"{file} must hold plain LoRA weights of a transformer and nothing else: use_dora.")

@@ -1,11 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al., 2021) on the transformer, by peft, saved as diffusers loads them."""
+"""Adapters on the transformer, by peft, from their start to their files."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +11,33 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
-from peft import LoraConfig
+from diffusers.training_utils import cast_training_params
 
 from ..errors import BucketingError
 from ..files import complete_parts
 from ..models.registry import family_of
-from ..placement.shards import copy_whole, gather, named_weights
+from ..placement.shards import copy_whole, gather
 from .files import (
+    ADAPTER_FILES,
     COMFYUI_WEIGHTS,
     LORA_WEIGHTS,
     Adapters,
     check_loads_lora,
     prove_names,
     read_lora,
+    with_scales,
     write_comfyui,
     write_diffusers,
+)
+from .kinds import (
+    ADAPTER,
+    ExactAdapters,
+    adapters_of,
+    compute_magnitudes,
+    load_exact,
+    peft_config,
+    read_exact,
+    write_peft,
 )
 from .settings import AdapterConfig, LoraFormat
 
@@ -36,34 +46,34 @@ logger = get_logger(__name__)
 SETTINGS = "training_config.json"
 """File in the output folder of a run that holds its settings."""
 
-ADAPTER = "default"
-"""Name of the adapter in peft; files do not hold it."""
-
 
 def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> None:
-    """Freeze a component of a pipeline, its transformer, and add trainable low-rank adapters to it.
+    """Freeze a component of a pipeline, its transformer, and add trainable adapters to it.
 
     Raises:
-        BucketingError: If the pipeline cannot load LoRA weights, or no module name ends with a target.
+        BucketingError: If the pipeline cannot load such adapters, or no module name ends with a target.
     """
-    check_loads_lora(type(pipeline))
+    if config.has_pairs:
+        check_loads_lora(type(pipeline))
     add_adapters(getattr(pipeline, component), config)
 
 
 def add_adapters(transformer: Any, config: AdapterConfig) -> None:
-    """Freeze a transformer and add trainable low-rank adapters, none to modules that the model does not use.
+    """Freeze a transformer and add trainable adapters, none to modules that the model does not use.
 
     Raises:
         BucketingError: If no module name ends with a target.
     """
     family, targets = family_of(transformer), lora_targets(transformer, config)
     without = [*family.unused(transformer), *(family.without_lora if targets == list(family.lora_targets) else ())]
-    settings = _lora_config(config, targets=targets, unused=without)
+    settings = peft_config(config, targets=targets, unused=without)
     transformer.requires_grad_(False)
     try:
         transformer.add_adapter(settings, adapter_name=ADAPTER)
     except ValueError as error:
         raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
+    if config.adapter == "dora":
+        compute_magnitudes(transformer)
 
 
 def lora_targets(transformer: Any, config: AdapterConfig) -> list[str]:
@@ -71,20 +81,10 @@ def lora_targets(transformer: Any, config: AdapterConfig) -> list[str]:
     return list(family_of(transformer).lora_targets) if config.lora_targets is None else config.lora_targets.split(",")
 
 
-def _lora_config(config: AdapterConfig, *, targets: list[str], unused: Sequence[str]) -> LoraConfig:
-    """Return the settings of adapters as peft takes them; modules with one of `unused` in their name get none."""
-    assert config.lora_rank is not None, "the caller checks it"
-    return LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha or config.lora_rank,
-        init_lora_weights="gaussian",
-        target_modules=targets,
-        exclude_modules=f".*({'|'.join(map(re.escape, unused))}).*" if unused else None,
-    )
-
-
-def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> AdapterConfig:
-    """Add adapters to a pipeline, see [`add_lora`], with the weights that they start from.
+def start_adapters(
+    pipeline: Any, config: AdapterConfig, *, component: str = "transformer", dtype: torch.dtype = torch.float32
+) -> AdapterConfig:
+    """Add adapters of a precision to a pipeline, see [`add_lora`], with the weights that they start from.
 
     Returns:
         [`AdapterConfig`]: The settings with the alpha and the targets that the adapters have, and the format in which
@@ -96,20 +96,30 @@ def start_adapters(pipeline: Any, config: AdapterConfig, *, component: str = "tr
     if config.init_from_adapters is not None:
         check_component(config.init_from_adapters, component=component)
     transformer = getattr(pipeline, component)
-    start = (
-        None
-        if config.init_from_adapters is None
-        else read_lora(type(pipeline), transformer, config.init_from_adapters)
-    )
+    start: Adapters | ExactAdapters | None = None
+    if config.init_from_adapters is not None and config.plain:
+        start = read_lora(type(pipeline), transformer, config.init_from_adapters)
+    elif config.init_from_adapters is not None:
+        start = read_exact(config.init_from_adapters)
     config = replace(
         config,
         lora_alpha=config.lora_alpha or (config.lora_rank if start is None else start.alpha),
         lora_targets=",".join(lora_targets(transformer, config)),
     )
     add_lora(pipeline, config, component=component)
-    config = replace(config, lora_format=_possible_format(type(pipeline), transformer, config.lora_format))
-    if start is not None:
+    cast_training_params(transformer, dtype=dtype)  # peft made them in that of the frozen weights
+    lora_format = config.lora_format if config.adapter == "lora" else "diffusers"
+    config = replace(config, lora_format=_possible_format(type(pipeline), transformer, lora_format))
+    if not config.has_pairs:
+        logger.info(
+            f"No pipeline of diffusers loads every {config.adapter}: it is saved as peft's own files, which "
+            f"peft.PeftModel.from_pretrained(pipeline.{component}, folder) puts into a stock pipeline."
+        )
+    if isinstance(start, ExactAdapters):
+        load_exact(transformer, start)
+    elif start is not None:
         load_lora(pipeline, start, component=component)
+    if start is not None:
         logger.info(f"Starting from the adapters of {len(start.layers)} layers in {start.path}")
     return config
 
@@ -147,15 +157,6 @@ def check_component(path: str, *, component: str) -> None:
             f"{path} holds adapters of {trained}, as {settings} says, and this run trains {component}; give "
             f"`trained_component={trained}`, or other adapters."
         )
-
-
-def adapters_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights of the adapters that [`add_lora`] added, as peft names them."""
-    return {
-        name.replace(f".{ADAPTER}.", "."): parameter
-        for name, parameter in named_weights(transformer)
-        if parameter.requires_grad
-    }
 
 
 def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transformer") -> None:
@@ -197,7 +198,7 @@ def checkpoint_adapters_only(
 ) -> None:
     """Make accelerate's checkpoints hold the only model's adapters, not all its weights.
 
-    They are resumed from diffusers' own file; a run that saves for ComfyUI has its file beside it.
+    They are resumed from the file of diffusers or peft; a run that saves for ComfyUI has its file beside it.
     """
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -207,7 +208,7 @@ def checkpoint_adapters_only(
 
     def load(models: list[Any], folder: str) -> None:
         models.clear()
-        load_lora(pipeline, read_lora(type(pipeline), getattr(pipeline, component), folder), component=component)
+        load_exact(getattr(pipeline, component), read_exact(folder))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -222,8 +223,9 @@ def save_lora(
 ) -> None:
     """Write a transformer's adapters for diffusers, `pytorch_lora_weights.safetensors`, for ComfyUI, or for both.
 
-    Call it on every process; the main one writes. `pipeline.load_lora_weights(folder)` loads them; adapters of
-    `transformer_2` need `load_into_transformer_2=True`.
+    LoHa and LoKr, which pipelines of diffusers do not load, become files of peft. Call it on every process; the main
+    one writes. `pipeline.load_lora_weights(folder)` loads LoRA and DoRA; those of `transformer_2` need
+    `load_into_transformer_2=True`.
 
     Raises:
         BucketingError: If diffusers reads what was written for ComfyUI back differently; nothing is saved then.
@@ -234,12 +236,14 @@ def save_lora(
         return
     config = transformer.peft_config[ADAPTER]
     with complete_parts(folder) as partial:
-        adapters = Adapters(path=Path(partial) / LORA_WEIGHTS, weights=weights, alpha=config.lora_alpha)
-        if lora_format != "comfyui":
+        if config.peft_type != "LORA":
+            write_peft(Path(partial), weights, config, base_model=pipeline.name_or_path)
+        elif lora_format != "comfyui":
+            adapters = Adapters(path=Path(partial) / LORA_WEIGHTS, weights=weights, alpha=config.lora_alpha)
             write_diffusers(type(pipeline), adapters, config)
-        if lora_format != "diffusers":
-            adapters = replace(adapters, path=Path(partial) / COMFYUI_WEIGHTS)
+        if config.peft_type == "LORA" and lora_format != "diffusers":
+            adapters = with_scales(Path(partial) / COMFYUI_WEIGHTS, dict(weights), config.to_dict())
             write_comfyui(type(pipeline), transformer, adapters, base_model=pipeline.name_or_path)
-    for file, other in ((LORA_WEIGHTS, "comfyui"), (COMFYUI_WEIGHTS, "diffusers")):
-        if lora_format == other:  # what an earlier run left is another adapter
-            (Path(folder) / file).unlink(missing_ok=True)
+        written = {file.name for file in Path(partial).iterdir()}
+    for file in set(ADAPTER_FILES) - written:  # what an earlier run left is another adapter
+        (Path(folder) / file).unlink(missing_ok=True)

@@ -17,6 +17,9 @@ READ_WHOLE_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
 
 _VERSION_2 = "version 2 of FSDP (`fsdp_version: 2`, as in scripts/accelerate_configs/fsdp2.yaml)"
 
+_PRODUCTS = ("loha", "lokr")
+"""Kinds of adapters that are products of several matrices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
@@ -25,6 +28,10 @@ class Combination:
     Args:
         memory ([`MemoryConfig`]): How the model is kept in memory.
         adapters (`bool`): Whether adapters are trained, and the weights of the model frozen.
+        kind (`"lora"`, `"dora"`, `"loha"` or `"lokr"`): Kind of the adapters.
+        lora_format (`"diffusers"`, `"comfyui"` or `"both"`): Programs that the saved adapters are for.
+        optimizer (`str`): Name of the optimizer, or its class as `"module:Class"`.
+        lora_plus (`bool`): Whether the matrices of adapters have different learning rates.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations.
         sharding ([`Sharding`]): How processes share the weights.
         num_processes (`int`): Processes of the run.
@@ -40,6 +47,10 @@ class Combination:
 
     memory: MemoryConfig
     adapters: bool
+    kind: str = "lora"
+    lora_format: str = "both"
+    optimizer: str = "adamw"
+    lora_plus: bool = False
     mixed_precision: str
     sharding: Sharding = "ddp"
     num_processes: int = 1
@@ -61,6 +72,7 @@ class Combination:
             "version_2": _VERSION_2,
             "kind": self.sharding.partition(" ")[0].rstrip("2"),
             "joined": quoted(self.joined),
+            "adapter": f'`adapter="{self.kind}"`',
             "quantized": quantized,
             "offloaded": offloaded,
             "frozen": offloaded if memory.quantize_base is None else quantized,
@@ -107,6 +119,12 @@ CONFLICTS = (
         lambda run: run.sharding != "ddp" and run.memory.trained_dtype == "bf16",
         'Omit `trained_dtype="bf16"`, or use DDP: under {kind} what is trained stays in float32, and each process '
         "holds or updates a share of it.",
+    ),
+    Conflict(
+        ("optimizer", "sharding"),
+        lambda run: run.sharding != "ddp" and not run.optimizer.startswith(("adamw", "torch.")),
+        "Omit `optimizer={run.optimizer}`, or use DDP: it computes with whole weights, and under {kind} each process "
+        "holds a share of them. torch's own optimizers know shares.",
     ),
     Conflict(
         (*READ_WHOLE_WEIGHTS, "fsdp_version"),
@@ -157,6 +175,29 @@ CONFLICTS = (
         lambda run: run.memory.offload_blocks > 0 and not run.memory.gradient_checkpointing,
         "{offloaded} saves nothing without `gradient_checkpointing=True`: the backward pass would keep the weights of "
         "each block on the device. Add it, or omit `offload_blocks`.",
+    ),
+    Conflict(
+        ("lora_plus_ratio", "lora_rank"),
+        lambda run: run.lora_plus and not run.adapters,
+        "Omit `lora_plus_ratio`: it is a ratio between the two matrices of LoRA or DoRA; train adapters "
+        "(`lora_rank=16`).",
+    ),
+    Conflict(
+        ("lora_plus_ratio", "adapter"),
+        lambda run: run.lora_plus and run.kind in _PRODUCTS,
+        "Omit `lora_plus_ratio`: it is a ratio between the two matrices of LoRA or DoRA, and {adapter} has others.",
+    ),
+    Conflict(
+        ("lora_format", "adapter"),
+        lambda run: run.lora_format == "comfyui" and run.kind != "lora",
+        "{adapter} is not written for ComfyUI: diffusers could not read the file back, which proves its names and "
+        "scales. Omit `lora_format`; scripts/merge_lora.py makes a model of the adapters.",
+    ),
+    Conflict(
+        ("quantize_base", "adapter"),
+        lambda run: run.memory.quantize_base == "nf4" and run.kind in _PRODUCTS,
+        '{adapter} needs weights of the shape of their layer, and those of bitsandbytes (`quantize_base="nf4"`) are '
+        'flat; use `quantize_base="int8"` or `"float8"`.',
     ),
     Conflict(
         ("context_parallel_degree", "num_processes"),

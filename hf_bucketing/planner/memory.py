@@ -14,6 +14,7 @@ import torch
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
 from ..models.loading import Part, part_of, tile
+from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..placement.sharding import HALF
 from ..plans.packs import strip_tokens
@@ -192,7 +193,7 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     Raises:
         BucketingError: If the model cannot take such samples, or such adapters.
     """
-    if config.adapters.lora_rank is not None:
+    if config.adapters.lora_rank is not None and config.adapters.has_pairs:
         check_loads_lora(components.recipe.pipeline_type())
     shape = shape or _shape(components, config)
     traced = trace(_step(components, config, shape))
@@ -252,7 +253,6 @@ def _grid_of(tokens: int, spec: LatentSpec, *, frames: int) -> tuple[int, int, i
 def _phases(components: Components, config: PlanConfig, traced: Traced, shape: StepShape) -> dict[str, MemoryParts]:
     shards = config.num_processes if config.sharding == "fsdp2" else 1
     trained_bytes = traced.trained_bytes / shards
-    moment = _QUANTISED_MOMENT if config.optimizer.optimizer == "adamw_8bit" else traced.trained_bytes / traced.trained
     # DDP copies gradients into buckets, which it keeps.
     buckets = trained_bytes if shards == 1 and config.num_processes > 1 else 0
     accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
@@ -268,7 +268,7 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     resident = MemoryParts(
         weights=_offloaded(traced, config),
         gradients=round(buckets),
-        optimizer=round(2 * moment * traced.trained / shards),
+        optimizer=round(_state_bytes(traced, config) / shards),
         averages=round(4 * traced.trained / shards) if config.ema_decay is not None else 0,
         activations=pixels,
         text_encoder=round(text.weights),
@@ -309,6 +309,15 @@ def _offloaded(traced: Traced, config: PlanConfig) -> int:
         return 0
     waiting = traced.frozen_bytes * config.memory.offload_blocks / traced.blocks
     return -round(max(waiting - traced.block_bytes, 0))
+
+
+def _state_bytes(traced: Traced, config: PlanConfig) -> float:
+    """Return the bytes of the optimizer's state; those of AdamW in 8 bits are known where it is not installed."""
+    if config.optimizer.optimizer == "adamw_8bit":
+        return 2 * _QUANTISED_MOMENT * traced.trained
+    half = traced.trained_bytes < torch.float32.itemsize * traced.trained
+    dtype = torch.bfloat16 if half else torch.float32
+    return state_bytes(config.optimizer, dtype=dtype) / dtype.itemsize * traced.trained_bytes
 
 
 def _made_by_optimizer(traced: Traced, config: PlanConfig) -> float:

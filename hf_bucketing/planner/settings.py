@@ -39,7 +39,7 @@ class PlanConfig:
             and AdamW works on all weights at once.
         memory ([`MemoryConfig`]): How the model is kept in memory.
         adapters ([`AdapterConfig`]): LoRA.
-        optimizer ([`OptimizerConfig`]): AdamW, or its 8-bit form.
+        optimizer ([`OptimizerConfig`]): The optimizer.
         base_predictions (`int`): Forward passes without adapters per step: 1 for `preservation`, 3 for `slider`.
 
     Raises:
@@ -82,6 +82,10 @@ class PlanConfig:
             Combination(
                 memory=self.memory,
                 adapters=self.adapters.lora_rank is not None,
+                kind=self.adapters.adapter,
+                lora_format=self.adapters.lora_format,
+                optimizer=self.optimizer.optimizer,
+                lora_plus=self.optimizer.lora_plus_ratio is not None,
                 mixed_precision=self.mixed_precision,
                 sharding="FSDP2" if self.sharding == "fsdp2" else "ddp",
                 num_processes=self.num_processes,

@@ -95,7 +95,13 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         base_model_relation=("adapter" if adapted else "finetune") if on_hub else None,
         library_name="diffusers",
         pipeline_tag=task,
-        tags=[task, "diffusers", "diffusers-training", *(["lora"] if adapted else []), "hf_bucketing"],
+        tags=[
+            task,
+            "diffusers",
+            "diffusers-training",
+            *([config.adapters.adapter] if adapted else []),
+            "hf_bucketing",
+        ],
         widget=[
             {"text": prompt, "output": {"url": file.relative_to(folder).as_posix()}}
             for file, prompt in run.samples.items()
@@ -104,7 +110,8 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
     )
     name = run.repository or folder.resolve().name
     comfyui = config.adapters.lora_format != "diffusers"
-    what = f"LoRA adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
+    kind = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}[config.adapters.adapter]
+    what = f"{kind} adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
     parts = [
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
@@ -142,12 +149,16 @@ def _code(run: Run, *, name: str, base: str) -> str:
     tools = [*(["load_image"] if images else []), *([] if _makes_images(recipe) else ["export_to_video"])]
     adapted = config.adapters.lora_rank is not None
     lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
+    if adapted and not config.adapters.has_pairs:
+        lines.append("from peft import PeftModel")
     if tools:
         lines.append(f"from diffusers.utils import {', '.join(sorted(tools))}")
     source = base if adapted else name
     (dtype,) = dtypes(torch.bfloat16)
     lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {dtype}=torch.bfloat16)']
-    if adapted:
+    if adapted and not config.adapters.has_pairs:
+        lines.append(f'PeftModel.from_pretrained(pipeline.{config.trained_component}, "{name}")')
+    elif adapted:
         second = ", load_into_transformer_2=True" if config.trained_component == "transformer_2" else ""
         file = f', weight_name="{COMFYUI_WEIGHTS}"' if config.adapters.lora_format == "comfyui" else ""
         lines.append(f'pipeline.load_lora_weights("{name}"{file}{second})')

@@ -268,7 +268,7 @@ class TrainingConfig:
         preservation ([`PreservationConfig`][hf_bucketing.training.base_targets.PreservationConfig]): Samples whose
             targets are predictions of the base model.
         adapters ([`AdapterConfig`][hf_bucketing.adapters.lora.AdapterConfig]): LoRA.
-        optimizer ([`OptimizerConfig`][hf_bucketing.optimizers.adamw.OptimizerConfig]): AdamW and its schedule.
+        optimizer ([`OptimizerConfig`][hf_bucketing.optimizers.settings.OptimizerConfig]): Optimizer and schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
         held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.

@@ -19,6 +19,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..media.conditions import FRAME_BY_FRAME, MASK
 from ..models.recipe import Recipe
+from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
 from ..placement.settings import Precision
 from ..placement.shards import SHARDED
@@ -152,7 +153,7 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
     """Return the settings with `max_tokens="auto"` replaced by the largest number of tokens that fits in memory.
 
     The most expensive step of the plan is run forward and backward on random media, with an optimizer that changes
-    nothing, on each process; the smallest result counts.
+    nothing and holds the state of the run's, on each process; the smallest result counts.
 
     Raises:
         BucketingError: If not even the largest sample fits.
@@ -176,8 +177,8 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         sizes = data.sizes(plan.batch(int(costs.argmax())))
-        trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.0)
+        optimizer = make_optimizer(transformer, dataclasses.replace(config.optimizer, learning_rate=0.0))
+        set_training(optimizer)
         step.texts = data.texts
         with accelerator.autocast():
             losses = step(transformer, _random_batch(sizes, step.recipe, accelerator.device, data=data), epoch=0)

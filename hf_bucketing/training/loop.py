@@ -335,7 +335,7 @@ class Trainer:
         else:
             self.report.log.write_step("skipped", self.global_step + 1, skipped)
             self.trained.leave()
-        entry = {**metrics, "lr": self.trained.lr_scheduler.get_last_lr()[0], "epoch": epoch}
+        entry = {**metrics, "lr": float(self.trained.lr_scheduler.get_last_lr()[0]), "epoch": epoch}
         return entry if skipped is None else {**entry, "skipped": True}
 
     def _finish_step(self, entry: dict[str, Any]) -> None:
@@ -365,7 +365,8 @@ class Trainer:
             weights=self.weights,
         )
         limit = self.config.checkpoints.checkpoints_total_limit
-        save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
+        with self.trained.optimizer_in_evaluation():
+            save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
         if self.accelerator.is_main_process:
             logger.info(write_cost_model(self.folder))
 

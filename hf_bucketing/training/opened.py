@@ -20,6 +20,7 @@ from ..errors import BucketingError
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
+from ..optimizers.classes import check_optimizer
 from ..placement.blocks import blocks_of
 from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, check_combination
 from ..placement.context_parallel import check_model, check_sizes
@@ -108,6 +109,7 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
         held_out=None if validation is None else PreparedDataset.load(validation),
     )
     check_package(config.memory.quantize_base)
+    check_optimizer(config.optimizer)
     if accelerator.device.type == "cpu" and (config.memory.offload_blocks or config.memory.offload_activations):
         logger.warning("Offload saves nothing on a CPU run: what waits on the CPU is copied there all the same.")
     _check_model_and_data(opened)
@@ -121,6 +123,10 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
         Combination(
             memory=memory,
             adapters=config.adapters.lora_rank is not None,
+            kind=config.adapters.adapter,
+            lora_format=config.adapters.lora_format,
+            optimizer=config.optimizer.optimizer,
+            lora_plus=config.optimizer.lora_plus_ratio is not None,
             mixed_precision=accelerator.mixed_precision,
             sharding=sharding_of(accelerator),
             num_processes=accelerator.num_processes,

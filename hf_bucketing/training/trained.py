@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from diffusers.training_utils import cast_training_params
 
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..errors import BucketingError
 from ..models.enable import disable_packing
 from ..models.recipe import Recipe
-from ..optimizers.adamw import apply_settings, make_optimizer, make_schedule
+from ..optimizers.optimizer import apply_settings, make_optimizer, make_schedule
 from ..placement.context_parallel import ContextParallel
 from ..placement.offload import offload_blocks
 from ..placement.quantization import leave_frozen_weights_to_each_process
@@ -36,8 +35,9 @@ def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accel
     What is trained is set to training, for dropout and the drop of tokens; frozen parts stay in evaluation.
     """
     if config.adapters.lora_rank is not None:
-        adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
-        cast_training_params(recipe.transformer, dtype=trained_dtype(config))
+        adapters = start_adapters(
+            recipe.pipeline, config.adapters, component=recipe.trained, dtype=trained_dtype(config)
+        )
         config = changed(
             config,
             lora_alpha=adapters.lora_alpha,
@@ -78,7 +78,7 @@ class TrainedModel:
     def __init__(self, recipe: Recipe, config: TrainingConfig, data: RunData, accelerator: Accelerator) -> None:
         self.recipe, self.config, self.accelerator = recipe, config, accelerator
         transformer, degree = recipe.transformer, config.memory.context_parallel_degree
-        self._bare_optimizer = make_optimizer(transformer.parameters(), config.optimizer)
+        self._bare_optimizer = make_optimizer(transformer, config.optimizer)
         with (
             sharded_adapters(transformer, accelerator) if self.adapted else nullcontext(),
             sending_weights(transformer, accelerator),
@@ -86,6 +86,7 @@ class TrainedModel:
         ):
             prepared = data.prepare(accelerator, transformer, self._bare_optimizer, degree=degree)
         self.transformer, self.optimizer, self.loader = prepared
+        self.optimizer.train()  # as schedule-free optimizers demand
         packed = config.batches.batching == "pack"
         self.context_parallel = ContextParallel(recipe.transformer, accelerator, degree=degree, packed=packed)
         self.weights = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
@@ -108,6 +109,7 @@ class TrainedModel:
         """Give the schedule another number of steps, and the run's settings in place of those of its checkpoint."""
         schedule = make_schedule(self._bare_optimizer, self.config.optimizer, num_training_steps=num_steps)
         self.lr_scheduler.lr_lambdas = schedule.lr_lambdas
+        self.optimizer.train()  # checkpoints hold what is evaluated
         apply_settings(self.config.optimizer, self.lr_scheduler)
 
     @contextmanager
@@ -139,17 +141,33 @@ class TrainedModel:
             self.accelerator.scaler.update()  # which lowers the scale, and may unscale again
 
     @contextmanager
-    def averages(self) -> Iterator[None]:
-        """Put the averaged weights, if there are any, in place of the last ones inside a `with` block."""
-        if self.ema is None:
-            yield
-            return
-        self.ema.store(self.weights)
-        self.ema.copy_to(self.weights)
+    def optimizer_in_evaluation(self) -> Iterator[None]:
+        """Put the weights that a schedule-free optimizer evaluates in place of those it trains inside a `with` block.
+
+        Enter it on every process: going there and back rounds.
+        """
+        self.optimizer.eval()
         try:
             yield
         finally:
-            self.ema.restore(self.weights)
+            self.optimizer.train()
+
+    @contextmanager
+    def averages(self) -> Iterator[None]:
+        """Put the weights to evaluate, averages if there are any, in place of the last ones inside a `with` block.
+
+        Enter it on every process, see [`optimizer_in_evaluation`].
+        """
+        with self.optimizer_in_evaluation():
+            if self.ema is None:
+                yield
+                return
+            self.ema.store(self.weights)
+            self.ema.copy_to(self.weights)
+            try:
+                yield
+            finally:
+                self.ema.restore(self.weights)
 
     def check(self, what: str) -> None:
         """Raise BucketingError on all processes unless the weights and their averages are finite.
@@ -178,6 +196,7 @@ class TrainedModel:
         if self.adapted:
             self.save_adapters(folder)
             return
+        self.optimizer.eval()
         if self.ema is not None:
             self.ema.copy_to(self.weights)
         weights = gather_weights(self.accelerator, self.transformer)

@@ -255,7 +255,7 @@ def test_checkpoints_of_another_run_or_an_earlier_release_are_refused_by_name(tm
     checkpoint.mkdir(parents=True)
     (checkpoint / PROGRESS).write_text(json.dumps({"global_step": 4, "log": {}}))
     for name in ("latest", "checkpoint-4", str(checkpoint)):
-        with pytest.raises(BucketingError, match=r"checkpoint-4 has layout 1 .* this one reads layout 3"):
+        with pytest.raises(BucketingError, match=r"checkpoint-4 has layout 1 .* this one reads layout 4"):
             find_checkpoint(tmp_path / "out", name)
     with pytest.raises(BucketingError, match=r"belongs to the run in .*out, .*as --output_dir, not .*other"):
         find_checkpoint(tmp_path / "other", str(checkpoint))
